@@ -28,12 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.batch.batches import Splittable
 from anybatch.demo.transformer import make_model, next_byte_loss
-from anybatch.loss.accumulate import Settings
-from anybatch.planning.devices import target_of
+from anybatch.planning.entrance import subject_of
 from anybatch.planning.planner import Planner
-from anybatch.planning.subjects import Subject
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -153,12 +150,7 @@ def highest_resident() -> int:
 
 def _planner(name: str) -> Planner:
     model, loss_fn, batch, optimizer, device = _subject(name)
-    where = next(model.parameters()).device
-    target = target_of(device, where)
-    subject = Subject(
-        model, loss_fn, Settings(where), Splittable([batch]), [optimizer], device_type=target.device_type,
-        is_present=target.is_present,
-    )  # fmt: skip
+    subject, target = subject_of(batch, device, model=model, loss_fn=loss_fn, optimizer=optimizer)
     return Planner(subject, target)
 
 

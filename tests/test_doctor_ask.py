@@ -314,3 +314,85 @@ def test_tokens_that_are_ahead_of_their_inputs_are_exchanged_too() -> None:
             optimizer.step()
 
     assert answer(train, "related") == "yes"
+
+
+class Watching(nn.Module):
+    """Says in which of its calls a step is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.written: list[int] = []
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.overrides._get_current_function_mode_stack()
+        if any(type(mode).__name__ == "Tape" for mode in modes):
+            self.written.append(self.calls)
+        self.calls += 1
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+def test_two_steps_of_an_optimizer_are_written_down_and_no_more() -> None:
+    net = Watching()
+    with Doctor() as doctor:
+        steps(net, F.cross_entropy, count=40)
+    assert net.written == [0, 1]
+    assert list(doctor.kept.tapes) == [0]
+
+
+def test_a_step_of_each_optimizer_is_written_down() -> None:
+    one, two = Watching(), Watching()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two))
+    with Doctor() as doctor:
+        for step in range(40):
+            for optimizer in (first, second) if step >= 5 else (first,):  # the second one begins later
+                optimizer.zero_grad()
+                (one(torch.randn(ROWS, 6)) + two(torch.randn(ROWS, 6))).pow(2).mean().backward()
+                optimizer.step()
+    assert sorted(doctor.kept.tapes) == [0, 1]
+    assert len(one.written) < 10
+
+
+def test_a_term_of_another_row_is_told_beside_one_that_is_learned() -> None:
+    def both(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], wanted.roll(1, 0))
+
+    def beside_ones(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(made[:, :1], wanted) + F.l1_loss(made[:, 1:], torch.ones_like(wanted))
+
+    for loss, apart in ((both, ["l1_loss"]), (beside_ones, [])):
+        (one,) = asked(lambda: taught(nn.Linear(6, 2), lambda x: x[:, :1] - x[:, 1:2], loss), "related")  # noqa: B023
+        assert (one.answer, [term["op"] for term in one.evidence["apart"]]) == ("yes", apart)
+
+
+@pytest.mark.parametrize(("alike", "expected"), [(False, "yes"), (True, "no")])
+def test_without_targets_the_rows_of_one_input_stand_beside_those_of_another(alike: bool, expected: str) -> None:
+    table = nn.Embedding(10, 4)
+    nn.init.constant_(table.weight, 0.5) if alike else nn.init.normal_(table.weight)
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.0 if alike else 0.5)
+        for _ in range(60):
+            one = torch.randint(10, (64,))
+            two = (one + 5) % 10
+            optimizer.zero_grad()
+            (table(one) - table(two)).pow(2).sum(1).mean().backward()
+            optimizer.step()
+
+    assert answer(train, "related inputs") == expected
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])
+def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: str) -> None:
+    net = nn.Linear(6, 3)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, 6) * factor), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "inputs alike") == expected

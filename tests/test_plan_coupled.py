@@ -140,6 +140,37 @@ def test_what_does_not_fit_can_not_be_done_by_hand(name: str) -> None:
     assert peak_of_step(subject_of(name).step(plan=plan), batch) <= needed
 
 
+@pytest.mark.parametrize("percent", [90, 50])
+def test_what_a_loss_needs_that_was_stopped_is_not_claimed_to_be_known(percent: int) -> None:
+    """It can't be traced, so that it is run and stopped at the budget: what it takes in the end is more than that."""
+
+    def few(model: Any, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (outputs @ outputs.T)[batch["y"] < 2].logsumexp(1).mean()
+
+    def encode(model: Any, batch: Any) -> Any:
+        return model(batch["x"])
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 6))
+    batch = {"x": torch.randn(24, 8), "y": torch.arange(24) % 3}
+    loss_fn, optimizer = anybatch.Coupled(encode, few), torch.optim.SGD(model.parameters(), lr=0.1)
+    smallest = anybatch.plan(model, loss_fn, batch, optimizer, memory="1GiB").smallest_bytes
+    with pytest.raises(anybatch.DoesNotFit, match=r"at least, and may need more; .*Coupled.row_block") as caught:
+        anybatch.plan(model, loss_fn, batch, optimizer, memory=smallest * percent // 100)
+    assert caught.value.needed is not None
+    assert smallest * percent // 100 < caught.value.needed <= smallest
+
+
+def test_what_does_not_fit_says_what_was_tried_and_needs_what_a_plan_calls_the_smallest() -> None:
+    subject = subject_of("supcon")
+    batch = subject.batch(ROWS)
+    smallest = plan_of(subject, batch, 2**40).smallest_bytes
+    for budget in (2**10, 99 * smallest // 100):
+        with pytest.raises(anybatch.DoesNotFit, match=r"torch.optim.SGD without momentum needs") as caught:
+            plan_of(subject, batch, budget)
+        assert caught.value.needed == smallest
+    assert plan_of(subject, batch, smallest).peak_bytes <= smallest
+
+
 def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
     subject = subject_of("supcon")
     batch = subject.batch(ROWS)

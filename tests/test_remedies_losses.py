@@ -464,7 +464,7 @@ case(
 )
 for mended in (lambda m, b: m(b["x"] * 2), lambda m, b: m(b["x"].clone().mul_(2))):
     case(
-        "coupling.__exit__",
+        "coupling._to_run_again",
         "clone the tensor first",
         lambda: gradient_of(coupled(lambda m, b: m(b["x"].mul_(2)))),
         partial(same, coupled(mended)),

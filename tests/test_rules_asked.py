@@ -16,6 +16,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
+    "inputs alike": {"value": 0.0, "calls": 12},
     "unread field": {"name": "done", "mask": False},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
     "itself": {"op": "kl_div"},
@@ -53,6 +54,14 @@ def test_copy_never_updated_fires_and_names_both_nets() -> None:
 
 def test_copy_never_updated_is_quiet_without_an_answer() -> None:
     both("frozen copy", "COPY_NEVER_UPDATED")
+
+
+def test_inputs_alike_fires_and_gives_the_number() -> None:
+    assert "is 0, in all 12 calls" in fires(asked("inputs alike", "yes").run(), "INPUTS_ALIKE", "error").message
+
+
+def test_inputs_alike_is_quiet_without_an_answer() -> None:
+    both("inputs alike", "INPUTS_ALIKE", "error")
 
 
 def test_copy_buffers_stale_fires_and_names_the_buffer() -> None:

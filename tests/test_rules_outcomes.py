@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.views.outcomes import outcome
+from anybatch.records.events import Clipped
 from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
 from number_runs import Training, call, falling, fires, found, sampled, silent
 
 LN10 = math.log(10)
@@ -94,9 +97,9 @@ def test_a_loss_that_is_known_to_learn_is_said_to() -> None:
     assert outcome(bad.run()).word == "undecided"  # it falls, and a constant guess would be better
 
 
-def same_for_others(answer: str = "no", **values: object) -> Training:
+def same_for_others(answer: str = "no", *, alike: bool = False, **values: object) -> Training:
     """A training whose loss falls to where it is, and of which it was asked whether its targets matter."""
-    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7}
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7, "alike": alike}
     probed = Probed(probe="related", root=-1, answer=answer, evidence=seen, file="train.py", line=23)
     low = {"loss": lambda step: 0.7 + 0.02 * ((step * 7) % 5 - 2) + (2.0 if step < 9 else 0.0), "call": None}
     return Training(**{"steps": 120, "after": (probed,), **low, **values})  # type: ignore[arg-type]
@@ -120,3 +123,59 @@ def test_not_learning_fires_where_the_targets_of_other_rows_do_as_well() -> None
 def test_not_learning_is_quiet_and_the_verdict_open_where_that_may_be_otherwise(other: Training) -> None:
     silent(other.run(), "NOT_LEARNING")
     assert outcome(other.run()).word == "undecided"
+
+
+def test_a_loss_that_is_the_same_with_inputs_of_other_rows_leaves_the_verdict_open() -> None:
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7, "inputs": 2}
+    probed = Probed(probe="related inputs", root=-1, answer="no", evidence=seen, file="train.py", line=23)
+    alone = Training(steps=120, call=None, after=(probed,)).run()
+    assert outcome(alone).word == "undecided"
+    silent(alone, "NOT_LEARNING")
+    assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
+
+
+def with_a_term(**values: object) -> Training:
+    """A training that learns, one term of whose loss is the same with the targets of other rows."""
+    term = {"op": "l1_loss", "file": "train.py", "line": 24, "loss": 0.5, "others": 0.5}
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 2.7, "alike": False, "apart": [term]}
+    probed = Probed(probe="related", root=-1, answer="yes", evidence=seen, file="train.py", line=23)
+    return Training(**{"steps": 120, "call": guessed(), "after": (probed,), **values})  # type: ignore[arg-type]
+
+
+def test_labels_unrelated_fires_for_one_term_of_a_loss() -> None:
+    assert fires(with_a_term().run(), "LABELS_UNRELATED", "warning").place.line == 24
+    silent(with_a_term(steps=60).run(), "LABELS_UNRELATED")  # too few targets
+    silent(with_a_term(loss=stays).run(), "LABELS_UNRELATED")  # nothing is learned as yet
+
+
+def clipping_nothing(**values: object) -> Training:
+    """A training that clips before each backward, where there is no gradient."""
+    clip = Clipped(limit=1.0, norm=0.0, tensors=0, file="train.py", line=18)
+    return Training(**{"steps": 120, "every": lambda step: [clip], **values})  # type: ignore[arg-type]
+
+
+def test_what_only_slows_a_training_is_a_note_where_it_learned_well() -> None:
+    def said(run: Run) -> list[tuple[str, str]]:
+        return [(one.name, one.severity) for one in diagnosis(run).findings if one.name == "CLIP_NO_EFFECT"]
+
+    well = clipping_nothing(call=guessed()).run()
+    assert said(well) == [("CLIP_NO_EFFECT", "info")]
+    assert diagnosis(well).verdict == "learning"
+    assert said(clipping_nothing().run()) == [("CLIP_NO_EFFECT", "error")]  # no guess is known
+    half = clipping_nothing(call=guessed(), loss=lambda step: LN10 * (1.2 if step < 20 else 0.6))
+    assert said(half.run()) == [("CLIP_NO_EFFECT", "error")]
+
+
+def test_targets_that_are_all_alike_are_named_before_what_became_of_the_run() -> None:
+    run = same_for_others(alike=True).run()
+    names = [(one.name, one.consequence_of) for one in diagnosis(run).findings]
+    assert names == [("TARGETS_CONSTANT", ""), ("NOT_LEARNING", "TARGETS_CONSTANT")]
+    silent(same_for_others().run(), "TARGETS_CONSTANT")
+
+
+def test_a_rate_whose_steps_are_longer_than_the_weights_is_why_nothing_was_learned() -> None:
+    long = {"steps": 120, "ratio": lambda step, layer: 3.0 if step == 0 else 1e-3}
+    wild = Training(**long, loss=stays, call=guessed()).run()  # type: ignore[arg-type]
+    assert [one.name for one in diagnosis(wild).findings][:2] == ["LR_TOO_HIGH", "NOT_LEARNING"]
+    learned = diagnosis(Training(**long, call=guessed()).run())  # type: ignore[arg-type]
+    assert all(one.severity == "info" for one in learned.findings)

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import click
 import torch
-from training import MODELS, TURN, Times, Training, calls, worker
+from training import MODELS, Times, Training, calls, turn_of, worker
 
 FIRST = 25
 ALL = slice(None)
@@ -131,7 +131,7 @@ def added(runs: Sequence[Times], steps: slice) -> float:
 def between_turns(runs: Sequence[Times]) -> float:
     """What every second turn without the doctor adds to the others, as a share of a step."""
     halves = [
-        [seconds for one in runs for step, seconds in enumerate(one.plain) if step // TURN % 2 == half]
+        [seconds for one in runs for step, seconds in enumerate(one.plain) if turn_of(step) % 2 == half]
         for half in (0, 1)
     ]
     return statistics.mean(halves[1]) / statistics.mean(halves[0]) - 1

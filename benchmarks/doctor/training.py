@@ -25,9 +25,17 @@ from anybatch.records.events import Ended
 
 COUNTED = range(40, 48)
 """Steps whose calls are counted; none is measured by the doctor."""
-TURN = 23
-"""Steps of one kind before the other's turn: few, so that what else the machine does meets both, and a number that does
-not divide those of the samples."""
+WARM = 12
+"""Steps after each change of sides that are not timed: Python takes some calls to find its way through exchanged code
+again, which a run that goes on and on does once. None of them is one that the doctor measures."""
+FIRST_TURN, TURN = 26, 88
+"""Timed steps before the other side's turn: few, so that what else the machine does meets both, and with ``WARM`` a
+multiple of the steps between two samples, so that no sample falls into steps that are not timed."""
+
+
+def turn_of(step: int) -> int:
+    """The number of the turn that a timed step belongs to."""
+    return (step - FIRST_TURN) // TURN + 1
 
 
 def perceptron() -> nn.Module:
@@ -212,7 +220,10 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
     training = Training(name)
     aside, own, plain = None, list[float](), list[float]()
     while len(own) < steps:
-        turn, start = min(TURN, steps - len(own)), time.process_time()
+        turn = min(TURN if aside else FIRST_TURN, steps - len(own))
+        if aside is not None:
+            _some_steps(training, [], WARM, 0.0)
+        start = time.process_time()
         if aside is None:
             training.attach(record)
             aside = Aside()
@@ -221,13 +232,11 @@ def in_turn(name: str, steps: int, record: Path) -> Times:
         aside.take()
         counter, backwards = training.doctor._journal.counter, training.doctor._backwards
         at, step = counter.at, counter.step
-        training.step()  # finds what was taken off
+        _some_steps(training, [], WARM, 0.0)
         _some_steps(training, plain, turn, time.process_time())
         if (counter.at, counter.step, training.doctor._backwards) != (at, step, backwards):
             raise RuntimeError("got facts of steps that the doctor should not have seen; mend Aside")
         aside.give_back()
-        if not training.doctor._sampling.wants(counter.step):  # a step that is sampled has to be timed
-            training.step()  # finds what was put back; both sides are timed as one who runs on and on
         training.doctor._started += time.perf_counter() - since  # else it takes these for time of its run
     return Times(own, plain, training.end())
 

@@ -79,7 +79,16 @@ def inputs_noisy(code: Code) -> Sites:
             yield [code.replace(one, f"{text} + 10 * torch.randn_like({text})")]
 
 
-@operator("inputs-overwritten", "inputs", "INPUT_IGNORED", "FIELD_UNREAD", "GRAPH_CUT", "LOSS_TERM_CUT", *UNRELATED)
+@operator(
+    "inputs-overwritten",
+    "inputs",
+    "INPUTS_ALIKE",
+    "INPUT_IGNORED",
+    "FIELD_UNREAD",
+    "GRAPH_CUT",
+    "LOSS_TERM_CUT",
+    *UNRELATED,
+)
 def inputs_overwritten(code: Code) -> Sites:
     for one in _fed(code):
         text = code.text(one)

@@ -253,11 +253,11 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
     if flat.is_complex():
         return []
     if flat.is_floating_point():
-        is_set = (flat != 0) & ~flat.isnan()
-        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].nan_to_num().to("cpu", torch.float64)
+        flat = flat.nan_to_num()
+        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64)
         along = torch.arange(numbers.shape[1], dtype=torch.float64)
         return [
-            is_set.sum(1).tolist(),
+            flat.count_nonzero(1).tolist(),
             numbers.sum(1).tolist(),
             *((numbers @ (k * along).sin()).tolist() for k in _WAVES),
         ]

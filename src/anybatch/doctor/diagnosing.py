@@ -1,6 +1,7 @@
 """From the facts of a run to a diagnosis: all rules, the order of their findings, and the four cells."""
 
 import logging
+from dataclasses import replace
 from pathlib import PurePath
 
 from anybatch.doctor.proofs import with_proofs
@@ -9,6 +10,7 @@ from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.doctor.verdicts import verdict_on
 from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.outcomes import learned_well
 from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
 from anybatch.records.events import Backward, Ended, Stepped, ThreadsAtOnce
 from anybatch.records.findings import Finding
@@ -141,6 +143,8 @@ def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             failed[f"{rule.code} {rule.name}"] = _note(rule, error)
+    if learned_well(run):
+        found = [replace(one, severity="info") if rules[one.name].slows else one for one in found]
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
     return with_proofs(in_order, run), failed
 

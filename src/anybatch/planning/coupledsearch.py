@@ -343,13 +343,11 @@ class CoupledSearch(Search):
         """Says what the loss takes, and how it takes less."""
         if peak.stage != LOSS:
             return ""
-        activations, block = format_bytes(peak.by_category.get(ACTIVATIONS, 0)), self._coupled.row_block
+        activations, block = peak.by_category.get(ACTIVATIONS), self._coupled.row_block
+        held = "" if activations is None else f", with {format_bytes(activations)} of activations"
         if block is None:
-            return (
-                f" The loss sees all samples, with {activations} of activations; Coupled(row_block=...) computes it "
-                "for some rows at a time."
-            )
-        return f" The loss takes {block} rows at a time, with {activations} of activations; a smaller row_block helps."
+            return f" The loss sees all samples{held}; Coupled(row_block=...) computes it for some rows at a time."
+        return f" The loss takes {block} rows at a time{held}; a smaller row_block helps."
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is."""

@@ -292,9 +292,12 @@ class Planner:
     def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
         search, row, peak = smallest
         beside, needed = self.subject.bytes_beside, self._budget_for(row)
+        if not peak.by_category:  # it was run and stopped, so nobody knows what it would take in the end
+            reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
+            return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
             row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
-            lambda holders: search.hint(row, peak) + self._remedies(holders, needed, budget + beside),
+            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
         )  # fmt: skip
 
     def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:

@@ -91,7 +91,7 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a net is given numbers of another scale in evaluation than in training.
+    """Whether a net is given numbers of another scale in evaluation than in training, or one number only.
 
     Args:
         kept: of the run.
@@ -100,6 +100,10 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
+        alike = [one for one in trained if not one.std]  # the others may be an evaluation that calls no eval()
+        if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
+            yield Probed(probe="inputs alike", root=root, answer="yes", file=alike[0].file, line=alike[0].line,
+                         evidence={"value": alike[0].mean, "calls": len(alike)})  # fmt: skip
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:

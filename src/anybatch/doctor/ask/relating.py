@@ -26,11 +26,18 @@ _SURE = 4.0
 """How many spreads of the loss over orders are no accident."""
 
 _UNSURE = 2.5
+_MUCH = 0.5
+"""A share of the loss that is no accident where it may be one by the spread."""
+
 _LITTLE = 0.05
 """A share of the loss by which it may rise by accident."""
 
 _NOTHING = 0.01
 """A share of the loss that says nothing, however surely it is there."""
+
+
+_TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+                    "binary_cross_entropy", "binary_cross_entropy_with_logits"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,30 @@ class Meeting:
 
     index: int
     slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Risen:
+    """What other orders of the rows do to a number.
+
+    Args:
+        own: with the rows as they are.
+        gain: by how much it rises on average.
+        spread: how far the orders differ.
+    """
+
+    own: float
+    gain: float
+    spread: float
+
+    @property
+    def answer(self) -> str:
+        """Whether it rises."""
+        size = max(abs(self.own), abs(self.own + self.gain), 1e-12)
+        sure, unsure = self.gain > _SURE * self.spread, self.gain > _UNSURE * self.spread
+        if (sure and self.gain > _NOTHING * size) or (unsure and self.gain > _MUCH * size):
+            return "yes"
+        return "no" if self.gain < _LITTLE * size or (not unsure and self.gain < _MUCH / 2 * size) else "unknown"
 
 
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
@@ -60,25 +91,55 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
     rows, loss = rows_of(tape), tape.losses[-1]
     first = replayed(tape, loss, lambda one: one)
     found = _meetings(tape, loss, first, rows)
-    if not found:
-        raise Unknown("nothing that the parameters do not make meets what they make")
-    own = float(first.values[loss.slot].double().sum())
     end = min(until, time.perf_counter() + _SECONDS)
-    answers = [_risen(tape, loss, first, one, own, end) for one in found]
-    known = [one for one in answers if one is not None]
+    if not found:
+        return _of_inputs(tape, optimizer, rows, first, end)
+    known = [(one, *risen) for one in found if (risen := _risen(tape, loss, first, one, end)) is not None]
     if not known:
         raise Unknown("the step did not run with other targets")
-    gain, spread, where = max(known, key=lambda one: one[0] / max(one[1], 1e-12))
-    size = max(abs(own), abs(own + gain), 1e-12)
+    where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
+    answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
     operation = tape.operations[where.index]
-    evidence: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "loss": own, "others": own + gain,
-                                "spread": spread, "meetings": len(known)}  # fmt: skip
-    answer = "unknown"
-    if gain > max(_SURE * spread, _NOTHING * size):
-        answer = "yes"
-    elif len(known) == len(answers) and (gain < _UNSURE * spread or gain < _LITTLE * size):
-        answer = "no"
+    alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
+    evidence: dict[str, Any] = {
+        "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
+        "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
+        "apart": [_told(tape, one, term) for one, _, term in known
+                  if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
+    }  # fmt: skip
     return Probed(probe="related", root=-1, answer=answer, file=operation.file, line=operation.line, evidence=evidence)
+
+
+def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float) -> Probed:
+    """Of a loss without targets: whether it rises where the rows of one input stand beside those of other ones."""
+    loss = tape.losses[-1]
+    mine = slots_of(tape, loss)
+    given = [tape.leaves[one] for one in sorted(tape.leaves.keys() & mine - tape.parameters.keys())]
+    given = [one for one in given if one.shape[:1] == (rows,)]
+    if len(given) < 2:
+        raise Unknown("nothing that the parameters do not make meets what they make")
+    generator = torch.Generator().manual_seed(11)
+    risen: list[Risen] = []
+    for leaf in given[:_MOST_MEETINGS]:
+        values = [_sum(first.values[loss.slot])]
+        while len(values) <= _ORDERS and time.perf_counter() < end:
+            order = torch.randperm(rows, generator=generator)
+            again = replayed(tape, loss, lambda one, leaf=leaf, order=order: one[order] if one is leaf else one)
+            values.append(_sum(again.values[loss.slot]))
+        if len(values) < 4 or not all(map(math.isfinite, values)):
+            raise Unknown("there was no time left, or the loss is not finite")
+        risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
+    best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
+    evidence = {"optimizer": optimizer, "rows": rows, "loss": best.own, "others": best.own + best.gain,
+                "spread": best.spread, "inputs": len(given)}  # fmt: skip
+    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
+    return Probed(probe="related inputs", root=-1, answer=answer, file=loss.file, line=loss.line, evidence=evidence)
+
+
+def _told(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:
+    """A term of the loss that is the same with the targets of other rows."""
+    one = tape.operations[where.index]
+    return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
 
 
 def _meetings(tape: Tape, loss: Loss, first: Replay, rows: int) -> list[Meeting]:
@@ -105,13 +166,12 @@ def _following(tape: Tape, loss: Loss, rows: int) -> set[Slot]:
     return found
 
 
-def _risen(
-    tape: Tape, loss: Loss, first: Replay, where: Meeting, own: float, end: float
-) -> tuple[float, float, Meeting] | None:
-    """By how much the loss rises with the rows in other orders, and how far these differ; nothing where it fails."""
+def _risen(tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float) -> tuple[Risen, Risen | None] | None:
+    """What other orders do to the loss, and to the term where that is one loss function; nothing where it fails."""
     count = first.values[where.slot].shape[0]
+    is_term = tape.operations[where.index].name in _TERMS and first.results[where.index][0].numel() == 1
     generator = torch.Generator().manual_seed(11)
-    values: list[float] = []
+    wholes, terms = [_sum(first.values[loss.slot])], [_sum(first.results[where.index][0]) if is_term else 0.0]
     for _ in range(_ORDERS):
         if time.perf_counter() > end:
             break
@@ -121,10 +181,16 @@ def _risen(
             again = replayed(changed, moved, lambda one: one)
         except Unknown:
             return None
-        values.append(float(again.values[loss.slot].double().sum()))
-    if len(values) < 3 or not all(map(math.isfinite, (*values, own))):
+        wholes.append(_sum(again.values[loss.slot]))
+        terms.append(_sum(again.results[where.index + 1][0]) if is_term else 0.0)
+    if len(wholes) < 4 or not all(map(math.isfinite, (*wholes, *terms))):
         return None
-    return fmean(values) - own, stdev(values), where
+    whole, term = [Risen(own, fmean(rest) - own, stdev(rest)) for own, *rest in (wholes, terms)]
+    return whole, term if is_term else None
+
+
+def _sum(one: torch.Tensor) -> float:
+    return float(one.detach().double().sum())
 
 
 def _exchanged(tape: Tape, loss: Loss, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:

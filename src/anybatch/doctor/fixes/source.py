@@ -274,7 +274,8 @@ class UserSource:
             ast.parse(data)
         except (SyntaxError, ValueError) as error:
             raise UnclearEdit(f"the edit is no Python: {error}") from None
-        lines = [_lines_at(data, start, end) for start, end in new if start < end]
+        stays = [not self._data[one.start : one.end].endswith(b"\n") for one in ordered]  # of whole lines none stays
+        lines = [_lines_at(data, *span) for span, some in zip(new, stays, strict=True) if some or span[0] < span[1]]
         lines = lines or [f"# without: {_lines_at(self._data, one.start, one.end).strip()}" for one in ordered]
         return Edit(self.path, self.text, data.decode(), textwrap.dedent("\n".join(dict.fromkeys(lines))))
 

@@ -52,7 +52,7 @@ def clip_before_unscale(
     )
 
 
-@rule("AB402", "CLIP_NO_EFFECT", "error", explains=RUNS_AWAY, needs=(Clipped,))
+@rule("AB402", "CLIP_NO_EFFECT", "error", explains=RUNS_AWAY, needs=(Clipped,), slows=True)
 def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start or the end")) -> Iterator[Found]:
     """Clipping after the step, or of nothing."""
     late, empty, useful = _sorted_clips(run)
@@ -68,6 +68,8 @@ def clip_no_effect(run: Run, *, calls: float = Limit(3, "one may be at the start
             here, right = ([one for one in every if (one.file, one.line) == spot] for every in (found, useful))
             if len(here) < calls or len(right) * 10 > len(here) or _made_up_for(here, useful):
                 continue
+            if found is empty and not passes(run):
+                continue  # there is nothing to clip for a graver reason
             yield Found(
                 text=f"{_call(here[0])}{near(here[0])} {what}: {counted(len(here), 'call')} without effect.",
                 fix=f"torch.nn.utils.{_call(here[0])}({_trained(run)}, {here[0].limit:g})  # {fix}",

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest
-from anybatch.doctor.views.naming import first_call, qualified, root_variable
+from anybatch.doctor.views.naming import first_call, near, qualified, root_variable
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, InputSample
 
@@ -308,4 +309,23 @@ def mask_inverted(
             step=wrong[1][0],
             where=next((one for one in run.of(Forward) if one.at == sample.forward), None),
             evidence={"content_hidden": content, "padding_hidden": padding, "samples": len(wrong)},
+        )
+
+
+@rule(
+    "AB658", "INPUTS_ALIKE", "error", needs=(Probed,),
+    explains=("FROZEN_MOVES", "INPUT_IGNORED", "INPUT_SCALE", "LOSS_CONSTANT", "VANISHING", "DEAD_UNITS",
+              "DATA_REPEATED"),
+)  # fmt: skip
+def inputs_alike(run: Run) -> Iterator[Found]:
+    """Models that are given one number only."""
+    for probed in answers(run, "inputs alike")[:1]:
+        seen = probed.evidence
+        yield Found(
+            text=f"Every entry of what {root_variable(run, probed.root)} is given{near(probed)} is {seen['value']:g}, "
+            f"in all {seen['calls']} calls of the training that were looked at.",
+            fix="print(x.std())  # before the call, and wherever x is made",
+            cause="The input was overwritten, masked or scaled to nothing on its way.",
+            since=probed,
+            step=0,
         )

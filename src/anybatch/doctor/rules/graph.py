@@ -272,7 +272,7 @@ def ckpt_no_input_grad(run: Run) -> Iterator[Found]:
     )
 
 
-@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"), needs=(Walk,))
+@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"), needs=(Walk,), slows=True)
 def no_activation(run: Run, *, graphs: float = Limit(3, "the first one may be of another model")) -> Iterator[Found]:
     """Linear layers that follow each other with nothing between them."""
     walks = [one for one in run.of(Walk) if one.nodes]

@@ -24,7 +24,7 @@ def _model(run: Run, call: LossCall) -> str:
 
 
 @rule(
-    "AB601", "DOUBLE_ACTIVATION", "error", needs=(LossCall,),
+    "AB601", "DOUBLE_ACTIVATION", "error", needs=(LossCall,), slows=True,
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
 )  # fmt: skip
 def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Found]:

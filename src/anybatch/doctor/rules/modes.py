@@ -307,7 +307,7 @@ def bn_tiny_batch(
         )
 
 
-@rule("AB457", "BN_MOMENTUM", "warning")
+@rule("AB457", "BN_MOMENTUM", "warning", slows=True)
 def bn_momentum(
     run: Run, *, most: float = Limit(0.9, "torch's is the share of the last batch; others give that of what was there")
 ) -> Iterator[Found]:

@@ -7,7 +7,7 @@ from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
-from anybatch.records.events import Backward, Cleared, Scaler, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
 
@@ -151,14 +151,15 @@ def step_missing(run: Run, *, backwards: float = Limit(20, "fewer may be one lon
         )
 
 
-@rule("AB304", "STEP_WITHOUT_GRADIENT", "error", explains=(*STANDS_STILL, "PARAM_UNUSED"))
+@rule("AB304", "STEP_WITHOUT_GRADIENT", "error", explains=(*STANDS_STILL, "PARAM_UNUSED", "FROZEN_MOVES"))
 def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones may be a warm-up")) -> Iterator[Found]:
     """Optimizers that step and never see a gradient."""
     unknown = any(one.is_leaf or one.touched is None for one in run.of(Backward))
     if unknown and any(one.touched is None for one in passes(run)):
         return
     for one in optimizers(run):
-        if not one.facts.is_torchs or len(one.steps) < steps or any(step.with_grad for step in one.steps):
+        by_gradient = one.facts.is_torchs or any(run.of(Clipped))  # who clips them wants them
+        if not by_gradient or len(one.steps) < steps or any(step.with_grad for step in one.steps):
             continue
         trainable = any(run.parameters[number].requires_grad for number in one.own if number in run.parameters)
         if one.number not in run.optimizers or not trainable or any(back.reaches(one.own) for back in passes(run)):

@@ -22,6 +22,7 @@ from anybatch.doctor.views.measures import (
 )
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -70,6 +71,8 @@ def lr_too_high(
         harm = next((found for look in _HARMS if (found := look(one, long)) is not None), None)
         if harm is None and heavy is not None and heavy.is_high:
             harm = swings
+        if harm is None and long.ratio > 1 and outcome(run).word == "not learning":  # longer than the weights are
+            harm = _Harm("nothing was learned")
         if harm is not None:
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
         elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):

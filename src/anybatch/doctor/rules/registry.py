@@ -174,6 +174,7 @@ class Rule:
             those hang under it.
         judge: the function.
         needs: kinds of facts without each of which it says nothing.
+        slows: whether a model only learns less or later for it, so that it is a note where the model learned well.
     """
 
     code: str
@@ -182,6 +183,7 @@ class Rule:
     explains: tuple[str, ...]
     judge: Judge
     needs: tuple[type[Fact], ...] = ()
+    slows: bool = False
 
     @property
     def title(self) -> str:
@@ -235,7 +237,13 @@ def _text(code: str) -> str:
 
 
 def rule(
-    code: str, name: str, severity: Severity, *, explains: tuple[str, ...] = (), needs: tuple[type[Fact], ...] = ()
+    code: str,
+    name: str,
+    severity: Severity,
+    *,
+    explains: tuple[str, ...] = (),
+    needs: tuple[type[Fact], ...] = (),
+    slows: bool = False,
 ) -> Callable[[Judge], Judge]:
     """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package.
 
@@ -245,6 +253,7 @@ def rule(
         severity: see ``Rule``.
         explains: see ``Rule``.
         needs: see ``Rule``.
+        slows: see ``Rule``.
 
     Returns:
         A decorator for the function that takes a run and yields what it has seen. Its thresholds are keyword arguments
@@ -254,7 +263,7 @@ def rule(
     def declared(judge: Judge) -> Judge:
         if name in _RULES or any(code == one.code for one in _RULES.values()):
             raise ValueError(f"the rule {code} {name} is declared twice; give each its own code and name")
-        _RULES[name] = Rule(code, name, severity, tuple(dict.fromkeys(explains)), judge, needs)
+        _RULES[name] = Rule(code, name, severity, tuple(dict.fromkeys(explains)), judge, needs, slows)
         return judge
 
     return declared

@@ -8,8 +8,10 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
+from anybatch.records.draws import Scored
 from anybatch.records.events import Epoch, Stepped
+from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -36,6 +38,7 @@ def labels_unrelated(
     run: Run, *, flat: float = Limit(0.95, "of a constant guess, in the first pass over the data")
 ) -> Iterator[Found]:
     """Labels of other inputs."""
+    yield from _terms_apart(run)
     for probed in answers(run, "labels"):
         if outcome(run).word == "learning" and not _at_first(run) > flat:
             continue
@@ -50,6 +53,25 @@ def labels_unrelated(
             since=probed,
             where=call,
         )
+
+
+def _terms_apart(run: Run) -> Iterator[Found]:
+    """Terms of a loss that is learned otherwise, which are the same with the targets of other rows."""
+    for probed in answers(run, "related") if outcome(run).word == "learning" and not any(run.of(Scored)) else ():
+        steps = len(OptimizerView(run, int(probed.evidence["optimizer"])).steps)
+        enough = steps >= ENOUGH_STEPS and steps * int(probed.evidence["rows"]) >= ENOUGH_TARGETS
+        for term in probed.evidence.get("apart", ()) if enough else ():
+            place = Place(file=term["file"], line=term["line"])
+            yield Found(
+                text=f"{term['op']}{near(place)} is {term['loss']:.4g} after {steps} steps, and {term['others']:.4g} "
+                "with the targets of other rows: they have nothing to do with the inputs.",
+                fix="order = torch.randperm(len(x)); x, y = x[order], y[order]  # one order for both",
+                cause="Inputs and targets of this term were put in order apart from each other.",
+                since=probed,
+                step=0,
+                where=place,
+                evidence=term,
+            )
 
 
 def _at_first(run: Run) -> float:
@@ -76,13 +98,29 @@ def field_unread(run: Run) -> Iterator[Found]:
         )
 
 
-@rule("AB612", "TARGETS_CONSTANT", "warning", needs=(LossCall,))
+@rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(
     run: Run, *, steps: float = Limit(16, "so many alike are no chance"),
     classes: float = Limit(50, "of more a batch may have one"), gone: float = Limit(0.9, "of the loss"),
 ) -> Iterator[Found]:  # fmt: skip
     """Predictions that are all compared with one value."""
     yield from _told_one_thing(run, steps)
+    yield from list(_of_one_class(run, steps, classes, gone)) or _all_alike(run)
+
+
+def _all_alike(run: Run) -> Iterator[Found]:
+    probed = outcome(run).unrelated
+    if probed is not None and probed.evidence.get("alike"):
+        yield Found(
+            text=f"All {probed.evidence['rows']} targets of a batch are the same{near(probed)}, and what was learned "
+            "is that one value.",
+            fix="print(y.unique(return_counts=True))  # where the targets are made",
+            cause="The targets were lost on the way, or the data hold one kind only.",
+            since=probed,
+        )
+
+
+def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterator[Found]:
     for same in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss")).values():
         known = [(one, one.value) for one in same if one.target_classes >= 0 and one.value is not None]
         if len(known) < steps or not 1 < known[0][0].classes <= classes:

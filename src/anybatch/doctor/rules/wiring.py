@@ -350,7 +350,7 @@ def _twice(run: Run, first: OptimizerView, second: OptimizerView, step: Stepped,
     )
 
 
-@rule("AB105", "OPT_STATE_RESET", "warning", explains=RUNS_AWAY)
+@rule("AB105", "OPT_STATE_RESET", "warning", explains=RUNS_AWAY, slows=True)
 def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -> Iterator[Found]:
     """Optimizers that are made anew for the same parameters."""
     chain = _chain(run)

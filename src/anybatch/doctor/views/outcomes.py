@@ -21,10 +21,10 @@ Word = Literal["learning", "not learning", "undecided"]
 FEW_STEPS = 20
 """Fewer steps than these show nothing."""
 
-_ENOUGH_STEPS = 50
+ENOUGH_STEPS = 50
 """So many steps are enough to say that a loss stays where it is."""
 
-_ENOUGH_TARGETS = 3000
+ENOUGH_TARGETS = 3000
 """And so many targets, since a task that is hard at first is not begun with fewer."""
 
 _NEXT_TO_NOTHING = 0.02
@@ -35,6 +35,9 @@ _SOMETHING = 0.1
 
 _FADED = 1e-3
 """Gradients that end below this share of the largest ones are those of a game that is over."""
+
+_MOST = 0.3
+"""A share of the loss of a constant guess below which a model has learned most of what there is to learn."""
 
 _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
@@ -82,6 +85,16 @@ def outcome(run: Run) -> Outcome:
     return told[-1]
 
 
+def learned_well(run: Run) -> bool:
+    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm.
+
+    Args:
+        run: the facts.
+    """
+    found = outcome(run)
+    return found.word == "learning" and 0 <= found.last < _MOST * found.guess
+
+
 def _by_hand(run: Run) -> list[Phase]:
     """The whole of a run that has no optimizer and changes its parameters by hand."""
     nothing: frozenset[int] = frozenset()
@@ -89,26 +102,26 @@ def _by_hand(run: Run) -> list[Phase]:
 
 
 def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
-    """What a loss shows counts for nothing where it is the same with the targets of other rows."""
-    probed = _unrelated(run, part)
-    if probed is None or found.word == "not learning":
+    """What a loss shows counts for nothing where it is the same with the targets, or inputs, of other rows."""
+    probed = _unrelated(run, part, "related")
+    inputs = _unrelated(run, part, "related inputs") if found.word == "learning" and not found.guess else None
+    same = probed or inputs
+    if found.word == "not learning" or same is None:
         return found
-    said = (
-        f"the loss of a batch is {probed.evidence['loss']:.4g}, and {probed.evidence['others']:.4g} with the targets "
-    )
-    said += "of other rows"
-    rows = int(probed.evidence["rows"]) * found.steps
+    said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
+    said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
+    rows = int(same.evidence["rows"]) * found.steps
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
-    if beats or found.steps < _ENOUGH_STEPS or rows < _ENOUGH_TARGETS or _still_falls(run, part):
+    if probed is None or beats or found.steps < ENOUGH_STEPS or rows < ENOUGH_TARGETS or _still_falls(run, part):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
 
 
-def _unrelated(run: Run, part: Phase) -> Probed | None:
+def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
     """The answer that nothing of what a part learned belongs to its rows; of each of its optimizers."""
     if len(part.optimizers) != 1 and part.optimizers:
         return None
-    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, "related", word)
+    mine = [one for word in ("yes", "no", "unknown") for one in answers(run, probe, word)
             if one.evidence.get("optimizer") in part.optimizers]  # fmt: skip
     return mine[0] if mine and all(one.answer == "no" for one in mine) else None
 
@@ -133,7 +146,7 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
     better = [term for term in terms if term.word == "learning"]
     if better:
         return better[0]
-    if terms and all(term.word == "not learning" for term in terms) and steps >= _ENOUGH_STEPS:
+    if terms and all(term.word == "not learning" for term in terms) and steps >= ENOUGH_STEPS:
         return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
@@ -187,7 +200,7 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     falls = fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
     counted = [one.items for one in calls if one.items > 0]
-    enough = bool(counted) and fmean(counted) * len(calls) >= _ENOUGH_TARGETS
+    enough = bool(counted) and fmean(counted) * len(calls) >= ENOUGH_TARGETS
     word: Word = "not learning" if flat and enough and not falls and not drifts else "undecided"
     return Outcome(word, said, calls[-1], fmean(last), guess, len(calls))
 
