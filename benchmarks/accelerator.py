@@ -132,7 +132,8 @@ def run(device: Any, case: Case, budget: int | None) -> dict[str, Any]:
     stats = device.stats(0)
     return {
         "plan": out.plan, "micro_batches": out.micro_batches, "first": before,
-        "refusals": stats["refusals"] - before, "reserved": stats["peak_reserved"], "allocated": stats["peak_allocated"],
+        "refusals": stats["refusals"] - before, "reserved": stats["peak_reserved"],
+        "allocated": stats["peak_allocated"],
     }  # fmt: skip
 
 

@@ -476,7 +476,7 @@ struct Call {
   std::string name;
   bool host = false;
 
-  at::Tensor in(const at::Tensor& tensor) {
+  at::Tensor in(const at::Tensor& tensor, bool is_result = false) {
     if (!on_device(tensor)) {
       if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) host = true;
       return tensor;
@@ -486,6 +486,7 @@ struct Call {
     device = tensor.device();
     found = true;
     at::Tensor made = host_alias(tensor);
+    if (is_result) made = at::empty({0}, made.options());  // which the kernel makes as large as it needs
     aliases.emplace_back(made, tensor);
     return made;
   }
@@ -494,10 +495,8 @@ struct Call {
     if (!made.defined() || !made.device().is_cpu()) return made;
     for (auto& [cpu, own] : aliases) {
       if (cpu.is_same(made)) {
-        if (!made.sizes().equals(own.sizes())) {  // an empty result, which the kernel has made larger
-          own.resize_(made.sizes());
-          host_alias(own).copy_(made);
-        }
+        if (!made.sizes().equals(own.sizes())) own.resize_(made.sizes());
+        if (made.numel() && made.data_ptr() != own.data_ptr()) host_alias(own).copy_(made);
         return own;
       }
     }
@@ -521,7 +520,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t number = 0; number < count; ++number) {
     auto& value = (*stack)[begin + number];
     if (value.isTensor()) {
-      value = call.in(value.toTensor());
+      value = call.in(value.toTensor(), schema.arguments()[number].is_out());
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> made;
       for (const at::Tensor& one : value.toTensorVector()) made.push_back(call.in(one));
