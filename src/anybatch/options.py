@@ -24,7 +24,6 @@ from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count, check_count
 from anybatch.tensors.modules import device_of
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.units import read_budget
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -149,6 +148,8 @@ def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
             "micro_batch_size was given together with memory= or plan=, which choose it; leave one of them out"
         )
     if memory is not None:
+        from anybatch.units import read_budget  # what has no budget reads none
+
         read_budget(memory)
 
 

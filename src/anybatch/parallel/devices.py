@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.accelerators import is_accelerator, name_of, sizes_of
+from anybatch.accelerators import is_accelerator, name_of, sizes_of, usual
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
@@ -211,6 +211,8 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 def _device_of(value: Any) -> torch.device:
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise BatchError(f"devices has {value!r:.60}, a {type(value).__name__}; expected devices such as 'cuda:0'")
+    if isinstance(value, int) and usual() is None:
+        raise BatchError(f"devices has {value}, and torch finds no accelerator here; expected devices such as 'cpu'")
     try:
         device = torch.device(value)
     except RuntimeError as error:
