@@ -72,6 +72,6 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> None:
     """Lets a test begin as a fresh process does, in which nothing was compiled; the doctor asks for that."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.utils.counters.clear()
+    evaluation = sys.modules.get("torch._dynamo.eval_frame")
+    if evaluation is not None:
+        evaluation.cached_backends.clear()

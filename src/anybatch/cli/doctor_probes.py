@@ -53,7 +53,8 @@ def probed(doctor: Any, *, active: bool, prove: bool) -> list[Fact]:
 
 
 def _has_gpu() -> bool:
-    if "torch" not in sys.modules:
+    accelerator = getattr(sys.modules.get("torch"), "accelerator", None)
+    if accelerator is None or not accelerator.is_available():
         return False
     from anybatch.accelerators import in_use
 

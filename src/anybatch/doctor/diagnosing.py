@@ -13,7 +13,7 @@ from anybatch.doctor.views.courses import updates
 from anybatch.doctor.views.outcomes import learned_well
 from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
 from anybatch.records.events import Backward, Ended, Stepped, ThreadsAtOnce
-from anybatch.records.findings import Finding
+from anybatch.records.findings import Finding, Severity
 from anybatch.records.runs import Run
 
 __all__ = ["Cell", "cells", "diagnose", "diagnosis"]
@@ -144,9 +144,15 @@ def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
                 raise
             failed[f"{rule.code} {rule.name}"] = _note(rule, error)
     if learned_well(run):
-        found = [replace(one, severity="info") if rules[one.name].slows else one for one in found]
+        found = [
+            replace(one, severity=_LESS.get(one.severity, "info")) if rules[one.name].slows else one for one in found
+        ]
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
     return with_proofs(in_order, run), failed
+
+
+_LESS: dict[str, Severity] = {"error": "warning", "warning": "info"}
+"""What a finding is that did no harm to be seen: code that does nothing, as a clip without effect, is still wrong."""
 
 
 def _note(rule: Rule, error: BaseException) -> str:

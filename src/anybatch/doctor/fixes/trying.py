@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from anybatch.doctor.fixes import graph, loss, order, settings, wiring
 from anybatch.doctor.fixes.scene import MAKERS, edits
 from anybatch.doctor.fixes.source import Edit, UserSource
+from anybatch.doctor.rules.registry import all_rules
 from anybatch.doctor.views.courses import Course, course
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
@@ -90,8 +91,9 @@ def steps_for(findings: Iterable[Finding]) -> int:
 
 
 def with_edits(findings: Iterable[Finding]) -> list[Finding]:
-    """Those findings for whose names there are edits, errors and warnings only."""
-    return [one for one in findings if one.severity != "info" and one.name in MAKERS]
+    """Those findings for whose names there are edits: errors, warnings, and what is a note as it did no harm yet."""
+    rules = all_rules()
+    return [one for one in findings if one.name in MAKERS and (one.severity != "info" or rules[one.name].slows)]
 
 
 def tried(

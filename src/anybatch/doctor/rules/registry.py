@@ -174,7 +174,7 @@ class Rule:
             those hang under it.
         judge: the function.
         needs: kinds of facts without each of which it says nothing.
-        slows: whether a model only learns less or later for it, so that it is a note where the model learned well.
+        slows: whether a model only learns less or later for it, so that it weighs less where the model learned well.
     """
 
     code: str
