@@ -59,7 +59,7 @@ def fixed(path: Path, text: str, name: str = "") -> tuple[Finding, Outcome, Trie
     """What is found in a text, that stands in a file: the cause, what became of its fix, and the run without it."""
     path.write_text(text, encoding="utf-8")
     first = trial(path, text, steps=100_000)
-    found = [one for one in with_edits(first.diagnosis.causes) if name in ("", one.name)]
+    found = [one for one in with_edits(first.diagnosis) if name in ("", one.name)]
     assert found, [one.name for one in first.diagnosis.findings]
     runs: list[Tried] = []
     steps = steps_for(found[:1])

@@ -101,7 +101,7 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     """
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 
-    found = with_edits(diagnosis.causes)[:_MOST_FINDINGS]
+    found = with_edits(diagnosis)[:_MOST_FINDINGS]
     names = ", ".join(f"{one.code} {one.name}" for one in diagnosis.causes if one not in found)
     notes: tuple[str, ...] = (f"No fix was tried for {names}.",) if names else ()
     if not found:

@@ -90,10 +90,11 @@ def steps_for(findings: Iterable[Finding]) -> int:
     return max([LEAST_STEPS, *(one.step + _LONGER for one in findings)])
 
 
-def with_edits(findings: Iterable[Finding]) -> list[Finding]:
-    """Those findings for whose names there are edits: errors, warnings, and what is a note as it did no harm yet."""
+def with_edits(diagnosis: Diagnosis) -> list[Finding]:
+    """Those findings for whose names there are edits: causes, and what is a note since it did no harm yet."""
     rules = all_rules()
-    return [one for one in findings if one.name in MAKERS and (one.severity != "info" or rules[one.name].slows)]
+    causes = [one for one in diagnosis.findings if not one.consequence_of and one.name in MAKERS]
+    return [one for one in causes if one.severity != "info" or rules[one.name].slows]
 
 
 def tried(
