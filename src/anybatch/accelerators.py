@@ -107,7 +107,7 @@ def forget_peaks(device: torch.device) -> None:
     getattr(module_of(device), "reset_peak_memory_stats", lambda _: None)(device)
 
 
-def sizes_of(device: torch.device) -> tuple[int, int]:
+def capacity_of(device: torch.device) -> tuple[int, int]:
     """Bytes that are free on a device, and all that it has; ``(0, 0)`` where its module does not tell.
 
     Args:
@@ -131,7 +131,7 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
     module = module_of(device)
     forget_peaks(device)
     limit = getattr(module, "set_per_process_memory_fraction", None)
-    total = sizes_of(device)[1]
+    total = capacity_of(device)[1]
     if limit is None or not total:
         yield
         return
@@ -184,24 +184,6 @@ def running_in(stream: Any) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
-
-
-@contextlib.contextmanager
-def current(device: torch.device) -> Iterator[None]:
-    """Makes a device the current one of its type within the block; the host needs nothing.
-
-    Args:
-        device: any.
-    """
-    if not is_accelerator(device):
-        yield
-        return
-    before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(device)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
 
 
 def name_of(devices: Iterable[torch.device]) -> str:

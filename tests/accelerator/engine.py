@@ -12,7 +12,7 @@ from torch import nn
 
 import anybatch
 from accelerator import sim
-from anybatch.memory.allocator import CachingAllocator
+from accelerator.allocator import CachingAllocator
 
 MIB = 2**20
 

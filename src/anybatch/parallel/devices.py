@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.accelerators import is_accelerator, name_of, sizes_of, usual
+from anybatch.accelerators import capacity_of, is_accelerator, name_of, usual
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
@@ -243,4 +243,4 @@ def _speed_of(device: Any, value: Any) -> float:
 def _kind_of(device: torch.device) -> tuple[Any, ...]:
     if not is_accelerator(device):
         return (device.type,)
-    return device.type, name_of([device]), sizes_of(device)[1]
+    return device.type, name_of([device]), capacity_of(device)[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.accelerators import is_accelerator, memory_of, sizes_of
+from anybatch.accelerators import capacity_of, is_accelerator, memory_of
 from anybatch.errors import BatchError
 from anybatch.records.plans import Confidence
 from anybatch.units import parse_bytes, read_budget
@@ -97,7 +97,7 @@ def target_of(device: Any, home: torch.device) -> Target:
 
 def _present(home: torch.device) -> Target:
     if is_accelerator(home):
-        return Target(str(home), home.type, sizes_of(home)[1], True)
+        return Target(str(home), home.type, capacity_of(home)[1], True)
     if home.type == "meta":
         return Target("meta", "cuda", 0, False)
     return Target(home.type, "cpu", 0, home.type == "cpu")
@@ -144,7 +144,7 @@ def _free_bytes(target: Target) -> int:
     if target.is_present and target.device_type != "cpu":
         device = torch.device(target.name)
         counted = memory_of(device)
-        return sizes_of(device)[0] + counted.reserved - counted.allocated
+        return capacity_of(device)[0] + counted.reserved - counted.allocated
     if target.device_type == "cpu":
         return int(_host_memory().available)
     return _total_bytes(target)

@@ -1,7 +1,7 @@
 """What a caching allocator reserves for allocations that come and go, found without a device."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 ROUND = 512
 SMALL = 2**20
@@ -166,27 +166,3 @@ class CachingAllocator:
         for block in [one for one in self._at.values() if one.before is None and one.after is None]:
             self._remove(block)
             self.reserved -= block.size
-
-
-def reserved_by(events: Iterable[tuple[Hashable, int]], *, expandable: bool = False) -> int:
-    """The most that the allocator reserves over some allocations, on a device that has enough.
-
-    Args:
-        events: in order, each a name and the bytes that are allocated under it; negative where they are freed.
-        expandable: see ``CachingAllocator``.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> mib = 2**20
-        >>> reserved_by([("a", 12 * mib), ("a", -12 * mib), ("b", 11 * mib), ("c", 12 * mib)]) // mib
-        24
-    """
-    allocator = CachingAllocator(expandable=expandable)
-    for name, size in events:
-        if size > 0:
-            allocator.allocate(name, size)
-        else:
-            allocator.free(name)
-    return allocator.peak_reserved
