@@ -52,8 +52,8 @@ _BEYOND = 0.98  # what was not measured is a little in favour of the larger: few
 class Times:
     """Times at several sizes, and what follows for those between and beyond.
 
-    Between two sizes the time is taken as a straight line; beyond the largest, each sample takes nearly as long as there.
-    A line through small sizes predicts large ones badly, since caches and kernels change.
+    Between two sizes the time is taken as a straight line; beyond the largest, each sample takes nearly as long as
+    there. A line through small sizes predicts large ones badly, since caches and kernels change.
 
     Args:
         known: by the size of a micro-batch.
@@ -82,7 +82,7 @@ class Times:
         if size <= sizes[0]:
             return read(self._known[sizes[0]])
         if size >= sizes[-1]:
-            return read(self._known[sizes[-1]]) * (size / sizes[-1]) ** _BEYOND
+            return read(self._known[sizes[-1]]) * math.pow(size / sizes[-1], _BEYOND)
         upper = next(index for index, one in enumerate(sizes) if one >= size)
         low, high = sizes[upper - 1], sizes[upper]
         share = (size - low) / (high - low)
