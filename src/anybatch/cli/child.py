@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from anybatch import interception
+from anybatch.cli.doctor_child import TorchFinder
+from anybatch.cli.plan_loops import FoundStep, LoopWatch
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
 _CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
@@ -52,6 +54,24 @@ class Answer:
         finally:
             _leave(self._process)
 
+    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
+        """Answers about a step that the script takes by hand, and does not return."""
+        self._only_once.acquire()
+        try:
+            interception.first_call.set(None)
+            self.write(status="reached")
+            self.write(**_answered(partial(FoundStep, names, file, line, optimizer), self._question))
+        except BaseException as error:  # noqa: BLE001 - as above
+            traceback.print_exception(error)
+        finally:
+            _leave(self._process)
+
+    def refused(self, why: str) -> NoReturn:
+        """Ends the script, and does not return."""
+        self._only_once.acquire()
+        self.write(status="refused", error=why)
+        _leave(self._process)
+
     def write(self, **facts: Any) -> None:
         """Writes what happened, all or nothing."""
         unfinished = self._result.with_suffix(".unfinished")
@@ -59,12 +79,15 @@ class Answer:
         unfinished.replace(self._result)
 
 
-def _answered(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import AnyBatchError
 
     answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
-        return answer(call, question)
+        if isinstance(call, interception.Call):
+            return answer(call, question)
+        found = call()
+        return found.with_change(answer(found.call, question), question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
@@ -140,6 +163,9 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         The exit code for a script that ended or failed before its first step.
     """
     answer = Answer(result, question)
+    watch = LoopWatch(answer.found, answer.refused)
+    if question["verb"] == "plan":
+        sys.meta_path.insert(0, TorchFinder(watch))
     # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
     interception.first_call = ContextVar("anybatch_first_call", default=answer)
     module = types.ModuleType("__main__")

@@ -74,10 +74,10 @@ class TorchFinder:
     """Finds torch as the others do, and attaches the doctor when it has been loaded.
 
     Args:
-        attendance: has the doctor.
+        attendance: has what is to be attached.
     """
 
-    def __init__(self, attendance: "Attendance") -> None:
+    def __init__(self, attendance: Any) -> None:
         self._attendance = attendance
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
