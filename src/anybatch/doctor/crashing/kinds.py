@@ -33,8 +33,8 @@ class Kind:
 
     Args:
         name: of the finding.
-        patterns: searched for in the text of an error, any of them; long enough to be of one error only, short enough
-            for all versions of torch.
+        patterns: searched for in the text of an error, then in the text behind the error's class and a colon, any of
+            them; long enough to be of one error only, short enough for all versions of torch.
         message: what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for
             ``{code}``, ``{text}``, ``{module}`` and ``{tensor}``.
         cause: how it comes to that, a template too.
@@ -52,7 +52,8 @@ class Kind:
     def told(self, live: Live) -> "Told | None":
         """What is said of a crash; ``None`` if it is of another kind."""
         for pattern in (self.patterns,) if isinstance(self.patterns, str) else self.patterns:
-            match = re.search(pattern, live.text, re.DOTALL)
+            texts = (live.text, f"{type(live.error).__name__}: {live.text}")
+            match = next(filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)), None)
             found = None if match is None else self.asks(live, match)
             if match is not None and found is not None:
                 return self._filled(live, match, found)

@@ -90,7 +90,8 @@ TABLE = (
          written.written_by_a_line),
     Kind("INPLACE_ON_SAVED", _WRITTEN, "{what}{made} was written to after the forward had kept it for the backward.",
          "{user} needs the old values for its gradient.",
-         "Make a new tensor where {name} is changed in place (`x = x + y` instead of `x += y`).", written.tensor_written),
+         "Make a new tensor where {name} is changed in place (`x = x + y` instead of `x += y`).",
+         written.tensor_written),
     Kind("LEAF_INPLACE", r"^a (?:view of a )?leaf Variable that requires grad is being used in an in-place operation",
          "{path}{named} is a leaf that requires a gradient, and is written to while autograd is on.",
          "A value that training computes a gradient for must not be replaced within the graph.",
@@ -461,8 +462,10 @@ TABLE = (
     Kind("OUT_OF_MEMORY",
          (r"^(?:CUDA|HIP|XPU|MPS backend) out of memory", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
           r"^Allocation on device .* would exceed allowed memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
-          r"^\[enforce fail at .*alloc_cpu"), "{code} asked for {wanted} more than there was{alive}.", "{why}",
-         "{change}", exhausted.out_of_memory),
+          r"^\[enforce fail at .*alloc_cpu|std::bad_alloc", r"^(?:MemoryError|OutOfMemoryError|_ArrayMemoryError): "),
+         "{code} asked for {wanted} more than there was{alive}.", "{why}",
+         "anybatch plan finds what fits; then: step = anybatch.TrainStep(model, loss_fn, optimizer, memory=\"...\") "
+         "trains the same batch with the same gradient in that memory", exhausted.out_of_memory),
     Kind("DEVICE_ASSERT", r"device-side assert triggered|CUDA error: an illegal memory access",
          "A kernel on the GPU met an index out of range; the line shown may be later than the one that did it: "
          "{code}.",
