@@ -1,6 +1,7 @@
 """The user's source around a line: statements, loops, what is carried from one round to the next. No torch."""
 
 import ast
+import itertools
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ _LONGEST = 160
 _BODIES = (
     ast.For, ast.While, ast.With, ast.AsyncFor, ast.AsyncWith, ast.If, ast.Try, ast.FunctionDef, ast.ClassDef,
 )  # fmt: skip
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module | ast.Lambda
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
 @dataclass(slots=True)
@@ -41,38 +43,28 @@ class Source:
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement that has a line."""
-        found: ast.stmt | None = None
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
-                continue
-            if found is None or _extent(node) <= _extent(found):
-                found = node
-        return found
+        inside = [one for one in ast.walk(self.tree) if isinstance(one, ast.stmt) and _has(one, line)]
+        return min(reversed(inside), key=lambda one: (one.end_lineno or one.lineno) - one.lineno, default=None)
 
     def statements(self, line: int) -> list[ast.stmt]:
         """All statements without a body that have a line, since several may stand in one."""
-        return [one for one in simple_statements(self.tree, inner=True) if one.lineno <= line <= (one.end_lineno or 0)]
+        return [one for one in simple_statements(self.tree, inner=True) if _has(one, line)]
 
     def function(self, line: int) -> Function:
         """The innermost function that has a line, or the file."""
-        found: Function = self.tree
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if node.lineno <= line <= (node.end_lineno or 0) and node.lineno >= getattr(found, "lineno", 0):
-                found = node
-        return found
+        inside = (one for one in ast.walk(self.tree) if isinstance(one, _FUNCTIONS) and _has(one, line))
+        return max(inside, key=lambda one: one.lineno, default=self.tree)
+
+    def round(self, line: int) -> ast.AST:
+        """What is run again together with a line: the innermost loop around it, or its function."""
+        return next(iter(self.loops(line)), None) or self.function(line)
 
     def loops(self, line: int) -> list[ast.For | ast.While]:
         """The loops of the same function around a line, the innermost first."""
         statement = self.statement(line)
-        loops: list[ast.For | ast.While] = []
-        for node in () if statement is None else self.outer(statement):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                break
-            if isinstance(node, ast.For | ast.While):
-                loops.append(node)
-        return loops
+        outer = () if statement is None else self.outer(statement)
+        inside = itertools.takewhile(lambda node: not isinstance(node, (*_FUNCTIONS, ast.ClassDef)), outer)
+        return [node for node in inside if isinstance(node, ast.For | ast.While)]
 
     def text(self, line: int) -> str:
         """The statement at a line on one line; only its first line if it has a body or is long."""
@@ -238,5 +230,5 @@ def carried(loop: ast.For | ast.While) -> list[Carried]:
     return found
 
 
-def _extent(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno
+def _has(node: Any, line: int) -> bool:
+    return bool(node.lineno <= line <= (node.end_lineno or node.lineno))

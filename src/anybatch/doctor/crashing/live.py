@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.crashing.crashsource import Source, source_of
+from anybatch.doctor.crashing.usercode import Source, called, loads, simple_statements, source_of
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
@@ -105,20 +105,19 @@ class Live:
 
     def source(self, frame: Frame) -> Source | None:
         """The source of a frame's file."""
-        if frame.file not in self._sources:
-            self._sources[frame.file] = source_of(frame.file, frame.names)
-        return self._sources[frame.file]
+        return self.source_of_file(frame.file, frame.names)
 
-    def source_of_file(self, file: str) -> Source | None:
+    def source_of_file(self, file: str, names: dict[str, Any] | None = None) -> Source | None:
         """The source of a file."""
         if file not in self._sources:
-            self._sources[file] = source_of(file)
+            self._sources[file] = source_of(file, names)
         return self._sources[file]
 
-    def code(self, frame: Frame) -> str:
-        """The text of a frame's statement."""
-        source = self.source(frame)
-        return "" if source is None else source.text(frame.line)
+    def code(self, frame: Frame | None = None) -> str:
+        """The text of a frame's statement, of the user's frame unless told otherwise."""
+        frame = frame or self.user
+        source = None if frame is None else self.source(frame)
+        return "" if frame is None or source is None else source.text(frame.line)
 
     def statement(self, frame: Frame | None = None) -> ast.stmt | None:
         """The statement that was running, of the user's frame unless told otherwise."""
@@ -126,11 +125,51 @@ class Live:
         source = None if frame is None else self.source(frame)
         return None if frame is None or source is None else source.statement(frame.line)
 
-    def local(self, function: str, name: str) -> Any:
+    def round(self) -> list[ast.stmt]:
+        """The statements of the innermost loop around the user's line, or of its function."""
+        source = None if self.user is None else self.source(self.user)
+        return [] if self.user is None or source is None else simple_statements(source.round(self.user.line))
+
+    def at(self, node: Any, file: str = "") -> tuple[str, int, str]:
+        """The file, line and code of a node of the user's file, or of a line's number."""
+        file = file or (self.user.file if self.user is not None else "")
+        source, line = self.source_of_file(file), getattr(node, "lineno", node)
+        return file, line, "" if source is None else source.text(line)
+
+    def read(self, path: str, frame: Frame | None = None) -> Any:
+        """What a path such as ``self.name`` means, in the user's frame unless told otherwise."""
+        frame = frame or self.user
+        return None if frame is None or not path else self.value(frame, ast.parse(path, mode="eval").body)
+
+    def line_reads(self) -> list[tuple[str, Any]]:
+        """The paths that the user's line reads, with their values."""
+        return [(path, self.read(path)) for path in loads(self.statement())]
+
+    def tensors_in_line(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that the user's line reads."""
+        return [(path, value) for path, value in self.line_reads() if isinstance(value, torch.Tensor)]
+
+    def called(self, name: str) -> ast.Call | None:
+        """The call of a name in the user's line."""
+        nodes = () if (statement := self.statement()) is None else ast.walk(statement)
+        return next((one for one in nodes if isinstance(one, ast.Call) and called(one) == name), None)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """All modules of the models in the user's frames."""
+        self._find_roots()
+        return [module for root in self.roots.values() for module in root.modules()]
+
+    def label(self, value: Any, unknown: str = "") -> str:
+        """The text by which the user's frames read a tensor."""
+        return next((path for path, one, _ in self.named() if one is value), unknown)
+
+    def local(self, function: str, *names: str) -> Any:
         """A local of the innermost frame of a function that is torch's; ``None`` if there is none."""
         for frame in reversed(self.frames):
-            if frame.whose == "torch" and frame.function == function and name in frame.values:
-                return frame.values[name]
+            if frame.whose == "torch" and frame.function == function:
+                for name in names:
+                    if name in frame.values:
+                        return frame.values[name]
         return None
 
     def module(self) -> torch.nn.Module | None:
@@ -182,8 +221,7 @@ class Live:
 
     def name_of(self, value: Any) -> str:
         """What the user's code calls a value, the innermost name first; empty if it has none."""
-        name: str = self.parameter_name(value) if isinstance(value, torch.Tensor) else ""
-        return name or next((path for path, one, _ in self.named() if one is value), "")
+        return self.parameter_name(value) or self.label(value)
 
     def variable_of(self, value: Any) -> str:
         """The plain variable or attribute that holds any value, such as an optimizer; empty if there is none."""
