@@ -121,6 +121,15 @@ class Wanted:
             raise click.UsageError(str(error)) from error
         self.policy = policy
 
+    @staticmethod
+    def stops(words: Sequence[str]) -> tuple[str, ...]:
+        """What ``--stop-on`` was given, in capitals: ``NAN``, ``ERROR``, codes, beginnings of codes, names."""
+        found = [word.strip().upper() for text in words for word in text.split(",") if word.strip()]
+        try:
+            return (*found, *checked_codes([one for one in found if one not in ("NAN", "ERROR")], "--stop-on"))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
     def diagnosed(self, diagnose: Callable[[Policy], Diagnosis]) -> Diagnosis:
         """A diagnosis; if there is no baseline yet, all that it has is known from now on.
 
@@ -145,6 +154,8 @@ class Wanted:
         console: Console,
         page: Path | None = None,
         more: dict[str, Any] | None = None,
+        *,
+        is_last: bool = True,
     ) -> None:
         """Writes a diagnosis in all formats, to the terminal, and its page.
 
@@ -154,20 +165,21 @@ class Wanted:
             console: of the terminal.
             page: the file, ``None`` for none.
             more: entries of the JSON.
+            is_last: whether the run has ended; standard output takes what is written then.
         """
         values = values_of(diagnosis, run) | (more or {})
-        if self._json_path is not None:
+        if self._json_path is not None and (is_last or str(self._json_path) != "-"):
             write_json(self._json_path, values)
         for one in self.formats:
             text = json.dumps(values, indent=2, allow_nan=False) + "\n" if one.name == "json" else None
             text = text if text is not None else _text(one.name, diagnosis, run)
-            if one.path is None:
+            if one.path is None and is_last:
                 click.echo(text, nl=False)
-            else:
+            elif one.path is not None:
                 write_whole(one.path, text)
-        if self.quiet and self._is_shown:
+        if self.quiet and self._is_shown and is_last:
             console.print(_text("line", diagnosis, run), end="", markup=False, soft_wrap=True)
-        elif self._is_shown:
+        elif self._is_shown or not is_last:
             from anybatch.report.diagnosis_terminal import show
 
             show(diagnosis, run, console)

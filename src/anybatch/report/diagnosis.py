@@ -246,7 +246,17 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
 
 def title_of(diagnosis: Diagnosis) -> str:
     """What was run: the script and its arguments."""
-    return " ".join([PurePath(diagnosis.script).name or "this run", *diagnosis.arguments])
+    return title_of_run(diagnosis.script, diagnosis.arguments)
+
+
+def title_of_run(script: str, arguments: Sequence[str]) -> str:
+    """A script and its arguments on one line.
+
+    Args:
+        script: its path, empty without one.
+        arguments: of it.
+    """
+    return " ".join([PurePath(script).name or "this run", *arguments])
 
 
 def clean(text: str) -> str:
