@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from anybatch import interception
 from anybatch.cli.doctor_child import TorchFinder
 from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.script import ONLY_RANK
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
 _CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
@@ -183,11 +184,23 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise
     except BaseException as error:  # noqa: BLE001 - reported as Python itself would
+        if _expects_ranks(error):
+            answer.write(status="needs-ranks", error=f"{type(error).__name__}: {error}")
+            return 1
         sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
         answer.write(status="failed", error=f"{type(error).__name__}: {error}")
         return 1
     answer.write(status="ended", code=0)
     return 0
+
+
+def _expects_ranks(error: BaseException) -> bool:
+    """Whether a script failed because torchrun did not start it."""
+    text = str(error)
+    names = [name for name in ONLY_RANK if name not in os.environ]
+    if isinstance(error, KeyError):
+        return text.strip("'") in names
+    return isinstance(error, ValueError) and any(f"environment variable {name} expected" in text for name in names)
 
 
 def _of_script(frames: TracebackType | None) -> TracebackType | None:
