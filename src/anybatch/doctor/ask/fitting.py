@@ -56,10 +56,10 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
         optimizer = kind(start.values(), lr=rate * factor, **options)
         first, last = _fitted(tape, start, optimizer, until)
         gains[factor] = first - last if math.isfinite(last) else -math.inf
-        if factor == 1.0 and first > 0 and last < _FITTED * first:
+        if first <= 0 or (factor == 1.0 and last < _FITTED * first):
             break
     best = max(gains, key=lambda one: gains[one])
-    told = gains[1.0] < _LITTLE * gains[best] and gains[best] > _MUCH * abs(first)
+    told = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
     evidence = {"optimizer": number, "lr": rate, "other_lr": rate * best, "loss": first,
                 "after": first - gains[1.0], "other_after": first - gains[best], "steps": _STEPS}  # fmt: skip
     return Probed(probe="rate", root=-1, answer="yes" if told else "no", evidence=evidence)

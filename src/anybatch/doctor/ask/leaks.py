@@ -172,7 +172,7 @@ def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
     if _from_loader(run):
         return True
     longer = all(one.dim() > 1 and one.shape[1] > 1 for one in inputs.by_rows()[:1])
-    return longer and any(one.target_shape in {(row,) for row in rows} for one in run.of(LossCall))
+    return longer and any(one.target_shape in ((row,), (row, 1)) for one in run.of(LossCall) for row in rows)
 
 
 def _from_loader(run: Run) -> bool:

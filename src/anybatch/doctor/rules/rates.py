@@ -24,6 +24,7 @@ from anybatch.doctor.views.measures import (
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
+from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -88,7 +89,7 @@ def lr_too_high(
 
 def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
     """The answer that one batch is learned at another rate, where the run was long enough and did not learn."""
-    if outcome(one.run).word == "learning" or len(one.steps) < steps:
+    if outcome(one.run).word == "learning" or len(one.steps) < steps or any(True for _ in one.run.of(Scored)):
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
     return next(found, None)
