@@ -357,8 +357,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(device: Any) -> None:
         step(batch_of(10))
     again, other, resumed = made()
     torch.manual_seed(99)
-    for one, saved in zip((again, other, resumed), state, strict=True):
-        one.load_state_dict(saved)
+    again.load_state_dict(state[0])
+    other.load_state_dict(state[1])
+    resumed.load_state_dict(state[2])
     for _ in range(2):
         resumed(batch_of(10))
     assert all(map(torch.equal, model.parameters(), again.parameters()))

@@ -10,11 +10,11 @@ from anybatch.memory.meter import BEFORE, Allocation, storages_of
 from anybatch.planning.curve import Profile, Size
 from anybatch.planning.devices import Target, segments_expand
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS
+from anybatch.records.memory import GRADIENTS, OPTIMIZER
 
 _STEPS = 3  # the first one makes the optimizer's state, and the later ones find what it left
 _MICRO_BATCHES = 4  # later ones find what these left
-_PAGE = 2 * 2**20
+_SEGMENT = 2 * 2**20  # all are as large as some of these
 _COPIES = 1  # the stream in which micro-batches come
 
 
@@ -23,14 +23,14 @@ class Held:
     """What lies on a device before a step.
 
     Args:
-        segments: of its allocator; ``None`` where it is not at hand, so that nothing but the step will be there.
+        segments: of its allocator.
         others: bytes of blocks that are not the step's.
         expandable: whether segments grow.
     """
 
-    segments: tuple[Segment, ...] | None = None
-    others: int = 0
-    expandable: bool = False
+    segments: tuple[Segment, ...]
+    others: int
+    expandable: bool
 
 
 def held_on(subject: Subject, target: Target) -> Held | None:
@@ -41,11 +41,10 @@ def held_on(subject: Subject, target: Target) -> Held | None:
         target: the device.
 
     Returns:
-        What it holds; ``None`` on the host, and where a device does not tell.
+        What it holds; ``None`` on the host, of a device that is not at hand, and of one that does not tell.
     """
-    if target.device_type == "cpu" or not target.is_present:
-        return None if target.device_type == "cpu" else Held()
-    found = segments_of(subject.settings.device)
+    is_there = target.is_present and target.device_type != "cpu"
+    found = segments_of(subject.settings.device) if is_there else None
     if found is None:
         return None
     own = {s.data_ptr() for tensor in subject.tensors_held for s in storages_of(tensor)}
@@ -76,11 +75,9 @@ class Replay:
         self._are_gradients = {n for n, one in enumerate(trace.allocations) if one.category == GRADIENTS} | self._added
         self._updates, self._update_sizes = _moments(update.allocations), [one.size for one in update.allocations]
         self._state = [one.size for one in update.allocations if one.born == BEFORE and one.category == OPTIMIZER]
-        self._has_state = held.segments is not None and subject.state_bytes > 0
+        self._has_state = subject.state_bytes > 0
         self._copied = [b.nbytes for root in subject.roots for b in root.buffers()]  # so that a step can be rolled back
-        fixed = (PARAMETERS, BUFFERS)
-        self._fixed = [n for n, a in enumerate(trace.allocations) if a.born == BEFORE and a.category in fixed]
-        self._batch, self._unreached = constants.batch, constants.unreached
+        self._unreached = constants.unreached
 
     def reserved(self, limit: int | None) -> int:
         """The bytes that the allocator reserves for the step at its peak.
@@ -93,24 +90,25 @@ class Replay:
         """
         held = self._held
         allocator = CachingAllocator(None if limit is None else limit + held.others, expandable=held.expandable)
-        allocator.adopt(held.segments or ())
+        allocator.adopt(held.segments)
         self._run(allocator)
         return allocator.peak_reserved - held.others
 
     def needed(self, limit: int) -> int:
-        """The bytes that the allocator reserves at its peak, at most a limit if it serves the step within that.
+        """The bytes that the allocator has to be given.
 
         Args:
-            limit: bytes.
+            limit: bytes that it may reserve.
 
         Returns:
-            Within the limit what it reserves; else the fewest, in steps of 2 MiB, that it was seen to serve it with.
+            What it reserves at its peak, if it serves the step within the limit; else the fewest with which it does, in
+            steps of a segment or of about a hundredth.
         """
         with contextlib.suppress(MemoryError):
             return self.reserved(limit)
         low, high = limit, self.reserved(None)
-        while high - low > _PAGE:
-            middle = (low + high) // 2
+        while high - low > max(_SEGMENT, high // 100):
+            middle = (low + high) // 2 // _SEGMENT * _SEGMENT
             try:
                 self.reserved(middle)
                 high = middle
@@ -119,10 +117,6 @@ class Replay:
         return high
 
     def _run(self, allocator: CachingAllocator) -> None:
-        if self._held.segments is None:
-            for number in self._fixed:
-                allocator.allocate(("fixed", number), self._sizes[number])
-            allocator.allocate("batch", self._batch)
         for step in range(_STEPS):
             self._free_gradients(allocator)
             self._step(allocator, makes_state=step == 0 and not self._has_state)

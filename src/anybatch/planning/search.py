@@ -374,7 +374,14 @@ class Search:
         return self._row(recipe, splitting, choice, names) if blocks else None
 
     def least(self) -> tuple[PlanRow, Peak]:
-        """The way with the least memory, traced as it would run."""
+        """The way with the least memory, traced as it would run, with the fewest bytes that an allocator may have."""
+        limit, self.limit = self.limit, 0
+        try:
+            return self._least()
+        finally:
+            self.limit = limit
+
+    def _least(self) -> tuple[PlanRow, Peak]:
         found = list[tuple[PlanRow, Peak]]()
         while not found:
             try:
