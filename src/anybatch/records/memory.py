@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from anybatch.records.reading import read
+from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
 PARAMETERS = "parameters"
@@ -83,7 +84,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Shown):
     """How many bytes of tensors were alive while something ran, by what they are for.
 
     Args:
@@ -93,6 +94,7 @@ class Memory:
         at_end: bytes at the end by category.
         operation: after which operation the peak was reached; empty if nothing was seen.
         reserved_bytes: the most that a caching allocator held, 0 where there is none.
+        timeline: what was alive from operation to operation, with the lines that allocated it.
 
     Example:
         >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
@@ -105,6 +107,7 @@ class Memory:
     at_end: Mapping[str, int] = field(default_factory=dict)
     operation: str = ""
     reserved_bytes: int = 0
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""

@@ -161,8 +161,14 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def flow_pictures(flow: Flow, axis: Axis) -> list[Picture]:
-    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen."""
+def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
+    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen.
+
+    Args:
+        flow: what to draw.
+        axis: of the steps.
+        others: whose shades are to mean the same.
+    """
     if not flow.rows or not flow.steps:
         return []
     caption = (
@@ -173,7 +179,7 @@ def flow_pictures(flow: Flow, axis: Axis) -> list[Picture]:
         caption += f" {flow.layers} layers were put together into {len(flow.rows)} rows."
     if flow.total > len(flow.steps):
         caption += f" {len(flow.steps)} of {flow.total} sampled steps are shown."
-    low, high = decades_of(value for row in flow.rows for value in row.values)
+    low, high = decades_of(value for one in (flow, *others) for row in one.rows for value in row.values)
     legend = [(f"h{shade}", {0: f"1e{low}", SHADES - 1: f"1e{high}"}.get(shade, "")) for shade in range(SHADES)]
     svg = heat_chart(
         [(row.name, row.values) for row in flow.rows], flow.steps, axis=axis,
@@ -301,12 +307,12 @@ def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[P
 
 def curve_picture(
     title: str, curves: Sequence[Curve], axis: Axis, caption: str, levels: Sequence[tuple[str, float]] = (),
-    marks: Sequence[tuple[str, float]] = (),
+    marks: Sequence[tuple[str, float]] = (), *, log: bool | None = None,
 ) -> list[Picture]:  # fmt: skip
     """A picture of curves over steps; nothing without curves."""
     if not curves:
         return []
-    svg = line_chart(curves, x_label="step", axis=axis, levels=levels, marks=marks)
+    svg = line_chart(curves, x_label="step", axis=axis, is_logarithmic=log, levels=levels, marks=marks)
     said = [f"{curve.name}: {_course(curve)}." for curve in curves]
     said += [f"{name}: {number_text(value)}." for name, value in levels]
     said += [f"{name}: step {step:g}." for name, step in marks]

@@ -275,8 +275,9 @@ def _explorer(plan: Plan) -> dict[str, Any] | None:
              for row in timed]  # fmt: skip
     peaks = [row.peak_bytes for row in timed]
     values = {"rows": known, "unit": factor, "name": unit, "budget": plan.budget, "chosen": rows.index(plan.chosen)}
-    return {"plan": json.dumps(values), "least": int(0.95 * min(peaks)), "most": int(1.05 * max(peaks)),
-            "budget": plan.budget, "step": max(1, (max(peaks) - min(peaks)) // 500)}  # fmt: skip
+    said = f"budget {format_bytes(plan.budget)}: {_said(plan, plan.chosen)}"
+    ends = {"least": int(0.95 * min(peaks)), "most": int(1.05 * max(peaks)), "budget": plan.budget}
+    return {"plan": json.dumps(values), "said": said, "step": max(1, (max(peaks) - min(peaks)) // 500), **ends}
 
 
 def _said(plan: Plan, row: PlanRow) -> str:
@@ -298,8 +299,7 @@ def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]
     found = []
     for name, timeline in steps.items():
         layers = {kind: [count / factor for count in values] for kind, values in timeline.layers.items()}
-        along = f"{timeline.operations} operations, from left to right"
-        svg = stack_chart(layers, x_label=along, y_label=unit, most=most / factor)
+        svg = stack_chart(layers, x_label="operations", y_label=unit, along=timeline.operations, most=most / factor)
         caption = (
             f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by what they are for; a place "
             "that is pointed at shows what is largest there, with the line that allocated it."

@@ -340,7 +340,8 @@ def dot_chart(
         The text of an ``svg`` element.
     """
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
-    axis, scale = Axis(0.0, 1.06 * max(xs), is_even=True), _scale([0.0, *(y for _, y in dots)], False, 0.0)
+    least = 0.0 if min(xs) < _LEAST_SHARE * max(xs) else 0.94 * min(xs)
+    axis, scale = Axis(least, 1.04 * max(xs), is_even=True), _scale([0.0, *(y for _, y in dots)], False, 0.0)
     plane = _Plane(axis, _TOP + _LEGEND_LINE, _HEIGHT + 40, scale)
     parts = [f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>', *plane.axes(x_label)]
     best = best_of(dots)
@@ -351,7 +352,7 @@ def dot_chart(
         kind = "chosen" if row == chosen else "far" if level and x > level[1] else ""
         title = f"<title>{text_of(name)}</title>"
         parts.append(f'<circle class="{kind}" cx="{plane.x(x):.1f}" cy="{plane.y(y):.1f}" r="4">{title}</circle>')
-    attributes = f' data-scale="{json.dumps([_LEFT, _WIDTH - _RIGHT, axis.last])}"'
+    attributes = f' data-scale="{json.dumps([_LEFT, _WIDTH - _RIGHT, axis.first, axis.last])}"'
     if level:
         x = plane.x(level[1])
         side = ("end", -5) if x > _WIDTH * 0.55 else ("", 5)
@@ -372,13 +373,16 @@ def best_of(dots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def stack_chart(layers: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, most: float = 0.0) -> str:
+def stack_chart(
+    layers: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, along: int = 0, most: float = 0.0
+) -> str:
     """Draws layers on top of each other, such as bytes by what they are for, at one place after another.
 
     Args:
         layers: from the bottom to the top: a name, and a value for each place.
         x_label: what is along the bottom.
         y_label: what is up the side, with its unit.
+        along: how many places there are in all, of which these are some; 0 for these.
         most: up to where the axis goes at least.
 
     Returns:
@@ -386,16 +390,19 @@ def stack_chart(layers: Mapping[str, Sequence[float]], *, x_label: str, y_label:
     """
     count = max((len(values) for values in layers.values()), default=0)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
-    axis = Axis(0.0, max(count, 1), is_even=True)
+    axis = Axis(0.0, max(along, count, 1), is_even=True)
+    width = axis.last / max(count, 1)
     names = [(f"layer s{index}", name) for index, name in enumerate(layers)]
     top = _TOP + _LEGEND_LINE * (1 + -(-len(names) // 2))
     plane = _Plane(axis, top, top + _HEIGHT, _scale([0.0, most, *totals], False, 0.0))
     below, parts = [0.0] * count, []
     for index, values in enumerate(layers.values()):
         above = [low + value for low, value in zip(below, values, strict=True)]
-        upper = "".join(f"V{plane.y(value):.1f}H{plane.x(place + 1):.1f}" for place, value in enumerate(above))
+        upper = "".join(
+            f"V{plane.y(value):.1f}H{plane.x((place + 1) * width):.1f}" for place, value in enumerate(above)
+        )
         lower = "".join(
-            f"V{plane.y(below[place]):.1f}H{plane.x(place):.1f}" for place in range(count - 1, -1, -1)
+            f"V{plane.y(below[place]):.1f}H{plane.x(place * width):.1f}" for place in range(count - 1, -1, -1)
         )  # fmt: skip
         start = f"M{plane.x(0):.1f} {plane.y(below[0]):.1f}" if count else "M0 0"
         parts.append(f'<path class="layer s{index}" d="{start}{upper}{lower}Z"/>')

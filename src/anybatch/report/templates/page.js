@@ -46,7 +46,7 @@ for (const explorer of document.querySelectorAll(".explorer[data-plan]")) {
   const plan = JSON.parse(explorer.dataset.plan);
   const [slider, output] = [explorer.querySelector("input"), explorer.querySelector("output")];
   const svg = document.querySelector("svg[data-scale]");
-  const [left, right, most] = JSON.parse(svg.dataset.scale);
+  const [left, right, least, most] = JSON.parse(svg.dataset.scale);
   const rows = [...document.querySelectorAll("[data-rows=ways] tbody tr")];
   const show = (budget) => {
     const fits = plan.rows.filter((row) => row.peak <= budget && row.seconds !== null);
@@ -59,7 +59,7 @@ for (const explorer of document.querySelectorAll(".explorer[data-plan]")) {
     });
     const group = svg.querySelector(".budget");
     if (group) {
-      group.setAttribute("transform", `translate(${left + ((right - left) * Math.min(1, budget / plan.unit / most))} 0)`);
+      group.setAttribute("transform", `translate(${left + (right - left) * Math.min(1, Math.max(0, (budget / plan.unit - least) / (most - least)))} 0)`);
       group.querySelector("text").textContent = plan.text(budget);
     }
   };
