@@ -107,7 +107,7 @@ def _timelines(
     made: Any, call: interception.Call, question: Mapping[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """What a step holds from operation to operation, for the page; none is better than no plan."""
-    from anybatch.planning.timelines import timelines
+    from anybatch.planning.stepmemory import timelines
 
     try:
         found = timelines(made, call.model, call.loss_fn, call.batch, device=question["device"], **options)

@@ -271,8 +271,11 @@ def _explorer(plan: Plan) -> dict[str, Any] | None:
         return None
     factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
     rows = rows_of(plan)
-    known = [{"index": rows.index(row), "peak": row.peak_bytes, "seconds": row.seconds, "text": _said(plan, row)}
-             for row in timed]  # fmt: skip
+    known = [
+        {"index": rows.index(row), "peak": row.peak_bytes, "seconds": row.seconds, "text": _said(plan, row)}
+        | {"untaken": _mark(row, plan) == "~"}
+        for row in timed
+    ]
     peaks = [row.peak_bytes for row in timed]
     values = {"rows": known, "unit": factor, "name": unit, "budget": plan.budget, "chosen": rows.index(plan.chosen)}
     said = f"budget {format_bytes(plan.budget)}: {_said(plan, plan.chosen)}"

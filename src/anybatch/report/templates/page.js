@@ -50,7 +50,9 @@ for (const explorer of document.querySelectorAll(".explorer[data-plan]")) {
   const rows = [...document.querySelectorAll("[data-rows=ways] tbody tr")];
   const show = (budget) => {
     const fits = plan.rows.filter((row) => row.peak <= budget && row.seconds !== null);
-    const best = fits.sort((a, b) => a.seconds - b.seconds || a.peak - b.peak)[0];
+    // What was not taken though it may be faster is not taken here either, as long as what was chosen fits.
+    const taken = fits.some((row) => row.index === plan.chosen) ? fits.filter((row) => !row.untaken) : fits;
+    const best = taken.sort((a, b) => a.seconds - b.seconds || a.peak - b.peak)[0];
     output.textContent = best ? `${plan.text(budget)}: ${best.text}` : `${plan.text(budget)}: no way that was found fits`;
     rows.forEach((row, index) => row.classList.toggle("marked", Boolean(best) && index === best.index));
     svg.querySelectorAll("circle").forEach((dot, index) => {
