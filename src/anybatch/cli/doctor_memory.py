@@ -45,7 +45,7 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
 
 
 def _let_go(trace: TracebackType | None) -> None:
-    """Empties the frames that have ended below the step: what they hold fills the memory, of which planning needs some."""
+    """Empties the frames that have ended below the step: what they hold fills the memory that planning needs."""
     frames = [frame for frame, _ in _frames(trace)]
     for frame in frames[_deepest_user(frames) + 1 :]:
         frame.clear()
@@ -147,7 +147,8 @@ def _room(model: Any, held: Any) -> int:
     device = device_of(model)
     if is_accelerator(device):
         return capacity_of(device)[0] + memory_of(device).reserved
-    names = ("parameters", "gradients", "optimizer states", "tensors with a graph", "other tensors", "kept by the graph")
+    state = ("parameters", "gradients", "optimizer states")
+    names = (*state, "tensors with a graph", "other tensors", "kept by the graph")
     return sum(int(held.get(name, 0)) for name in names) + _free_on_host()
 
 
