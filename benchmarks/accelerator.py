@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[])
     arguments = parser.parse_args()
     device = sim.load()
+    device.set_idle(True)  # only memory is looked at
     notes = (
         f"MiB; peaks of the first {STEPS} calls, planning included, on a device of the budget. The fewest bytes "
         "are those that the replay says the plan can be run with: on a device of that size nothing is refused, and on "

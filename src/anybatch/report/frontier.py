@@ -28,7 +28,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
     """All ways of a plan, each once: the chosen one, others within the budget, the fastest first, then the rest."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
-        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="estimated"), row)
+        rows.setdefault(replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="estimated"), row)
     return tuple(sorted(rows.values(), key=lambda row: (row != plan.chosen, not _fits(row, plan), *_speed(row))))
 
 
@@ -46,6 +46,8 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if chosen.chunk_length is not None:
         facts.append(("time steps", f"{chosen.chunk_length} in a chunk"))
     facts.append(("peak", f"{format_bytes(chosen.peak_bytes)} predicted, {format_bytes(plan.budget)} allowed"))
+    if chosen.reserved_bytes:
+        facts.append(("reserved", f"{format_bytes(chosen.reserved_bytes)} by the device's allocator"))
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
     if plan.smallest_bytes:
