@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
-from anybatch.cli.doctor import report
-from anybatch.cli.doctor_records import MOST, damage_of, is_record, values_of
-from anybatch.cli.options import check_folder, json_option, write_json
+from anybatch.cli.doctor_records import MOST, damage_of, is_record
+from anybatch.cli.options import check_folder, json_option
+from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
 
@@ -20,7 +21,8 @@ from anybatch.report.pages import is_own_page, missing_extra
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
 )
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
-def report_command(record: Path, json_path: Path | None, output: Path | None, force: bool) -> None:
+@reporting_options
+def report_command(record: Path, json_path: Path | None, output: Path | None, force: bool, **reporting: Any) -> None:
     """Diagnoses a RECORD, which anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) has written.
 
     Nothing runs, and torch is not needed. The rules are those of this version, which may find more than the version
@@ -36,9 +38,10 @@ def report_command(record: Path, json_path: Path | None, output: Path | None, fo
         raise click.UsageError(
             f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
         )
+    wanted = Wanted(Path(), json_path=json_path, **reporting)
     run = load_run(record)
     try:
-        _show(run, json_path, output)
+        _show(run, wanted, output)
     except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         what = "".join(f"\n  {one}" for one in run.damaged[:MOST])
         raise click.ClickException(
@@ -47,12 +50,10 @@ def report_command(record: Path, json_path: Path | None, output: Path | None, fo
         ) from error
 
 
-def _show(run: Run, json_path: Path | None, output: Path | None) -> None:
+def _show(run: Run, wanted: Wanted, output: Path | None) -> None:
     from anybatch.doctor.diagnosing import diagnosis
 
-    found = diagnosis(run)
+    found = wanted.diagnosed(lambda policy: diagnosis(run, policy))
     found = replace(found, notes=(*damage_of(run), *found.notes))
-    if json_path is not None:
-        write_json(json_path, values_of(found, run))
     # JSON has standard output for itself.
-    report(found, run, Console(stderr=str(json_path) == "-", highlight=False), output)
+    wanted.write(found, run, Console(stderr=wanted.takes_stdout, highlight=False), output)

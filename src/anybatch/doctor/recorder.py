@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.accelerators import in_use, name_of
 from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
@@ -60,6 +61,7 @@ class Doctor:
         every: steps between two samples; the first ten steps are all sampled.
         script: the path of the script, for the head of the record.
         arguments: of the script.
+        on_finding: is given each error and warning when it becomes true, or at the end; what it raises ends the run.
 
     Attributes:
         numbering: of parameters, models, optimizers and schedulers.
@@ -82,6 +84,7 @@ class Doctor:
         every: int | None = None,
         script: str = "",
         arguments: Sequence[str] = (),
+        on_finding: "Callable[[Finding], None] | None" = None,
     ) -> None:
         for subject in subjects:
             if not isinstance(subject, (torch.nn.Module, torch.optim.Optimizer)):
@@ -116,6 +119,8 @@ class Doctor:
         self._started = time.perf_counter()
         self._seconds = 0.0
         self._head = (script, tuple(arguments))
+        self._telling = None if on_finding is None else Telling(self, on_finding)
+        self._after_step: AfterStep | None = None
 
     def attach(self) -> None:
         """Puts the hooks in place; does nothing where they are."""
@@ -139,6 +144,8 @@ class Doctor:
             self.detach()
             raise
         watchers.append(self)
+        if self._telling is not None:
+            self._after_step = AfterStep(self, self._telling)
         subjects, self._subjects = self._subjects, ()
         self._recording.own += time.perf_counter() - started
         for subject in subjects:
@@ -209,6 +216,8 @@ class Doctor:
         started = time.perf_counter()
         if self in watchers:
             watchers.remove(self)
+        if self._after_step is not None:
+            self._after_step.detach()
         self._recording.take_in()
         self._forward.detach()
         self._samplers.detach()
@@ -247,6 +256,8 @@ class Doctor:
                     failure=self.failure,
                 )
             )  # fmt: skip
+            if self._telling is not None:
+                self._telling.tell(self.step)
 
     def __enter__(self) -> "Doctor":
         self.attach()
@@ -277,6 +288,16 @@ class Doctor:
         from anybatch.doctor.diagnosing import diagnose
 
         return diagnose(self.run)
+
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer that stepped most has done."""
+        return self._recording.counter.step
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether a number that is not finite was seen."""
+        return self._samplers.not_finite
 
     @property
     def lost(self) -> str:
