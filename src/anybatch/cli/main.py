@@ -39,6 +39,7 @@ VERBS = {
     "explain": Verb("anybatch.cli.explain", "explain_command", "What does a finding of the doctor mean?"),
     "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest way to run a step within a budget?"),
     "report": Verb("anybatch.cli.report", "report_command", "Show what the doctor has recorded."),
+    "watch": Verb("anybatch.cli.watch", "watch_command", "Follow a run that goes on."),
 }
 
 

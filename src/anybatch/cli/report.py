@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
-from anybatch.cli.doctor import report
-from anybatch.cli.doctor_records import MOST, damage_of, is_record, values_of
-from anybatch.cli.options import check_folder, json_option, write_json
+from anybatch.cli.doctor_records import MOST, damage_of, is_record
+from anybatch.cli.options import check_folder, json_option
+from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
@@ -24,7 +25,10 @@ from anybatch.report.pages import is_own_page, missing_extra
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
 )
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
-def report_command(record: Path, other: Path | None, json_path: Path | None, output: Path | None, force: bool) -> None:
+@reporting_options
+def report_command(
+    record: Path, other: Path | None, json_path: Path | None, output: Path | None, force: bool, **reporting: Any
+) -> None:
     """Diagnoses a RECORD, which anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) has written.
 
     With the record of an OTHER run, -o writes a page of both side by side, on the same axes.
@@ -40,13 +44,15 @@ def report_command(record: Path, other: Path | None, json_path: Path | None, out
         raise click.UsageError(f"{output} exists and is no page of anybatch; name another or add --force")
     if other is not None and (output is None or json_path is not None):
         raise click.UsageError("two records are shown side by side on a page; add -o FILE, and leave --json out")
+    wanted = Wanted(Path(), json_path=json_path, **reporting)
     with _readable(record) as run:
-        found = _diagnosed(run)
+        found = _diagnosed(run, wanted)
         if other is None:
-            _show(found, run, json_path, output)
+            # JSON has standard output for itself.
+            wanted.write(found, run, Console(stderr=wanted.takes_stdout, highlight=False), output)
     if other is not None and output is not None:
         with _readable(other) as second:
-            _show_both((record, found, run), (other, _diagnosed(second), second), output)
+            _show_both((record, found, run), (other, _diagnosed(second, wanted), second), output)
 
 
 @contextmanager
@@ -67,18 +73,11 @@ def _readable(record: Path) -> Iterator[Run]:
         ) from error
 
 
-def _diagnosed(run: Run) -> Diagnosis:
+def _diagnosed(run: Run, wanted: Wanted) -> Diagnosis:
     from anybatch.doctor.diagnosing import diagnosis
 
-    found = diagnosis(run)
+    found = wanted.diagnosed(lambda policy: diagnosis(run, policy))
     return replace(found, notes=(*damage_of(run), *found.notes))
-
-
-def _show(found: Diagnosis, run: Run, json_path: Path | None, output: Path | None) -> None:
-    if json_path is not None:
-        write_json(json_path, values_of(found, run))
-    # JSON has standard output for itself.
-    report(found, run, Console(stderr=str(json_path) == "-", highlight=False), output)
 
 
 def _show_both(first: tuple[Path, Diagnosis, Run], second: tuple[Path, Diagnosis, Run], output: Path) -> None:

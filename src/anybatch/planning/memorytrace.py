@@ -55,7 +55,7 @@ class PassTrace:
         accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
         kept: numbers of allocations that are there afterwards besides gradients, such as losses and metrics.
         chunked: how often a loss was taken in chunks.
-        input_bytes: of the tensors of one micro-batch.
+        input_sizes: bytes of each tensor of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
         taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
@@ -69,7 +69,7 @@ class PassTrace:
     accumulated: tuple[tuple[int, int], ...] = ()
     kept: tuple[int, ...] = ()
     chunked: int = 0
-    input_bytes: int = 0
+    input_sizes: list[int] = field(default_factory=list)
     costs: list[tuple[float, float]] = field(default_factory=list)
     leaves_fakes: bool = False
     taken: int = 0
@@ -304,7 +304,7 @@ class _Run:
             for one in recording.allocations_of(accumulation.weight_tensors):
                 one.born = BEFORE
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
-        trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
+        trace.input_sizes = [s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)]
         trace.kept = _kept_after(trace, recording, sums)
         trace.costs = getattr(recording, "costs", [])
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):

@@ -93,12 +93,13 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
         >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
         '1 error: The head is in no group'
     """
+    others = _suppressed(diagnosis)
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
-        return f"{said}: {_first_sentence(_leading(diagnosis).message)}"
+        return f"{said}: {_first_sentence(_leading(diagnosis).message)}{others}"
     number = len(grave_and_notes(diagnosis)[1])
-    notes = f" ({_count(number, 'note')})" if number else ""
+    notes = (f" ({_count(number, 'note')})" if number else "") + others
     if (crash := crash_of(run)) is not None:
         text = crash.text.strip().split("\n")[0].rstrip(".")  # whole: its remedy may be the second sentence
         said = _first_sentence(crash.message) if crash.message else f"{crash.error}: {text}"
@@ -115,6 +116,12 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     reason = diagnosis.reason or "whether it learns was not seen"
     steps = "" if "too few" in reason else f" in {_steps(diagnosis)}"
     return f"{found}{steps}, but {reason}{notes}"
+
+
+def _suppressed(diagnosis: Diagnosis) -> str:
+    """What was found and is not reported, so that nobody takes its silence for a finding of its own."""
+    codes = dict.fromkeys(one.finding.code for one in diagnosis.suppressed if one.finding.severity != "info")
+    return f" (not reported: {', '.join(codes)})" if codes else ""
 
 
 def mood_of(diagnosis: Diagnosis, run: Run) -> str:
@@ -226,7 +233,17 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
 
 def title_of(diagnosis: Diagnosis) -> str:
     """What was run: the script and its arguments."""
-    return " ".join([PurePath(diagnosis.script).name or "this run", *diagnosis.arguments])
+    return title_of_run(diagnosis.script, diagnosis.arguments)
+
+
+def title_of_run(script: str, arguments: Sequence[str]) -> str:
+    """A script and its arguments on one line.
+
+    Args:
+        script: its path, empty without one.
+        arguments: of it.
+    """
+    return " ".join([PurePath(script).name or "this run", *arguments])
 
 
 def _steps(diagnosis: Diagnosis) -> str:
