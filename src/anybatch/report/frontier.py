@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from anybatch.records.memory import Timeline
+from anybatch.records.memory import CATEGORIES, Timeline
 from anybatch.records.plans import Confidence, Plan, PlanRow
 from anybatch.report.pages import Picture, render_page, unit_of_bytes
 from anybatch.report.svg import bar_chart, dot_chart, stack_chart
@@ -303,7 +303,8 @@ def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]
     factor, unit = unit_of_bytes(most)
     found = []
     for name, timeline in steps.items():
-        layers = {kind: [count / factor for count in values] for kind, values in timeline.layers.items()}
+        nothing = (0,) * len(timeline.moments)
+        layers = {kind: [count / factor for count in timeline.layers.get(kind, nothing)] for kind in CATEGORIES}
         svg = stack_chart(layers, x_label="operations", y_label=unit, along=timeline.operations, most=most / factor)
         caption = (
             f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by what they are for; a place "
