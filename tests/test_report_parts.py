@@ -128,7 +128,7 @@ def events(*, cleared: bool) -> list[Fact]:
         here += [Backward(file=FILE, line=12), Stepped(optimizer=0, number=step, file=FILE, line=13)]
         if step == 1:
             here.insert(0, Forward(root=0, training=False, grad=False, file=FILE, line=20))
-        found += [replace(one, step=step, at=10 * step + place) for place, one in enumerate(here)]  # type: ignore[type-var]
+        found += [replace(one, step=step, at=10 * step + place) for place, one in enumerate(here)]
     return found
 
 
