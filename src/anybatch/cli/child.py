@@ -6,6 +6,7 @@ belongs to it; what happened is written to the file RESULT.
 
 import importlib.machinery
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 from anybatch import interception
 from anybatch.cli.doctor_child import TorchFinder
 from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.script import ONLY_RANK
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
 _CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
@@ -114,14 +116,29 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
             call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options
         )
     except DoesNotFit as error:
-        facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
-        return {"status": "too-large", "error": str(error), **facts}
-    facts = {
+        needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
+        return {"status": "too-large", "error": str(error), **needs}
+    facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
+        "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
+
+
+def _timelines(
+    made: Any, call: interception.Call, question: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a step holds from operation to operation, for the page; none is better than no plan."""
+    from anybatch.planning.stepmemory import timelines
+
+    try:
+        found = timelines(made, call.model, call.loss_fn, call.batch, device=question["device"], **options)
+    except Exception as error:  # noqa: BLE001 - the plan is there already
+        logging.getLogger(__name__).info("no timeline of the step: %s", error)
+        return {}
+    return {name: one.to_dict() for name, one in found.items()}
 
 
 def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:
@@ -183,11 +200,23 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise
     except BaseException as error:  # noqa: BLE001 - reported as Python itself would
+        if _expects_ranks(error):
+            answer.write(status="needs-ranks", error=f"{type(error).__name__}: {error}")
+            return 1
         sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
         answer.write(status="failed", error=f"{type(error).__name__}: {error}")
         return 1
     answer.write(status="ended", code=0)
     return 0
+
+
+def _expects_ranks(error: BaseException) -> bool:
+    """Whether a script failed because torchrun did not start it."""
+    text = str(error)
+    names = [name for name in ONLY_RANK if name not in os.environ]
+    if isinstance(error, KeyError):
+        return text.strip("'") in names
+    return isinstance(error, ValueError) and any(f"environment variable {name} expected" in text for name in names)
 
 
 def _of_script(frames: TracebackType | None) -> TracebackType | None:

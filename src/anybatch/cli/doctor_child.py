@@ -32,8 +32,8 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     Args:
         folder: of this run; what happened to the doctor itself is noted there.
         settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``ask``, ``launches_ranks``
-            (whether this process starts others that train, each of which then writes a record of its own), and
-            ``trial`` if a fix is tried.
+            (whether this process starts others that train, each of which then writes a record of its own),
+            ``steps`` after which the run ends, and ``trial`` if a fix is tried.
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
@@ -163,6 +163,10 @@ class Attendance:
             return
         self._doctor = doctor
         self.note(ATTACHED, "")
+        if settings.get("steps"):
+            from anybatch.doctor.live import AfterStep
+
+            AfterStep(doctor, lambda step: sys.exit(0) if step >= settings["steps"] else None)
         if settings.get("trial"):
             from anybatch.cli.doctor_trial import Trial
 

@@ -29,6 +29,7 @@ class LoopWatch:
     def __init__(self, found: Callable[[dict[str, Any], str, int, Any], None], refused: Callable[[str], None]) -> None:
         self._found, self._refused = found, refused
         self._seen: tuple[dict[str, Any], str, int] | None = None
+        self._handles: list[Any] = []
         self._within: Any = None  # an optimizer that evaluates a closure, which goes back within its step
 
     def attach(self) -> None:
@@ -45,16 +46,27 @@ class LoopWatch:
             return result
 
         torch.Tensor.backward = backward  # type: ignore[method-assign]
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def detach(self) -> None:
+        """Waits no more for an update."""
+        for one in self._handles:
+            one.remove()
 
     def _look(self, frame: FrameType | None) -> None:
         from anybatch.doctor.recording.naming import USERS, whose_file
 
         if "anybatch.step" in sys.modules or "anybatch.backpropagation" in sys.modules:
             return  # the script has a step of anybatch's, or is about to make one
+        if self._seen is not None:
+            return
         library = ""
-        while frame is not None and whose_file(frame.f_code.co_filename) != USERS:
+        while frame is not None and (
+            whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
+        ):
             library = library or str(frame.f_globals.get("__name__", "")).partition(".")[0]
             library = "" if library in ("torch", "anybatch") else library
             frame = frame.f_back

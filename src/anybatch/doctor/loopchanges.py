@@ -40,7 +40,9 @@ def update_of(step: LoopStep) -> Update | None:
     found = {one: kind for one in block if (kind := _kind(step, one))}
     kinds = list(found.values())
     steps = [one for one, kind in found.items() if kind == "step"]
-    if len(steps) != 1 or "clear" not in kinds or kinds.count("clip") > 1 or steps[0].lineno < step.back.lineno:
+    if not step.loops or len(steps) != 1 or "clear" not in kinds or kinds.count("clip") > 1:
+        return None
+    if steps[0].lineno < step.back.lineno:
         return None
     between = block[block.index(step.back) + 1 : block.index(steps[0])]
     optimizer = _receiver(step, steps[0])

@@ -155,7 +155,7 @@ class Predictor:
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
-        self._accumulators = functools.cache(lambda count: subject.accumulator_bytes(count * subject.lanes))
+        self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.lanes)))
         self._budget: int | None = None
         self.taken = 0
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real
