@@ -15,8 +15,10 @@ from anybatch.cli.doctor_ranks import records_of_ranks
 from anybatch.doctor.judging import Judge, sentence_of
 from anybatch.records.findings import Finding
 from anybatch.records.tailing import Tail
-from anybatch.report.diagnosis import clean, number_text, title_of_run
-from anybatch.report.diagnosis_series import Curve, Series, series_of, thinned
+from anybatch.report.diagnosis import title_of_run
+from anybatch.report.series import Series, series_of, thinned
+from anybatch.report.svg import Curve
+from anybatch.report.tables import clean, number_text
 from anybatch.units import format_bytes, format_seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -102,7 +104,7 @@ class Frames:
             for curve in curves:
                 known = self._curves.setdefault(kind, {}).setdefault(curve.name, [])
                 last = known[-1][0] if known else -1
-                known += [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if step > last]
+                known += [(int(at), value) for at, value in zip(curve.steps, curve.values, strict=True) if at > last]
                 known[:] = thinned(known, _MOST_POINTS)
 
     def _head(self, tail: Tail) -> str:

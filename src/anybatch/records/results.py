@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.layouts import BatchLayout
+from anybatch.records.showing import Shown
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -54,7 +55,7 @@ class Attempt:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class StepResult:
+class StepResult(Shown):
     """What one logical batch gave: detached numbers, computed when they are read.
 
     Reading ``loss``, ``losses``, ``metrics``, ``count`` or ``grad_norm`` waits for the device; not reading them costs
