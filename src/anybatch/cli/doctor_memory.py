@@ -147,7 +147,14 @@ def _room(model: Any, held: Any) -> int:
     device = device_of(model)
     if is_accelerator(device):
         return capacity_of(device)[0] + memory_of(device).reserved
-    names = ("parameters", "gradients", "optimizer states", "tensors with a graph", "other tensors", "kept by the graph")
+    names = (
+        "parameters",
+        "gradients",
+        "optimizer states",
+        "tensors with a graph",
+        "other tensors",
+        "kept by the graph",
+    )
     return sum(int(held.get(name, 0)) for name in names) + _free_on_host()
 
 
