@@ -1,6 +1,7 @@
 """What is given to a net and its loss, looked at entry by entry: torn axes, targets among inputs, padding, blanks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,12 +83,16 @@ def given_away(tape: Tape) -> Probed:
     Raises:
         Unknown: it can't be told.
     """
-    rows = rows_of(tape)
-    for operation in tape.operations[: tape.losses[-1].before]:
-        found = [tape.leaves[one] for one in slots((operation.args, operation.kwargs)) if one in tape.leaves]
-        for target in found if operation.name in _REGRESSIONS else ():
-            for leaf in tape.leaves.values():
-                if leaf is target or leaf.dim() < 2 or not leaf.shape[0] == target.shape[0] == rows:
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run = replayed(tape, loss, lambda one: one)
+    for operation in tape.operations[: loss.before]:
+        if operation.name not in _REGRESSIONS:
+            continue
+        for slot in slots((operation.args, operation.kwargs)):
+            target, made_of = run.values[slot], slots_of(tape, replace(loss, slot=slot))
+            others = [leaf for one, leaf in tape.leaves.items() if one not in made_of and leaf.dim() > 1]
+            for leaf in others if not target.requires_grad and target.dim() else ():
+                if not leaf.shape[0] == target.shape[0] == rows:
                     continue
                 place = _column(leaf.reshape(rows, -1), target.reshape(rows, -1))
                 if place >= 0:
