@@ -291,7 +291,7 @@ def _flow_numbers(flow: Flow) -> TextTable | None:
 def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[Picture]:
     levels = [("the best constant guess", series.guess)] if series.guess is not None else []
     marks = [(f"{one.code or one.name} from here", one.step) for one in findings[:_MOST_MARKS] if one.step <= axis.last]
-    caption = "What was given to backward, for each line that did; the mean within a step."
+    caption = "What was given to backward, for each line that did, and what evaluations gave; the mean within a step."
     caption += " A dashed upright line is where a finding was first seen." if marks else ""
     drawn = curve_picture("Loss", series.losses, axis, caption, levels, marks)
     changing = [one for one in series.rates if len(set(one.values)) > 1]
