@@ -353,7 +353,7 @@ def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, li
             f"{one.dead:.0%}",
             "-" if one.saturated is None else f"{one.saturated:.0%}",
             number_text(one.spread),
-            ", ".join(map(number_text, one.percentiles[-1])) if one.percentiles else "-",
+            ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-",
         )
         for one in outputs
     )
@@ -376,7 +376,7 @@ def _outputs_caption(series: Series) -> str:
     caption = (
         "What the modules put out on sampled steps. Dead units were zero in every sample; saturated entries lie within "
         "0.001 of a limit; spread is how much the output differs over the batch; percentiles are the 5th, 25th, "
-        "50th, 75th and 95th over the steps, and as numbers at the last sampled one."
+        "50th, 75th and 95th over the steps; as numbers the 5th, 50th and 95th at the last sampled one."
     )
     rest = series.modules - len(series.outputs)
     return f"{caption} {rest} modules are not shown." if rest else caption
