@@ -112,7 +112,7 @@ Trainer().fit()
 """,
     "two modules, a sum of losses, a mapping": """
 other = whole(nn.Linear(4, 4))
-optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=2**-12)
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=2**-20)
 for x, y in loader:
     batch = {"x": x, "y": y}
     total = 0

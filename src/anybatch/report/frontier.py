@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from anybatch.records.memory import Timeline
+from anybatch.records.memory import CATEGORIES, Timeline
 from anybatch.records.plans import Confidence, Plan, PlanRow
 from anybatch.report.pages import Picture, render_page, unit_of_bytes
 from anybatch.report.svg import bar_chart, dot_chart, stack_chart
@@ -28,7 +28,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
     """All ways of a plan, each once: the chosen one, others within the budget, the fastest first, then the rest."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
-        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="estimated"), row)
+        rows.setdefault(replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="estimated"), row)
     return tuple(sorted(rows.values(), key=lambda row: (row != plan.chosen, not _fits(row, plan), *_speed(row))))
 
 
@@ -46,6 +46,8 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if chosen.chunk_length is not None:
         facts.append(("time steps", f"{chosen.chunk_length} in a chunk"))
     facts.append(("peak", f"{format_bytes(chosen.peak_bytes)} predicted, {format_bytes(plan.budget)} allowed"))
+    if chosen.reserved_bytes:
+        facts.append(("reserved", f"{format_bytes(chosen.reserved_bytes)} by the device's allocator"))
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
     if plan.smallest_bytes:
@@ -301,7 +303,8 @@ def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]
     factor, unit = unit_of_bytes(most)
     found = []
     for name, timeline in steps.items():
-        layers = {kind: [count / factor for count in values] for kind, values in timeline.layers.items()}
+        nothing = (0,) * len(timeline.moments)
+        layers = {kind: [count / factor for count in timeline.layers.get(kind, nothing)] for kind in CATEGORIES}
         svg = stack_chart(layers, x_label="operations", y_label=unit, along=timeline.operations, most=most / factor)
         caption = (
             f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by what they are for; a place "

@@ -45,7 +45,7 @@ def framed(page: str) -> str:
         page: HTML.
     """
     fit = f"this.style.height=Math.min({_TALLEST},this.contentDocument.documentElement.scrollHeight+4)+'px'"
-    style = "width:100%;height:24rem;border:0;color-scheme:light dark"
+    style = "width:100%;height:6rem;border:0;color-scheme:light dark"
     return f'<iframe srcdoc="{escape(page)}" style="{style}" onload="{fit}"></iframe>'
 
 
@@ -79,8 +79,8 @@ def _of_certificate(found: Certificate) -> str:
              ("relative error of the loss", number_text(found.loss_error)),
              ("samples", f"{found.samples} of {found.samples_in_batch}")]  # fmt: skip
     kinds = [("reason", one) for one in found.reasons] + [("note", one) for one in found.notes]
-    rows = [(kind, *one.shown().partition("\n    ")[::2]) for kind, one in kinds]
-    table = TextTable(("", "what", "what helps"), tuple(rows)) if rows else None
+    rows = [(f"{kind}: {one.code}", one.where, one.message, "\n".join(one.remedies)) for kind, one in kinds]
+    table = TextTable(("", "where", "what", "what helps"), tuple(rows)) if rows else None
     mood = "healthy" if found.exact else "error"
     return _small("anybatch check", facts, table, verdict=found.verdict, mood=mood)
 

@@ -55,10 +55,10 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
         The line; ``None`` if it is not known, not here, or may have changed.
     """
     file, number = finding.place.file, finding.place.line
-    is_held = file in linecache.cache  # a cell of a notebook is in no file
-    if not is_held and not (file.endswith(".py") and _is_older(file, since)):
+    is_cell = file in linecache.cache and not Path(file).is_file()  # of a notebook
+    if not is_cell and not (file.endswith(".py") and _is_older(file, since)):
         return None
-    if not is_held or Path(file).is_file():
+    if not is_cell:
         linecache.checkcache(file)
     whole = clean(linecache.getline(file, number).rstrip()).expandtabs()
     text = whole.strip()
@@ -70,7 +70,8 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
 def link_to(place: Place) -> str:
     """The address at which an editor opens a line; empty if the whole path is not known."""
     path = place.file.replace("\\", "/")
-    if not PurePath(place.file).is_absolute() or place.line <= 0:
+    is_cell = place.file in linecache.cache and not Path(place.file).is_file()
+    if not PurePath(place.file).is_absolute() or place.line <= 0 or is_cell:
         return ""
     return f"vscode://file/{quote(path.lstrip('/'), errors='replace')}:{place.line}"
 
@@ -96,8 +97,8 @@ def _meant(text: str, finding: Finding) -> tuple[int, int]:
         end = len(text) - min(_alike(text[::-1], other[::-1]), len(text) - start)
         return start, max(end, start + 1)
     names = [rf"\b{re.escape(name)}\s*=\s*[^,()]+" for name in finding.evidence if name.isidentifier()]
-    names += [rf"(?<![\w.]){re.escape(name)}\b" for name in (finding.place.module,) if name]
-    names += [rf"\b{re.escape(name)}\b" for name in (finding.place.module.rpartition(".")[2],) if name]
+    module = finding.place.module
+    names += [rf"(?<![\w.]){re.escape(name)}\b" for name in (module, module.rpartition(".")[2]) if name.isidentifier()]
     found = next((match for name in names if (match := re.search(name, text))), None)
     if found:
         return found.span()

@@ -379,7 +379,7 @@ def stack_chart(
     """Draws layers on top of each other, such as bytes by what they are for, at one place after another.
 
     Args:
-        layers: from the bottom to the top: a name, and a value for each place.
+        layers: from the bottom to the top: a name, and a value for each place; one of zeros keeps its colour free.
         x_label: what is along the bottom.
         y_label: what is up the side, with its unit.
         along: how many places there are in all, of which these are some; 0 for these.
@@ -392,7 +392,7 @@ def stack_chart(
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     axis = Axis(0.0, max(along, count, 1), is_even=True)
     width = axis.last / max(count, 1)
-    names = [(f"layer s{index}", name) for index, name in enumerate(layers)]
+    names = [(f"layer s{index}", name) for index, name in enumerate(layers) if any(layers[name])]
     top = _TOP + _LEGEND_LINE * (1 + -(-len(names) // 2))
     plane = _Plane(axis, top, top + _HEIGHT, _scale([0.0, most, *totals], False, 0.0))
     below, parts = [0.0] * count, []
@@ -405,7 +405,8 @@ def stack_chart(
             f"V{plane.y(below[place]):.1f}H{plane.x(place * width):.1f}" for place in range(count - 1, -1, -1)
         )  # fmt: skip
         start = f"M{plane.x(0):.1f} {plane.y(below[0]):.1f}" if count else "M0 0"
-        parts.append(f'<path class="layer s{index}" d="{start}{upper}{lower}Z"/>')
+        if any(values):
+            parts.append(f'<path class="layer s{index}" d="{start}{upper}{lower}Z"/>')
         below = above
     head = [f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>', *_legend(names, _LEGEND_LINE)]
     return _svg(_WIDTH, plane.bottom + _BOTTOM, [*head, *plane.axes(x_label), *parts], cursor_of_places(_LEFT, count))

@@ -130,6 +130,11 @@ class Live:
         source = None if self.user is None else self.source(self.user)
         return [] if self.user is None or source is None else simple_statements(source.round(self.user.line))
 
+    def scope(self) -> list[ast.stmt]:
+        """The statements of the function around the user's line."""
+        source = None if self.user is None else self.source(self.user)
+        return [] if self.user is None or source is None else simple_statements(source.function(self.user.line))
+
     def at(self, node: Any, file: str = "") -> tuple[str, int, str]:
         """The file, line and code of a node of the user's file, or of a line's number."""
         file = file or (self.user.file if self.user is not None else "")
