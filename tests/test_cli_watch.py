@@ -95,9 +95,9 @@ def test_it_is_seen_in_tmux(tmp_path: Path, running: "subprocess.Popen[bytes]") 
         running.wait(timeout=120)
 
 
-def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    runner = CliRunner()
+def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, runner = Path("run.jsonl"), CliRunner()
     assert "is not there yet" in runner.invoke(main, ["watch", "--once", str(path)]).output
     for rank, steps in ((0, 3), (1, 2)):
         lines = ['{"kind":"started","script":"train.py","arguments":["--lr","1"]}', '{"kind":"optimizer","at":1}']
