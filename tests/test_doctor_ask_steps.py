@@ -234,3 +234,62 @@ def test_a_divergence_of_a_distribution_from_itself_is_told() -> None:
 
     assert answer(lambda: steps(nn.Linear(6, 3), itself), "itself") == "yes"
     assert answer(lambda: steps(nn.Linear(6, 3), another), "itself") == "no"
+
+
+class Attending(nn.Module):
+    """Attention over tokens, with or without heads, that hides some of them."""
+
+    def __init__(self, dim: int, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.dim, self.hide, self.table, self.out = dim, hide, nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
+        scores = (x @ x.transpose(-2, -1)).masked_fill(self.hide(tokens)[:, None, None], -1e9)
+        made: torch.Tensor = self.out((scores.softmax(self.dim) @ x).transpose(1, 2).flatten(2).mean(1))
+        return made
+
+
+@pytest.mark.parametrize(("dim", "inverted"), [(-1, False), (1, False), (-1, True)])
+def test_weights_of_another_axis_and_masks_of_what_is_kept_are_told(dim: int, inverted: bool) -> None:
+    def train() -> None:
+        net = Attending(dim, lambda tokens: (tokens != 0) if inverted else (tokens == 0))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            tokens, length = torch.randint(1, 9, (ROWS, 10)), torch.randint(3, 10, (ROWS, 1))
+            optimizer.zero_grad()
+            scores = net(tokens.masked_fill(torch.arange(10) >= length, 0))
+            F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "softmax axis") == ("yes" if dim == 1 else "no")
+    assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
+
+
+def of_policy(log_prob: torch.Tensor, reward: torch.Tensor, form: str) -> torch.Tensor:
+    """A loss in one of the forms in which it is written."""
+    if form == "outside":
+        loss = -(log_prob * reward).mean()
+    elif form == "inside":
+        loss = (-log_prob * reward).mean()
+    elif form == "number":
+        loss = (-1.0 * reward * log_prob).mean()
+    else:
+        loss = (log_prob * reward).mean()
+    return loss
+
+
+@pytest.mark.parametrize("form", ["outside", "inside", "number", "wrong"])
+def test_a_reward_that_makes_its_action_less_likely_is_told(form: str) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            drawn = torch.distributions.Categorical(logits=net(x))
+            action = drawn.sample()
+            optimizer.zero_grad()
+            of_policy(drawn.log_prob(action), (action == 1).float(), form).backward()
+            optimizer.step()
+
+    assert answer(train, "rewarded") == ("yes" if form == "wrong" else "no")

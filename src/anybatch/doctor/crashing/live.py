@@ -230,7 +230,7 @@ class Live:
 
     def variable_of(self, value: Any) -> str:
         """The plain variable or attribute that holds any value, such as an optimizer; empty if there is none."""
-        for frame in reversed(self.users):
+        for frame in reversed(self.users) if value is not None else ():
             for name, one in frame.values.items():
                 if one is value:
                     return str(name)

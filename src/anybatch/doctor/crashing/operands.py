@@ -400,3 +400,10 @@ def heads(live: Live, match: "re.Match[str]") -> Answer | None:
     """The features and the heads of an attention that is being made."""
     size, count = live.local("__init__", "embed_dim"), live.local("__init__", "num_heads")
     return answer(size=size, heads=count, change=-(-size // count) * count) if size and count else None
+
+
+def unknown(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The tensors of a line that raised by itself."""
+    found = live.tensors_in_line() if not isinstance(live.statement(), ast.Raise | ast.Assert) else []
+    listed = [f"{path} {shape(one)} {dtype(one)} on {one.device}" for path, one in found[:5]]
+    return answer(listed=", ".join(listed), tensor=", ".join(listed)) if listed else None

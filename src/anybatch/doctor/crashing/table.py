@@ -550,6 +550,8 @@ TABLE = (
          "Its __getitem__ gives None for some index, as after an exception that was caught, or without a return.",
          "Leave such samples out before (Subset), or collate_fn=lambda rows: default_collate([r for r in rows if r "
          "is not None])", misuses.missing_sample),
+    # What nobody knows: at least what went into the line.
+    Kind("", r"", "{code} raised: {text} Its tensors: {listed}.", "", "", operands.unknown),
 )
 # fmt: on
 """Every kind of crash that is known. Rows of one error stand together, the surest first."""
