@@ -137,9 +137,9 @@ def _timelines(
     made: Any, call: interception.Call, question: Mapping[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """What a step holds from operation to operation, for the page; none is better than no plan."""
-    from anybatch.planning.stepmemory import timelines
-
     try:
+        from anybatch.planning.stepmemory import timelines
+
         found = timelines(made, call.model, call.loss_fn, call.batch, device=question["device"], **options)
     except Exception as error:  # noqa: BLE001 - the plan is there already
         logging.getLogger(__name__).info("no timeline of the step: %s", error)

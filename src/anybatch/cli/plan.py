@@ -160,7 +160,7 @@ def plan_command(
     if html is not None:
         from anybatch.report.frontier import plan_page
 
-        steps = {name: Timeline.from_dict(one) for name, one in ending.facts["steps"].items()}
+        steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
         html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
         console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
 
