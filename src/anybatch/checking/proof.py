@@ -9,7 +9,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -226,16 +226,25 @@ class Trial:
         counted = [one for one in [*leaves, *others] if id(one) in lasting]
         scale, distance = whole.distance(of=counted), split.distance(whole, of=counted)
         error = 0.0 if distance == 0 else distance / scale if scale > 0 else math.inf
-        kinds = [leaf.dtype for leaf in counted if leaf.is_floating_point() or leaf.is_complex()]
+        off = max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0)
+        return self.judged(counted, error, off, in_single=in_single, draws=draws)
+
+    def judged(
+        self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
+    ) -> Difference:
+        """A difference by the precision in which it was computed.
+
+        Args:
+            leaves: whose gradients were compared.
+            error: of the gradients.
+            off: of the losses.
+            draws: whether random numbers are drawn.
+            in_single: whether what is of low precision was computed in float32.
+        """
+        kinds = [leaf.dtype for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
         is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
-        return Difference(
-            error if math.isfinite(error) else math.inf,
-            max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0),
-            lowest,
-            in_single or not is_low,
-            draws,
-        )
+        return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws)
 
     def of_losses(self, cut: Cut) -> Difference:
         """Compares the losses of samples that together fit only without their gradients.
@@ -258,10 +267,7 @@ class Trial:
         draws = bool(substitution.draws) or moved[1]
         *_, in_parts, _ = self._run(cut, cut.parts, substitution if draws else None, differentiate=False)
         error = max((_relative(in_parts.get(name, 0.0), value) for name, value in values.items()), default=math.inf)
-        kinds = [one.dtype for one in self.parameters if one.is_floating_point() or one.is_complex()]
-        lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
-        is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
-        return Difference(error if math.isfinite(error) else math.inf, error, lowest, not is_low, draws)
+        return self.judged(self.parameters, error, error, draws=draws)
 
     def _run(
         self, cut: Cut, parts: list[Part], substitution: _StandIns | None, *, differentiate: bool = True
