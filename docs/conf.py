@@ -10,7 +10,7 @@ author = "anybatch contributors"
 copyright = author
 release = version = anybatch.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -26,6 +26,14 @@ html_theme = "furo"
 html_title = f"anybatch {release}"
 html_static_path = ["static"]
 html_css_files = ["anybatch.css"]
+html_favicon = "static/favicon.svg"
+html_theme_options = {
+    "light_logo": "logo-light.svg",
+    "dark_logo": "logo-dark.svg",
+    "sidebar_hide_name": True,
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 html_show_sphinx = False
 html_copy_source = False
 

@@ -107,6 +107,20 @@ def test_counting_in_a_forward_compiles_once_more_for_each_shape() -> None:
     assert backend.graphs == 4  # two shapes, without and with a graph
 
 
+def test_a_plan_compiles_nothing_and_is_called_an_estimate() -> None:
+    backend = Counting()
+    model: Any = torch.compile(net(), backend=backend, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(model, loss_fn, batch_of(64), optimizer, memory="3KiB")
+    assert plan.confidence == "estimated"
+    assert plan.micro_batches > 1
+    assert backend.graphs == 0
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+    for _ in range(2):
+        assert step(batch_of(64)).micro_batches == plan.micro_batches
+    assert 1 <= backend.graphs <= 2
+
+
 def test_through_autograd_of_the_compiler() -> None:
     plain = net().double()
     model: Any = torch.compile(plain, backend="aot_eager", dynamic=False)

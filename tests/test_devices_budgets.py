@@ -15,7 +15,7 @@ from anybatch.parallel.devices import Devices, Lane
 from anybatch.parallel.modelcopies import ModelCopy
 from anybatch.planning import devices, entrance
 from anybatch.planning.devices import Target
-from anybatch.planning.entrance import budget_for, held_bytes
+from anybatch.planning.entrance import budget_for
 from anybatch.planning.fingerprints import fingerprint_of
 from anybatch.planning.subjects import Subject
 from device_models import THREE, TWO
@@ -54,7 +54,7 @@ def test_devices_that_share_one_memory_get_a_part_of_it() -> None:
         assert plan_of(step).budget == 2**28  # a number of bytes is what each of them may hold
         subject = subject_of(model, shared([torch.device("cpu")] * count, speeds=[1.0] * count))
         assert budget_for("free", subject, CPU) == 2**29 // count
-        assert budget_for("free", subject_of(model, None), CPU) == 2**29 + held_bytes(subject)
+        assert budget_for("free", subject_of(model, None), CPU) == 2**29 + subject.held_bytes
 
 
 @pytest.mark.parametrize("less", [0, 1])
@@ -66,7 +66,7 @@ def test_the_device_with_the_least_memory_decides(less: int, monkeypatch: pytest
     home = Target("cuda:0", "cuda", totals["cuda:0"], is_present=True)
     assert budget_for(0.5, subject, home) == 2**29
     assert budget_for("6GiB", subject, home) == 6 * 2**30
-    held = held_bytes(subject) if less == 0 else 0  # of the second device nothing is taken yet
+    held = subject.held_bytes if less == 0 else 0  # of the second device nothing is taken yet
     assert budget_for("free", subject, home) == 2**28 + held
 
 

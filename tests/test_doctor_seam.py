@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -407,3 +408,50 @@ def test_arguments_of_any_name_and_errors_pass_through() -> None:
         with pytest.raises(TypeError, match="unexpected keyword argument 'third'"):
             model(module=torch.ones(5, 2), original=torch.ones(5, 3), third=0)
     assert doctor.failure == ""
+
+
+def failing() -> dict[str, Callable[[], Any]]:
+    """Calls that end in an error, beneath functions that are seen."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Any:
+        raise KeyError("of the user")
+
+    def wrapped() -> Any:
+        try:
+            return model(torch.ones(3, 9))
+        except RuntimeError as error:
+            raise ValueError("of the user") from error
+
+    return {
+        "a model": lambda: model(torch.ones(3, 9)),
+        "an error of another": wrapped,
+        "a loss": lambda: F.cross_entropy(torch.ones(3, 4, requires_grad=True), torch.zeros(4).long()),
+        "a dropout": lambda: F.dropout(torch.ones(3), 7.0),
+        "a step": lambda: optimizer.step(closure),
+        "a state": lambda: optimizer.load_state_dict({}),
+        "clipping": lambda: nn.utils.clip_grad_value_(model.parameters(), "much"),  # type: ignore[arg-type]
+    }
+
+
+def lines_of_error(call: Callable[[], Any]) -> list[str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return "".join(traceback.format_exception(error)).splitlines()
+    return []
+
+
+@pytest.mark.parametrize("name", failing())
+def test_an_error_has_the_lines_that_it_has_without_a_doctor(name: str) -> None:
+    calls = failing()
+    train(nn.Linear(4, 2), 1)
+    plain = lines_of_error(calls[name])
+    assert plain
+    with Doctor() as doctor:
+        watched = lines_of_error(calls[name])
+        train(nn.Linear(4, 2), 2)
+    assert doctor.failure == ""
+    assert not [line for line in watched if "anybatch" in line]
+    assert watched == plain

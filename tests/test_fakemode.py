@@ -38,7 +38,7 @@ def traced(name: str, rows: int) -> PassTrace:
 
 def facts(trace: PassTrace) -> list[Any]:
     found = [(a.born, a.size, a.category, a.died, a.back) for a in trace.allocations]
-    return [trace.operations, found, trace.starts, trace.trained, trace.accumulated, trace.kept, trace.input_bytes]
+    return [trace.operations, found, trace.starts, trace.trained, trace.accumulated, trace.kept, trace.input_sizes]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FACTORIES[name]().needs_real_probes])

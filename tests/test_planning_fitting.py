@@ -45,7 +45,7 @@ def trace_of(storages: Storages, m: int, t: int, *, lengths: bool) -> PassTrace:
         allocation = Allocation(born, bytes_of(used, m, t), PARAMETERS if born == BEFORE else ACTIVATIONS)
         allocation.died = None if life is None else max(born, 0) + life
         allocations.append(allocation)
-    return PassTrace(["op"] * 20, allocations, [0, 20], input_bytes=12 * m * max(t, 1))
+    return PassTrace(["op"] * 20, allocations, [0, 20], input_sizes=[12 * m * max(t, 1)])
 
 
 def live_by_hand(trace: PassTrace) -> list[int]:
@@ -61,7 +61,7 @@ def test_two_traces_tell_any_number_of_samples_exactly(storages: Storages, sampl
     truth = trace_of(storages, samples, 0, lengths=False)
     assert fit.sizes(Size(samples)) == [a.size for a in truth.allocations]
     assert fit.live(Size(samples)) == live_by_hand(truth)
-    assert fit.input_bytes(Size(samples)) == truth.input_bytes
+    assert fit.input_bytes(Size(samples)) == sum(truth.input_sizes)
 
 
 @given(STORAGES, st.integers(1, 512), st.integers(2, 40), st.integers(3, 400), st.data())

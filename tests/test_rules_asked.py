@@ -25,6 +25,14 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "plateau": {"mode": "min", "name": "accuracy", "first": 0.4, "last": 0.9, "rate": 1e-5, "rate_first": 0.1},
     "method backward": {"cls": "Reverse"},
     "function gradient": {"cls": "Scaled"},
+    "softmax axis": {"dim": 1, "dims": 4, "summed": 3},
+    "hidden tokens": {"op": "masked_fill"},
+    "rewarded": {},
+    "close copy": {"online": 0, "share": 0.97},
+    "target given": {"place": 29, "of": 30},
+    "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
+    "padding": {"share": 0.4, "value": 0, "tokens": 4000},
+    "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
 
@@ -220,3 +228,55 @@ def test_what_is_asked_afterwards_counts_from_the_first_backward() -> None:
     run = asked("rows", "yes").run()
     first = next(one.at for one in run.of(Backward))
     assert fires(run, "ROWS_TORN", "error").at == first < next(one.at for one in run.of(Stepped))
+
+
+def test_copy_too_close_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("close copy", "yes").run(), "COPY_TOO_CLOSE", "warning").fix
+
+
+def test_copy_too_close_is_quiet_without_an_answer() -> None:
+    both("close copy", "COPY_TOO_CLOSE", "warning")
+
+
+def test_target_given_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("target given", "yes").run(), "TARGET_GIVEN", "warning").fix
+
+
+def test_target_given_is_quiet_without_an_answer() -> None:
+    both("target given", "TARGET_GIVEN", "warning")
+
+
+def test_axes_torn_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("axes", "yes").run(), "AXES_TORN", "warning").fix
+
+
+def test_axes_torn_is_quiet_without_an_answer() -> None:
+    both("axes", "AXES_TORN", "warning")
+
+
+def test_padding_counted_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("padding", "yes").run(), "PADDING_COUNTED", "warning").fix
+
+
+def test_padding_counted_is_quiet_without_an_answer() -> None:
+    both("padding", "PADDING_COUNTED", "warning")
+
+
+def test_ctc_targets_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("blank", "yes").run(), "CTC_TARGETS", "error").fix
+
+
+def test_ctc_targets_is_quiet_without_an_answer() -> None:
+    both("blank", "CTC_TARGETS", "error")
+
+
+@pytest.mark.parametrize(
+    ("probe", "name", "severity"),
+    [
+        ("softmax axis", "SOFTMAX_DIM", "error"),
+        ("hidden tokens", "MASK_INVERTED", "error"),
+        ("rewarded", "LOSS_SIGN", "warning"),
+    ],
+)
+def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:
+    both(probe, name, severity)

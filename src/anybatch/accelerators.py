@@ -6,6 +6,7 @@ the package names a type of device, so what holds on one of them holds on all.
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -118,6 +119,42 @@ def capacity_of(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+class TakenBlock(NamedTuple):
+    """A block of a device's memory.
+
+    Args:
+        address: where it begins.
+        size: bytes.
+        is_used: whether a tensor lies there, or did so until work that was asked for is done.
+    """
+
+    address: int
+    size: int
+    is_used: bool
+
+
+def segments_of(device: torch.device) -> list[tuple[bool, int, list[TakenBlock]]] | None:
+    """What the allocator of a device holds; ``None`` where its module does not tell.
+
+    Args:
+        device: an accelerator.
+
+    Returns:
+        For each segment whether it is for small blocks, the stream that it belongs to, and its blocks.
+    """
+    tells = getattr(module_of(device), "memory_snapshot", None)
+    if tells is None:
+        return None
+    found = []
+    for segment in (one for one in tells() if one["device"] == (device.index or 0)):
+        blocks, address = [], int(segment["address"])
+        for block in segment["blocks"]:
+            blocks.append(TakenBlock(address, int(block["size"]), block["state"] != "inactive"))
+            address += blocks[-1].size
+        found.append((segment["segment_type"] == "small", int(segment["stream"]), blocks))
+    return found
+
+
 @contextlib.contextmanager
 def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None]:
     """Lets the allocator of a device reserve no more than a budget within its block, where it can be told to.
@@ -137,7 +174,8 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
         return
     known = getattr(module, "get_per_process_memory_fraction", None)  # not in every torch that is supported
     before = 1.0 if known is None else known(device)
-    limit(min(before, (budget or total) / total), device)
+    # A segment that ends at the budget is within it, whatever the share of the whole is rounded to.
+    limit(min(before, math.nextafter((budget or total) / total, 2.0)), device)
     try:
         yield
     finally:
@@ -167,6 +205,16 @@ def current_stream(device: torch.device) -> Any:
         device: an accelerator with streams.
     """
     return torch.accelerator.current_stream(device)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> Any:
+    """A stream of a device beside that it computes in; always the same, since memory is kept for each stream.
+
+    Args:
+        device: an accelerator with streams.
+    """
+    return torch.Stream(device)
 
 
 @contextlib.contextmanager

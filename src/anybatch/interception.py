@@ -1,5 +1,6 @@
 """How the command line stops a script at its first step, and what a doctor that is attached is told by a step."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -125,4 +126,8 @@ def unobserved() -> Iterator[None]:
             one.look_away()
             stack.callback(one.look_again)
         stack.callback(trial.reset, trial.set(True))
+        if "torch._dynamo" in sys.modules:  # what is compiled for a trial counts towards the limit of recompilations
+            import torch
+
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

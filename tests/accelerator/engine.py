@@ -1,6 +1,8 @@
 """The engine on an accelerator: the test device ``sim``, whose allocator refuses what does not fit."""
 
 import copy
+import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import anybatch
 from accelerator import sim
-from accelerator.allocator import CachingAllocator
+from anybatch.memory.allocator import CachingAllocator
+from anybatch.records.plans import PlanRow
 
 MIB = 2**20
 
@@ -28,7 +33,9 @@ def _without_limits(device: Any) -> Iterator[None]:
     for index in range(device.device_count()):
         device.fail_at(index, -1)
         device.set_limit(index, 0)
+        device.set_share(index, 0)
     device.set_expandable(False)
+    device.set_idle(False)
 
 
 def mlp(width: int = 32, *, dropout: float = 0.0) -> nn.Module:
@@ -236,3 +243,212 @@ def test_the_model_of_the_allocator_reserves_what_the_device_does_to_the_byte(
         model.peak_allocated, model.peak_reserved
     )  # fmt: skip
     held.clear()
+
+
+def plan_of(samples: int, batch: int, **changes: Any) -> anybatch.Plan:
+    return anybatch.Plan(PlanRow(batch, -(-samples // batch), **changes), samples=samples)
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int = 64, count: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count))
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+def test_what_is_offloaded_goes_and_comes_back_as_predicted_and_nothing_waits(device: Any) -> None:
+    rows, size, width, micro_batches = 32, 8, 64, 4
+    torch.manual_seed(0)
+    model = Blocks(width)
+    plain, offloaded = on_device(model), on_device(model)
+    batch = batch_of(rows, torch.float32)
+    counted = []
+    for one, offload in ((plain, ()), (offloaded, ("blocks.1", "blocks.2"))):
+        step = anybatch.TrainStep(
+            one, loss_fn, torch.optim.SGD(one.parameters(), lr=0.1), plan=plan_of(rows, size, offload=offload)
+        )
+        step(batch)
+        before = device.counters()
+        step(batch)
+        counted.append({name: value - before[name] for name, value in device.counters().items()})
+    without, with_it = counted
+    # Each block keeps its input for the weight of its layer and the layer's result for GELU.
+    copies, saved = 2 * 2 * micro_batches, 4 * size * width
+    assert without["from_device"] == 0
+    assert without["to_device_bytes"] == sum(one.nbytes for one in batch.values())
+    assert with_it["from_device"] == with_it["to_device"] - without["to_device"] == copies
+    assert with_it["from_device_bytes"] == copies * saved
+    assert with_it["to_device_bytes"] - without["to_device_bytes"] == copies * saved
+    assert with_it["synchronisations"] == without["synchronisations"] == 0
+    assert all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(share=st.floats(0.02, 1.0))
+def test_memory_that_runs_out_at_any_byte_changes_nothing_of_the_result(share: float) -> None:
+    device, rows, results = sim.load(), 64, []
+    for is_limited in (False, True):
+        torch.manual_seed(0)
+        model = on_device(mlp(1024).double())
+        step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), verify="off")
+        step(batch_of(2))
+        device.empty_cache()
+        held = device.stats(0)["reserved"]
+        device.set_limit(0, held + int(share * 24 * MIB) if is_limited else 0)
+        try:
+            out = step(batch_of(rows))
+        except anybatch.DoesNotFit:
+            assert is_limited
+            return
+        finally:
+            device.set_limit(0, 0)
+        assert (step.updates, out.count) == (2, rows)
+        results.append([one.detach().cpu() for one in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "waits"), [(torch.bfloat16, 0), (torch.float16, 1)])
+def test_lower_precision_waits_once_at_most_and_is_near(device: Any, dtype: torch.dtype, waits: int) -> None:
+    model, batch = mlp().float(), batch_of(24, torch.float32)
+    there = on_device(model)
+    step = anybatch.TrainStep(
+        there, loss_fn, torch.optim.SGD(there.parameters(), lr=0.0), micro_batch_size=8, autocast=dtype, clip_norm=1e9
+    )
+    step(batch)
+    before = device.counters()["synchronisations"]
+    out = step(batch)
+    assert device.counters()["synchronisations"] - before == waits
+    assert not out.skipped
+    loss_fn(model, batch).backward()
+    for host, own in zip(model.parameters(), there.parameters(), strict=True):
+        assert host.grad is not None
+        assert own.grad is not None
+        assert float((own.grad.cpu() - host.grad).norm()) < 0.02 * float(host.grad.norm()) + 1e-4
+
+
+def test_evaluation_keeps_a_size_of_its_own_when_memory_runs_out(device: Any) -> None:
+    model, batch = mlp().double(), batch_of(12)
+    there = on_device(model)
+    step = anybatch.TrainStep(there, loss_fn, torch.optim.SGD(there.parameters(), lr=0.1), verify="off")
+    device.fail_at(0, 5)
+    out = step.evaluate(batch)
+    assert out.micro_batches > 1
+    assert float(out.loss) == pytest.approx(float(loss_fn(model, batch).detach()), rel=1e-10)
+    assert step(batch).micro_batches == 1
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(device: Any) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, anybatch.TrainStep]:
+        torch.manual_seed(0)
+        model = on_device(mlp(dropout=0.3).double())
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=4, verify="off")
+
+    model, optimizer, step = made()
+    step(batch_of(10))
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+    for _ in range(2):
+        step(batch_of(10))
+    again, other, resumed = made()
+    torch.manual_seed(99)
+    again.load_state_dict(state[0])
+    other.load_state_dict(state[1])
+    resumed.load_state_dict(state[2])
+    for _ in range(2):
+        resumed(batch_of(10))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["sim:0", "cpu"]])
+def test_devices_share_the_samples(device: Any, devices: list[str]) -> None:
+    rows, size = 128, 4
+    model, batch = mlp().double(), batch_of(rows)
+    there = on_device(model)
+    seen: dict[str, int] = {}
+
+    def counted(model: Any, batch: Any) -> torch.Tensor:
+        name = str(batch["x"].device)
+        seen[name] = seen.get(name, 0) + len(batch["x"])
+        return loss_fn(model, batch)
+
+    step = anybatch.TrainStep(
+        there,
+        counted,
+        torch.optim.SGD(there.parameters(), lr=0.0),
+        micro_batch_size=size,
+        devices=devices,
+        verify="off",
+    )
+    for _ in range(2):
+        seen.clear()
+        step(batch)
+    loss_fn(model, batch).backward()
+    assert sum(seen.values()) == rows
+    if "cpu" not in devices:
+        assert seen["sim:0"] == pytest.approx(seen["sim:1"], rel=0.05)
+    for host, own in zip(model.parameters(), there.parameters(), strict=True):
+        assert torch.allclose(own.grad.cpu(), host.grad, rtol=1e-9, atol=1e-13)  # type: ignore[union-attr,arg-type]
+
+
+def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
+    torch.manual_seed(0)
+    model, budget = on_device(mlp(1024)), 48 * MIB
+    for index in range(2):
+        device.set_limit(index, budget)
+    before = [device.stats(index)["refusals"] for index in range(2)]
+    step = anybatch.TrainStep(
+        model, loss_fn, torch.optim.AdamW(model.parameters()), memory=budget, devices=["sim:0", "sim:1"]
+    )
+    for _ in range(3):
+        out = step(batch_of(4096, torch.float32))
+    assert out.micro_batches > 1
+    assert [device.stats(index)["refusals"] for index in range(2)] == before
+
+
+def autoencoder() -> nn.Module:
+    """Widths that differ, so that blocks of many sizes come and go."""
+    widths = (512, 1024, 300, 2000, 64, 700, 512)
+    return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_allocator_refuses_nothing_under_a_plan(device: Any, share: float, optimizer: Any) -> None:
+    device.set_idle(True)  # only memory is looked at
+    torch.manual_seed(0)
+    model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
+    gc.collect()
+    device.empty_cache()
+    budget = int(share * 160) * MIB
+    device.set_limit(0, budget)
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, lambda m, b: F.mse_loss(m(b), b), optimizer(model.parameters()), memory=budget)
+    for _ in range(3):
+        plan = step(batch).plan
+    assert plan is not None
+    assert device.stats(0)["refusals"] == refused
+    assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
+    assert f"{plan.reserved_bytes / MIB:.1f} MiB reserved" in str(plan)
+
+
+def test_what_else_lies_on_the_device_is_not_taken_from_the_budget(device: Any) -> None:
+    device.set_idle(True)
+    others = torch.empty(40 * MIB, dtype=torch.uint8, device="sim")
+    torch.manual_seed(0)
+    model, budget = mlp(256).to("sim"), 24 * MIB
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), memory=budget)
+    out = step(batch_of(512, torch.float32))
+    assert out.plan is not None
+    assert out.plan.reserved_bytes <= budget
+    assert device.stats(0)["refusals"] == refused
+    assert len(others) == 40 * MIB

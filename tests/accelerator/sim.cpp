@@ -54,7 +54,8 @@ struct Block {
   char* start;
   size_t size;
   size_t asked = 0;
-  bool used = false;
+  bool used = false, small = false;
+  c10::StreamId stream = 0;
   Pool* pool = nullptr;
   Block *before = nullptr, *after = nullptr;  // neighbours in the same segment
 };
@@ -63,8 +64,8 @@ bool BySize::operator()(const Block* a, const Block* b) const {
 }
 
 struct Device {
-  Pool small, large;
-  size_t limit = 0;  // 0: none
+  std::map<c10::StreamId, std::pair<Pool, Pool>> pools;  // of small blocks and of large ones: a stream has its own
+  size_t limit = 0, share = 0;                           // of the device, and of what a process may take of it; 0: none
   size_t allocated = 0, reserved = 0, peak_allocated = 0, peak_reserved = 0, asked = 0, peak_asked = 0;
   int64_t allocations = 0, fails_at = -1, refusals = 0, flushes = 0;
 };
@@ -129,6 +130,29 @@ class SimAllocator final
     give_back(devices_[index]);
     devices_[index].limit = limit;
   }
+  void set_share(int index, size_t share) {  // bytes that a process may take
+    std::lock_guard<std::mutex> lock(mutex_);
+    devices_[index].share = share;
+  }
+  struct Piece {
+    size_t size;
+    bool used;
+  };
+  struct Segment {
+    bool small;
+    int64_t stream, address;
+    std::vector<Piece> blocks;
+  };
+  std::vector<Segment> snapshot(int index) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Segment> found;
+    for (const Block* first : segments_[index]) {
+      Segment segment{first->small, first->stream, reinterpret_cast<int64_t>(first->start), {}};
+      for (const Block* one = first; one; one = one->after) segment.blocks.push_back({one->size, one->used});
+      found.push_back(segment);
+    }
+    return found;
+  }
   void set_expandable(bool value) {
     std::lock_guard<std::mutex> lock(mutex_);
     expandable_ = value;
@@ -154,7 +178,8 @@ class SimAllocator final
     Device& device = devices_[index];
     const int64_t number = device.allocations++;
     const size_t size = std::max(kRound, (bytes + kRound - 1) / kRound * kRound);
-    Pool& pool = size <= kSmall ? device.small : device.large;
+    auto& pools = device.pools[current_stream[index]];
+    Pool& pool = size <= kSmall ? pools.first : pools.second;
     Block* block = number == device.fails_at ? nullptr : find(pool, size);
     if (block == nullptr && number != device.fails_at) block = grow(device, index, pool, size);
     if (block == nullptr) {
@@ -165,7 +190,7 @@ class SimAllocator final
                        device.allocated, " bytes is allocated, and ", device.reserved - device.allocated,
                        " bytes is reserved but unallocated.");
     }
-    split(block, size, &pool == &device.small);
+    split(block, size);
     block->used = true;
     block->asked = bytes;
     device.allocated += block->size;
@@ -189,23 +214,29 @@ class SimAllocator final
                      : size < kLarge ? kLargeSegment
                                      : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
     if (expandable_) segment = size;  // segments that grow by pages: no more is reserved than is used
-    if (device.limit && device.reserved + segment > device.limit) {
+    const size_t limit = !device.limit || (device.share && device.share < device.limit) ? device.share : device.limit;
+    if (limit && device.reserved + segment > limit) {
       give_back(device);
       device.flushes += 1;
-      if (device.reserved + segment > device.limit) return nullptr;
+      if (device.reserved + segment > limit) return nullptr;
     }
     auto* block = new Block{index, static_cast<char*>(std::aligned_alloc(64, (segment + 63) / 64 * 64)), segment};
     block->pool = &pool;
+    block->small = size <= kSmall;
+    block->stream = current_stream[index];
+    segments_[index].insert(block);
     device.reserved += segment;
     device.peak_reserved = std::max(device.peak_reserved, device.reserved);
     return block;
   }
 
-  void split(Block* block, size_t size, bool small) {
+  void split(Block* block, size_t size) {
     const size_t rest = block->size - size;
-    if (small ? rest < kRound : rest <= kSmall) return;
+    if (block->small ? rest < kRound : rest <= kSmall) return;
     auto* other = new Block{block->device, block->start + size, rest};
     other->pool = block->pool;
+    other->small = block->small;
+    other->stream = block->stream;
     other->before = block;
     other->after = block->after;
     if (other->after) other->after->before = other;
@@ -243,7 +274,7 @@ class SimAllocator final
   }
 
   void give_back(Device& device) {
-    for (Pool* pool : {&device.small, &device.large}) {
+    for (auto& [stream, pools] : device.pools) for (Pool* pool : {&pools.first, &pools.second}) {
       for (auto entry = pool->free.begin(); entry != pool->free.end();) {
         Block* block = *entry;
         if (block->before || block->after) {
@@ -251,6 +282,7 @@ class SimAllocator final
           continue;
         }
         device.reserved -= block->size;
+        segments_[block->device].erase(block);
         std::free(block->start);
         delete block;
         entry = pool->free.erase(entry);
@@ -260,6 +292,7 @@ class SimAllocator final
 
   std::mutex mutex_;
   Device devices_[kDevices];
+  std::set<Block*> segments_[kDevices];  // by their first block, which stays the first one
   bool expandable_ = false;
 };
 
@@ -563,6 +596,41 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Products give zeros while the device is idle: what is only looked at for its memory need not be computed.
+bool idle = false;
+
+at::Tensor zeros_like_shape(at::IntArrayRef size, const at::Tensor& like) {
+  c10::OptionalDeviceGuard guard(like.device());
+  auto made = at::empty(size, like.options());
+  if (made.numel()) std::memset(made.data_ptr(), 0, made.nbytes());
+  return made;
+}
+
+void on_one_device(const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK(a.device() == b.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+              a.device(), " and ", b.device(), "! (when checking a product)");
+}
+
+at::Tensor sim_mm(const at::Tensor& a, const at::Tensor& b) {
+  on_one_device(a, b);
+  if (idle) return zeros_like_shape({a.size(0), b.size(1)}, a);
+  return to_device(at::mm(plain(a), plain(b)), a.device());
+}
+
+at::Tensor sim_bmm(const at::Tensor& a, const at::Tensor& b) {
+  on_one_device(a, b);
+  if (idle) return zeros_like_shape({a.size(0), a.size(1), b.size(2)}, a);
+  return to_device(at::bmm(plain(a), plain(b)), a.device());
+}
+
+at::Tensor sim_addmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                     const at::Scalar& alpha) {
+  on_one_device(a, b);
+  on_one_device(self, a);
+  if (idle) return zeros_like_shape({a.size(0), b.size(1)}, a);
+  return to_device(at::addmm(plain(self), plain(a), plain(b), beta, alpha), a.device());
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   plain(to).copy_(plain(from));
   const int way = on_device(from) ? (on_device(to) ? 2 : 1) : 0;
@@ -648,6 +716,11 @@ at::Tensor& set_nothing(at::Tensor& self) {
 at::Tensor sim_convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
                        bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  if (idle) {
+    auto shape = at::convolution_symint(input.to(at::kMeta), weight.to(at::kMeta), std::nullopt, stride, padding, dilation,
+                                        transposed, output_padding, groups);
+    return zeros_like_shape(shape.sizes(), input);
+  }
   auto own = bias.has_value() && bias->defined() ? std::optional<at::Tensor>(plain(*bias)) : std::nullopt;
   return to_device(at::convolution_symint(plain(input), plain(weight), own, stride, padding, dilation, transposed,
                                           output_padding, groups), input.device());
@@ -657,6 +730,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sim_convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
     c10::SymInt groups, std::array<bool, 3> mask) {
+  if (idle) {
+    auto of = [&](bool wanted, const at::Tensor& like) {
+      return wanted ? zeros_like_shape(like.sizes(), like) : at::Tensor();
+    };
+    auto bias = mask[2] ? zeros_like_shape({gradient.size(1)}, gradient) : at::Tensor();
+    return {of(mask[0], input), of(mask[1], weight), bias};
+  }
   std::optional<std::vector<c10::SymInt>> sizes;
   if (mask[2]) sizes = std::vector<c10::SymInt>{gradient.sym_size(1)};
   auto made = at::convolution_backward_symint(
@@ -686,6 +766,18 @@ int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
 }
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// One kernel, as on CUDA; without it torch takes it apart into others, which need room.
+Three sim_group_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                     const std::optional<at::Tensor>& bias, c10::SymInt n, c10::SymInt c, c10::SymInt hxw, int64_t group,
+                     double eps) {
+  auto own = [](const std::optional<at::Tensor>& one) {
+    return one.has_value() && one->defined() ? std::optional<at::Tensor>(plain(*one)) : std::nullopt;
+  };
+  auto made = at::native_group_norm_symint(plain(input), own(weight), own(bias), n, c, hxw, group, eps);
+  auto device = input.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), to_device(std::get<2>(made), device)};
+}
 
 // Cells of recurrent layers; their backward needs what the workspace keeps, as on CUDA.
 Three sim_lstm_cell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cx,
@@ -766,6 +858,9 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &sim_empty_strided);
+  m.impl("mm", &sim_mm);
+  m.impl("bmm", &sim_bmm);
+  m.impl("addmm", &sim_addmm);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
@@ -782,6 +877,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &sim_dropout);
   m.impl("native_dropout_backward", &sim_dropout_backward);
   m.impl("_fused_sdp_choice", &sdp_choice);
+  m.impl("native_group_norm", &sim_group_norm);
   m.impl("record_stream", &sim_record_stream);
   m.impl("_thnn_fused_lstm_cell", &sim_lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &sim_lstm_cell_backward);
@@ -800,6 +896,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("empty_cache", [] { allocator().empty_cache(); });
   m.def("reset_peak", [](int index) { allocator().reset_peak(index); });
   m.def("set_limit", [](int index, size_t limit) { allocator().set_limit(index, limit); });
+  m.def("set_share", [](int index, size_t share) { allocator().set_share(index, share); });
+  m.def("snapshot", [](int index) {
+    std::vector<std::tuple<bool, int64_t, int64_t, std::vector<std::pair<size_t, bool>>>> found;
+    for (const auto& segment : allocator().snapshot(index)) {
+      std::vector<std::pair<size_t, bool>> blocks;
+      for (const auto& one : segment.blocks) blocks.emplace_back(one.size, one.used);
+      found.emplace_back(segment.small, segment.stream, segment.address, blocks);
+    }
+    return found;
+  });
+  m.def("set_idle", [](bool value) { idle = value; });
   m.def("set_expandable", [](bool value) { allocator().set_expandable(value); });
   m.def("fail_at", [](int index, int64_t number) { allocator().fail_at(index, number); });
   m.def("stats", [](int index) { return allocator().stats(index); });

@@ -89,6 +89,8 @@ def _module(own: Any) -> types.ModuleType:
         "memory_reserved": counted("reserved"),
         "max_memory_reserved": counted("peak_reserved"),
         "reset_peak_memory_stats": lambda device=None: own.reset_peak(index_of(device)),
+        "memory_snapshot": lambda: [one for index in range(own.device_count()) for one in _segments(own, index)],
+        "set_per_process_memory_fraction": lambda share, device=None: _set_share(own, index_of(device), share),
         "empty_cache": own.empty_cache,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
@@ -97,6 +99,22 @@ def _module(own: Any) -> types.ModuleType:
     for name, entry in entries.items():
         setattr(module, name, entry)
     return module
+
+
+def _segments(own: Any, index: int) -> list[dict[str, Any]]:
+    """As ``torch.cuda.memory_snapshot`` describes them."""
+    return [
+        {
+            "device": index, "stream": stream, "segment_type": "small" if is_small else "large",
+            "address": address, "total_size": sum(size for size, _ in blocks),
+            "blocks": [{"size": size, "state": "active_allocated" if used else "inactive"} for size, used in blocks],
+        }
+        for is_small, stream, address, blocks in own.snapshot(index)
+    ]  # fmt: skip
+
+
+def _set_share(own: Any, index: int, share: float) -> None:
+    own.set_share(index, int(share * own.memory_info(index)[1]) if share < 1 else 0)
 
 
 def _draws(own: Any, index_of: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.accelerators import current_stream, has_streams, running_in
+from anybatch.accelerators import current_stream, has_streams, running_in, side_stream
 from anybatch.batch.layout import home_of, moves_itself
 from anybatch.batch.trees import leaves, map_leaves
 
@@ -89,7 +89,7 @@ def _is_there(batch: Any, device: torch.device) -> bool:
 
 
 def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    stream = torch.Stream(device)
+    stream = side_stream(device)
     coming = iter(micro_batches)
 
     def fetch() -> tuple[Any, Any] | None:

@@ -1,4 +1,4 @@
-"""The child process of ``anybatch check`` and ``anybatch plan``: it is the user's script, up to the first step.
+"""The child process of ``anybatch check``, ``plan`` and ``tune``: it is the user's script, up to its first steps.
 
 Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``: QUESTION is JSON with the verb and what
 belongs to it; what happened is written to the file RESULT.
@@ -6,6 +6,7 @@ belongs to it; what happened is written to the file RESULT.
 
 import importlib.machinery
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from anybatch import interception
+from anybatch.cli.doctor_child import TorchFinder
+from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.script import ONLY_RANK
+from anybatch.cli.tune_child import TuneWatch
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
 _CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
@@ -52,6 +57,29 @@ class Answer:
         finally:
             _leave(self._process)
 
+    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
+        """Answers about a step that the script takes by hand, and does not return."""
+        self._only_once.acquire()
+        try:
+            interception.first_call.set(None)
+            self.write(status="reached")
+            self.write(**_answered(partial(FoundStep, names, file, line, optimizer), self._question))
+        except BaseException as error:  # noqa: BLE001 - as above
+            traceback.print_exception(error)
+        finally:
+            _leave(self._process)
+
+    def told(self, facts: dict[str, Any]) -> NoReturn:
+        """Writes what was found, and does not return."""
+        self.write(**facts)
+        _leave(self._process)
+
+    def refused(self, why: str) -> NoReturn:
+        """Ends the script, and does not return."""
+        self._only_once.acquire()
+        self.write(status="refused", error=why)
+        _leave(self._process)
+
     def write(self, **facts: Any) -> None:
         """Writes what happened, all or nothing."""
         unfinished = self._result.with_suffix(".unfinished")
@@ -59,12 +87,15 @@ class Answer:
         unfinished.replace(self._result)
 
 
-def _answered(call: interception.Call, question: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Mapping[str, Any]) -> dict[str, Any]:
     from anybatch.errors import AnyBatchError
 
     answer = {"check": _checked, "plan": _planned}[question["verb"]]
     try:
-        return answer(call, question)
+        if isinstance(call, interception.Call):
+            return answer(call, question)
+        found = call()
+        return found.with_change(answer(found.call, question), question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
@@ -91,14 +122,29 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
             call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options
         )
     except DoesNotFit as error:
-        facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
-        return {"status": "too-large", "error": str(error), **facts}
-    facts = {
+        needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
+        return {"status": "too-large", "error": str(error), **needs}
+    facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
+        "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
+
+
+def _timelines(
+    made: Any, call: interception.Call, question: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a step holds from operation to operation, for the page; none is better than no plan."""
+    from anybatch.planning.stepmemory import timelines
+
+    try:
+        found = timelines(made, call.model, call.loss_fn, call.batch, device=question["device"], **options)
+    except Exception as error:  # noqa: BLE001 - the plan is there already
+        logging.getLogger(__name__).info("no timeline of the step: %s", error)
+        return {}
+    return {name: one.to_dict() for name, one in found.items()}
 
 
 def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:
@@ -140,8 +186,16 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         The exit code for a script that ended or failed before its first step.
     """
     answer = Answer(result, question)
+    tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
+    if question["verb"] != "check":
+        watch = tuning or LoopWatch(answer.found, answer.refused)
+        if "torch" in sys.modules:
+            watch.attach()
+        else:
+            sys.meta_path.insert(0, TorchFinder(watch))
     # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
-    interception.first_call = ContextVar("anybatch_first_call", default=answer)
+    if tuning is None:
+        interception.first_call = ContextVar("anybatch_first_call", default=answer)
     module = types.ModuleType("__main__")
     path = str(Path(script).absolute())
     module.__dict__.update(
@@ -152,16 +206,31 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
     sys.path[0] = str(Path(path).parent)
     sys.modules["__main__"] = module  # also for pickle, and for workers that start by importing it
     try:
-        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+        text = Path(question.get("source") or path).read_bytes()
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise
     except BaseException as error:  # noqa: BLE001 - reported as Python itself would
+        if _expects_ranks(error):
+            answer.write(status="needs-ranks", error=f"{type(error).__name__}: {error}")
+            return 1
         sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
         answer.write(status="failed", error=f"{type(error).__name__}: {error}")
         return 1
+    if tuning is not None:
+        tuning.finish()
     answer.write(status="ended", code=0)
     return 0
+
+
+def _expects_ranks(error: BaseException) -> bool:
+    """Whether a script failed because torchrun did not start it."""
+    text = str(error)
+    names = [name for name in ONLY_RANK if name not in os.environ]
+    if isinstance(error, KeyError):
+        return text.strip("'") in names
+    return isinstance(error, ValueError) and any(f"environment variable {name} expected" in text for name in names)
 
 
 def _of_script(frames: TracebackType | None) -> TracebackType | None:

@@ -5,12 +5,14 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from anybatch.cli.doctor_fixes import SECONDS, with_fixes
 from anybatch.cli.doctor_launch import Finished, end_as, launch
+from anybatch.cli.doctor_live import STOPPED, Watcher
 from anybatch.cli.doctor_ranks import (
     compared,
     launches_ranks,
@@ -18,9 +20,11 @@ from anybatch.cli.doctor_ranks import (
     records_of_ranks,
     without_records_of_ranks,
 )
-from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record, values_of
+from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
-from anybatch.cli.options import check_folder, json_option, timeout_option, write_json, write_whole
+from anybatch.cli.options import check_folder, json_option, timeout_option, write_whole
+from anybatch.cli.reporting import Wanted, reporting_options
+from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
 from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
@@ -34,7 +38,7 @@ class Wishes:
     """The doctor's own options.
 
     Args:
-        json_path: the diagnosis as JSON.
+        wanted: what is reported, and how.
         record: what was seen.
         output: the page.
         fail_on: the least severity that is a failure.
@@ -46,9 +50,11 @@ class Wishes:
         fix: whether fixes are tried by running the script again.
         patch: the file for the patch, ``None`` for standard output.
         fix_seconds: that one trial may take.
+        steps: after which the run ends, ``None`` for none.
+        stop_on: findings for which it ends.
     """
 
-    json_path: Path | None
+    wanted: Wanted
     record: Path | None
     output: Path | None
     fail_on: str | None
@@ -60,6 +66,8 @@ class Wishes:
     fix: bool
     patch: Path | None
     fix_seconds: float
+    steps: int | None
+    stop_on: tuple[str, ...]
 
 
 @click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")
@@ -95,6 +103,11 @@ class Wishes:
     metavar="SECONDS",
     help=f"How long one trial of --fix may take.  [default: {SECONDS:g}]",
 )
+@reporting_options
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="End the run after N steps of the optimizer.")
+@click.option(
+    "--stop-on", multiple=True, metavar="nan|error|CODES", help="End the run when this is found, with exit code 3."
+)
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @timeout_option
@@ -112,7 +125,10 @@ def doctor_command(
     fix: bool,
     patch: Path | None,
     fix_seconds: float,
+    steps: int | None,
+    stop_on: tuple[str, ...],
     force: bool,
+    **reporting: Any,
 ) -> None:
     """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
 
@@ -121,28 +137,35 @@ def doctor_command(
     there may be -m and the name of a module. Findings go to standard error, since standard output is the script's; with
     --json - the JSON has standard output for itself, and what the script prints goes to standard error.
 
-    The exit code is the script's; 124 if --timeout has stopped it, 1 for a finding if --fail-on was given and the
-    script itself ended well.
+    Findings are told in a line while the script runs, and SIGUSR1 has the report written at once.
+
+    The exit code is the script's; 124 if --timeout has stopped it, 3 if --stop-on has, 1 for a finding if --fail-on was
+    given and the script itself ended well.
 
     With --fix the script runs again, some of its steps at a time, with one line of it changed. What such a trial writes
     goes to a temporary folder; the script itself is never changed. The patch of what helped goes to standard output, as
     in: anybatch doctor --fix train.py | git apply
     """
+    home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
+    wanted = Wanted(home, json_path=json_path, **reporting)
     wishes = Wishes(
-        json_path=json_path, record=record, output=output, fail_on=fail_on, active=active, prove=prove, ask=not no_ask,
-        timeout=timeout, every=every, fix=fix or patch is not None, patch=patch, fix_seconds=fix_seconds,
+        wanted=wanted, record=record, output=output, fail_on=fail_on or wanted.policy.fail_on, active=active,
+        prove=prove, ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
+        fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
     )  # fmt: skip
-    _check_outputs(wishes, force=force)
+    _check_outputs(json_path, wishes, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
-        finished, failed = _examine(target, wishes, Path(folder).resolve())
+        finished, failed, stopped = _examine(target, wishes, Path(folder).resolve())
     if finished.limit is not None:
         sys.exit(_TIMED_OUT)
+    if stopped:
+        sys.exit(STOPPED)
     end_as(1 if failed and finished.code == 0 else finished.code)
 
 
-def _check_outputs(wishes: Wishes, *, force: bool) -> None:
+def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> None:
     """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (wishes.json_path, wishes.record, wishes.output, wishes.patch):
+    for path in (json_path, wishes.record, wishes.output, wishes.patch):
         check_folder(path)
     if wishes.output is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
@@ -153,8 +176,8 @@ def _check_outputs(wishes: Wishes, *, force: bool) -> None:
             raise click.UsageError(f"{path} exists and is no {name} of anybatch; name another or add --force")
 
 
-def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool]:
-    """Runs the script and reports; says how it ended, and whether ``--fail-on`` is met."""
+def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool, bool]:
+    """Runs the script and reports; says how it ended, and whether ``--fail-on`` and ``--stop-on`` are met."""
     record = (wishes.record or folder / "record.jsonl").absolute()
     if record.is_file():
         record.unlink()
@@ -164,36 +187,51 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
     settings = {
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
         "active": wishes.active, "prove": wishes.prove, "ask": wishes.ask, "launches_ranks": several,
+        "steps": wishes.steps,
     }  # fmt: skip
-    to_stdout = wishes.fix and wishes.patch is None and str(wishes.json_path) != "-"
-    quiet = to_stdout or str(wishes.json_path) == "-"
-    finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet)
+    to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.takes_stdout
+    quiet = to_stdout or wishes.wanted.takes_stdout
+    watcher = Watcher(
+        record, ranks=several, policy=wishes.wanted.policy, stop_on=wishes.stop_on, is_quiet=wishes.wanted.quiet,
+        report=lambda tail: _report_now(tail.whole(), target, wishes),
+    )  # fmt: skip
+    finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet, look=watcher.look)
     try:
         if several and (ranks := records_of_ranks(record)):
             record = ranks[min(ranks)]
         notes = completed(record, folder, target, finished)
         run = load_run(record)
-        diagnosis = _diagnosis_of(run, target, finished, (*notes, *damage_of(run), *not_followed(folder, run)))
+        notes = (*notes, *watcher.notes, *damage_of(run), *not_followed(folder, run))
+        diagnosis = wishes.wanted.diagnosed(lambda policy: _diagnosis_of(run, target, finished, notes, policy))
         if len(ranks) > 1:
-            said = compared(diagnosis.findings, ranks, kept=wishes.record is not None)
+            said = compared(diagnosis.findings, ranks, kept=wishes.record is not None, policy=wishes.wanted.policy)
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said))
         patch = ""
         if wishes.fix:
             diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.fix_seconds, several=several)
-        if wishes.json_path is not None:
-            write_json(wishes.json_path, values_of(diagnosis, run) | ({"patch": patch} if wishes.fix else {}))
         console = Console(stderr=True, highlight=False)
-        console.print()  # what the script wrote ends here
-        report(diagnosis, run, console, wishes.output)
+        if not wishes.wanted.quiet:
+            console.print()  # what the script wrote ends here
+        wishes.wanted.write(diagnosis, run, console, wishes.output, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
             write_whole(wishes.patch, patch)
         elif to_stdout and patch:
             click.echo(patch, nl=False)
-        return finished, failed_severity(diagnosis, wishes.fail_on)
+        return finished, failed_severity(diagnosis, wishes.fail_on), watcher.stopped is not None
     except BaseException as error:  # noqa: BLE001 - the script has run, and its exit code must not get lost
         with contextlib.suppress(OSError):
             click.echo(f"anybatch doctor: the report failed: {type(error).__name__}: {error}", err=True)
-        return finished, wishes.fail_on is not None
+        return finished, wishes.fail_on is not None, watcher.stopped is not None
+
+
+def _report_now(run: Run, target: Target, wishes: Wishes) -> None:
+    """Writes the report of a run that goes on."""
+    from anybatch.doctor.diagnosing import diagnosis
+
+    note = "The run goes on; this is what was seen until now."
+    found = diagnosis(run, wishes.wanted.policy)
+    found = replace(found, script=target.name, arguments=target.arguments, notes=(note, *found.notes))
+    wishes.wanted.write(found, run, Console(stderr=True, highlight=False), wishes.output, is_last=False)
 
 
 def _fixed(
@@ -209,11 +247,11 @@ def _fixed(
     return replace(diagnosis, notes=(*diagnosis.notes, f"No fix was tried: {why}.")), ""
 
 
-def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str, ...]) -> Diagnosis:
+def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str, ...], policy: Policy) -> Diagnosis:
     try:
         from anybatch.doctor.diagnosing import diagnosis
 
-        found = diagnosis(run)
+        found = diagnosis(run, policy)
     except Exception as error:  # noqa: BLE001 - what the run was is told in any case
         crashed = finished.shell_code not in (0, INTERRUPTED)
         found = Diagnosis(
@@ -229,22 +267,3 @@ def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str
         seconds=found.seconds or finished.seconds,
         notes=(*notes, *found.notes),
     )
-
-
-def report(diagnosis: Diagnosis, run: Run, console: Console, page: Path | None) -> None:
-    """Writes a diagnosis to the terminal, and its page.
-
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-        console: where to.
-        page: the file, ``None`` for none.
-    """
-    from anybatch.report.diagnosis_terminal import show
-
-    show(diagnosis, run, console)
-    if page is not None:
-        from anybatch.report import diagnosis_page
-
-        write_whole(page, diagnosis_page.page(diagnosis, run))
-        console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)

@@ -32,8 +32,8 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     Args:
         folder: of this run; what happened to the doctor itself is noted there.
         settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``ask``, ``launches_ranks``
-            (whether this process starts others that train, each of which then writes a record of its own), and
-            ``trial`` if a fix is tried.
+            (whether this process starts others that train, each of which then writes a record of its own),
+            ``steps`` after which the run ends, and ``trial`` if a fix is tried.
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
@@ -74,10 +74,10 @@ class TorchFinder:
     """Finds torch as the others do, and attaches the doctor when it has been loaded.
 
     Args:
-        attendance: has the doctor.
+        attendance: has what is to be attached.
     """
 
-    def __init__(self, attendance: "Attendance") -> None:
+    def __init__(self, attendance: Any) -> None:
         self._attendance = attendance
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -163,6 +163,10 @@ class Attendance:
             return
         self._doctor = doctor
         self.note(ATTACHED, "")
+        if settings.get("steps"):
+            from anybatch.doctor.live import AfterStep
+
+            AfterStep(doctor, lambda step: sys.exit(0) if step >= settings["steps"] else None)
         if settings.get("trial"):
             from anybatch.cli.doctor_trial import Trial
 
@@ -176,33 +180,50 @@ class Attendance:
 
     def excepthook(self, kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
         """Notes why an exception came, before Python shows it without frames of the doctor; the report tells it."""
-        self._tell(error)
-        self._hooks[0](kind, error, error.__traceback__ if error.__traceback__ is not None else frames)
+        crashed = self._tell(error)
+        try:
+            self._hooks[0](kind, error, error.__traceback__ if error.__traceback__ is not None else frames)
+        finally:
+            self._emit(crashed, error)
 
     def thread_excepthook(self, arguments: Any) -> None:
         """The same in a thread, where it is told at once, since the script goes on."""
         if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
-            self._tell(arguments.exc_value, at_once=True)
+            self._emit(self._tell(arguments.exc_value, at_once=True), None)
         self._hooks[1](arguments)
 
-    def _tell(self, error: BaseException, *, at_once: bool = False) -> None:
+    def _tell(self, error: BaseException, *, at_once: bool = False) -> Any:
+        """What is known of an exception that ends the script or a thread; ``None`` where nothing is to be told."""
         if os.getpid() != self._process or self._told is error or isinstance(error, SystemExit):
-            return
+            return None
         self._told = error
         try:
             without_own_frames(error)
             if isinstance(error, KeyboardInterrupt):
-                return
+                return None
             from anybatch.doctor.crashes import explain, prefix
 
             crashed = explain(error, self._doctor)
-            if crashed is None:
-                return
-            self._doctor.emit(crashed)
-            if crashed.name and (at_once or self._settings.get("launches_ranks")):  # not all ranks are reported
+            # Not all ranks are reported.
+            if crashed is not None and crashed.name and (at_once or self._settings.get("launches_ranks")):
                 sys.stderr.write(f"{prefix(crashed)}\n")
                 sys.stderr.flush()
         except BaseException as failure:  # noqa: BLE001 - the script's own traceback has to come in any case
+            self._broken(failure)
+            return None
+        return crashed
+
+    def _emit(self, crashed: Any, ended: BaseException | None) -> None:
+        """Records a crash; where it ended the script for want of memory with a plan, for which frames are emptied."""
+        if crashed is None:
+            return
+        try:
+            if crashed.name == "OUT_OF_MEMORY" and ended is not None:
+                from anybatch.cli.doctor_memory import with_plan
+
+                crashed = with_plan(crashed, ended)
+            self._doctor.emit(crashed)
+        except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
             self._broken(failure)
 
     def _note_processes(self) -> None:
@@ -222,7 +243,7 @@ class Attendance:
             self._note_processes()
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if isinstance(error, BaseException):  # of a script with an excepthook of its own
-                self._tell(error)
+                self._emit(self._tell(error), error)
             from anybatch.cli.doctor_probes import probed
 
             wishes = {name: self._settings[name] for name in ("active", "prove")}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 _STDERR = 2
 _PATIENCE = 20.0  # seconds that a script has to end by itself after it was interrupted
 _PR_SET_PDEATHSIG = 1
+_LOOKS = 0.5  # seconds between two looks at what the script does
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _START = """\
 import os, sys
@@ -71,6 +72,7 @@ def launch(
     *,
     quiet: bool = False,
     output: Path | None = None,
+    look: Callable[[bool], bool] | None = None,
 ) -> Finished:
     """Runs a script with the doctor in it.
 
@@ -82,6 +84,8 @@ def launch(
         quiet: whether its standard output goes to standard error, so that this process has its own for itself.
         output: the file that takes all that it writes, ``None`` for the terminal; with one it has no input, and hashes
             are those of seed 0.
+        look: is called twice a second, and told whether SIGUSR1 has come since; where it says so, the script is
+            interrupted. ``None`` for nothing.
 
     Returns:
         How it ended.
@@ -108,22 +112,24 @@ def launch(
 
     wait = _wait_for_signals if hasattr(signal, "sigtimedwait") else _wait_with_handlers
     with written as file:
-        code, timed_out = wait(start, None if timeout is None else started + timeout)
+        code, timed_out = wait(start, None if timeout is None else started + timeout, look)
     return Finished(code, time.monotonic() - started, timeout if timed_out else None)
 
 
-def _wait_for_signals(start: Callable[..., "subprocess.Popen[bytes]"], end: float | None) -> tuple[int, bool]:
+def _wait_for_signals(
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None
+) -> tuple[int, bool]:
     """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
     numbers = {getattr(signal, name) for name in _FORWARDED}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers | {signal.SIGCHLD})
     try:
         process = start(_before_script(before))
-        deadline = Deadline(process, end)
+        deadline = Deadline(process, end, look)
         while (code := process.poll()) is None:
             info = signal.sigtimedwait(numbers | {signal.SIGCHLD}, deadline.left())
             if info is None:
                 deadline.passed()
-            elif info.si_signo in numbers and info.si_code <= 0:
+            elif info.si_signo in numbers and info.si_code <= 0 and deadline.hands_on(info.si_signo):
                 process.send_signal(info.si_signo)
         while signal.sigtimedwait(numbers | {signal.SIGCHLD}, 0) is not None:
             pass  # what was meant for the script must not end its report
@@ -147,18 +153,20 @@ def _before_script(mask: Any) -> Callable[[], None]:
     return in_child
 
 
-def _wait_with_handlers(start: Callable[..., "subprocess.Popen[bytes]"], end: float | None) -> tuple[int, bool]:
+def _wait_with_handlers(
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None
+) -> tuple[int, bool]:
     """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
     process = start(None)
+    deadline = Deadline(process, end, look)
 
     def hand_on(number: int, frame: Any) -> None:
-        if number != signal.SIGINT:
+        if number != signal.SIGINT and deadline.hands_on(number):
             process.send_signal(number)
 
     numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
     before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
-        deadline = Deadline(process, end)
         while True:
             try:
                 return process.wait(deadline.left()), deadline.timed_out
@@ -170,32 +178,67 @@ def _wait_with_handlers(start: Callable[..., "subprocess.Popen[bytes]"], end: fl
 
 
 class Deadline:
-    """Interrupts a process when its time is over, and ends it when it does not end.
+    """Interrupts a process when its time is over or a look says so, and ends it when it does not end.
 
     Args:
         process: the script.
         end: on the monotonic clock, ``None`` for never.
+        look: see ``launch``.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", end: float | None) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[bool], bool] | None = None
+    ) -> None:
         self._process = process
         self._end = end
+        self._look = look
+        self._next_look = time.monotonic() + _LOOKS
+        self._is_asked = self._is_interrupted = False
         self.timed_out = False
 
     def left(self) -> float:
         """Seconds until something has to be done."""
-        return 3600.0 if self._end is None else max(0.0, self._end - time.monotonic())
+        now = time.monotonic()
+        ends = [*([] if self._end is None else [self._end]), *([] if self._look is None else [self._next_look])]
+        return max(0.0, min([3600.0, *(end - now for end in ends)]))
+
+    def hands_on(self, number: int) -> bool:
+        """Whether a signal is the script's: SIGUSR1 asks for the report, and reaches it only if it has a handler."""
+        if self._look is None or number != getattr(signal, "SIGUSR1", None):
+            return True
+        self._is_asked, self._next_look = True, 0.0
+        return _has_handler(self._process.pid, number)
 
     def passed(self) -> None:
         """Does it, if it is time."""
+        if self._look is not None and time.monotonic() >= self._next_look:
+            asked, self._is_asked = self._is_asked, False
+            if self._look(asked) and not self._is_interrupted:
+                self._interrupt()
+            self._next_look = time.monotonic() + _LOOKS
         if self._end is None or time.monotonic() < self._end:
             return
-        if self.timed_out:
+        if self._is_interrupted:
             self._process.kill()
+            self._end = time.monotonic() + _PATIENCE
         else:
-            self._process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
             self.timed_out = True
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
+        self._is_interrupted = True
         self._end = time.monotonic() + _PATIENCE
+
+
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process catches a signal, as far as this can be known."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def end_as(code: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.doctor_child import PROCESSES, of_rank
+from anybatch.doctor.policy import EVERYTHING, Policy
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
 
@@ -49,13 +50,16 @@ def without_records_of_ranks(record: Path) -> None:
         path.unlink()
 
 
-def compared(first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool) -> tuple[str, ...]:
+def compared(
+    first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool, policy: Policy = EVERYTHING
+) -> tuple[str, ...]:
     """Says in which ranks other things were found than in the first one.
 
     Args:
         first: the findings of rank 0.
         ranks: the records of all.
         kept: whether these stay.
+        policy: what is reported.
 
     Returns:
         Notes for the report.
@@ -69,7 +73,7 @@ def compared(first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool) ->
     for rank, path in ranks.items():
         if rank == number:
             continue
-        found = diagnose(load_run(path))
+        found = diagnose(load_run(path), policy)
         more = [f"{one.code} {one.name} ({one.place})" for one in found if _key(one) not in known]
         fewer = [f"{one.code} {one.name}" for one in first if _key(one) not in {_key(other) for other in found}]
         if more:

@@ -21,6 +21,7 @@ from anybatch.cli.options import (
 from anybatch.cli.plan_ranks import show_rank_plan
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.report.pages import is_own_page, missing_extra
@@ -35,7 +36,7 @@ class NoPlan(click.ClickException):
     exit_code = 2
 
 
-def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
+def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
     """Reads a budget, so that a wrong one is refused before the script runs."""
     if value is None or value == "free":
         return value
@@ -59,7 +60,7 @@ def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--memory",
     metavar="SIZE",
-    callback=_memory_of,
+    callback=memory_of,
     help="What a step may take: 8GiB, a part of the memory such as 0.5, or free.  [default: what the script asks for, "
     "else free]",
 )
@@ -93,6 +94,12 @@ def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write a page with the picture of time against memory.",
 )
+@click.option(
+    "--patch",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the lines to change as a patch, for patch -p1, if SCRIPT does without anybatch.",
+)
 @json_option("the plan")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @timeout_option
@@ -105,6 +112,7 @@ def plan_command(
     shard: Shard | None,
     output: Path | None,
     html: Path | None,
+    patch: Path | None,
     json_path: Path | None,
     force: bool,
     timeout: float | None,
@@ -112,8 +120,9 @@ def plan_command(
     """Plans how SCRIPT can run its step within a budget of memory.
 
     SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
-    anybatch.backward. There its model, loss, batch and optimizer are planned for: micro-batches, recomputation,
-    offload and loss chunks, the fastest within the budget. Nothing is trained, and nothing of the script runs after
+    anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss, batch
+    and optimizer are planned for: micro-batches, recomputation, offload and loss chunks, the fastest within the
+    budget; and the lines of the loop to change are printed. Nothing is trained, and nothing of the script runs after
     that, no finally block and no exit handler.
 
     With --ranks the script still runs as one process, without any process group.
@@ -122,7 +131,10 @@ def plan_command(
     """
     _check_ranks(ranks, shard, output, html)
     _check_outputs(output, html, json_path, force=force)
+    check_folder(patch)
     question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
+    question["output"] = None if output is None else str(output)
+    question["timeline"] = html is not None
     try:
         ending = run_until_first_call(script, arguments, timeout, question)
     except KeyboardInterrupt:
@@ -141,14 +153,15 @@ def plan_command(
     # JSON has standard output for itself.
     console = Console(stderr=str(json_path) == "-", highlight=False)
     show_plan(plan, console, notes)
-    console.print(f"\nTo use it: {_use_of(plan, memory, output, ending.facts)}", markup=False, soft_wrap=True)
+    _show_use(console, _use_of(plan, memory, output, ending.facts), ending.facts, patch)
     if output is not None:
         plan.save(output)
         console.print(f"\nSaved as {output}", markup=False, soft_wrap=True)
     if html is not None:
         from anybatch.report.frontier import plan_page
 
-        html.write_text(plan_page(plan, script.name, notes), encoding="utf-8")
+        steps = {name: Timeline.from_dict(one) for name, one in ending.facts["steps"].items()}
+        html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
         console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
 
 
@@ -196,6 +209,23 @@ def _notes(ending: Ending) -> list[str]:
     if not ending.facts["updates"]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
     return notes
+
+
+def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | None) -> None:
+    """Writes how to run what was planned: the call, or the lines of a loop that change."""
+    change = facts.get("change", "")
+    if not change:
+        console.print(f"\nTo use it: {use}", markup=False, soft_wrap=True)
+        if "found" in facts:
+            console.print(f"The loop stays to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
+        return
+    if patch is not None:
+        patch.write_text(change, encoding="utf-8")
+    behind = f", or: patch -p1 < {patch}" if patch is not None else ""
+    console.print(f"\nTo use it, change the loop at {facts['found']}{behind}\n", markup=False, soft_wrap=True)
+    console.print(change.rstrip("\n"), markup=False, soft_wrap=True)
+    if "anybatch.Plan.load" in change:
+        console.print("\nSave the plan that it loads with -o", markup=False)
 
 
 def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: dict[str, Any]) -> str:

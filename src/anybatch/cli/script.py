@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,10 +46,32 @@ def run_until_first_call(
     Returns:
         How it ended.
     """
+    ending = _run(script, arguments, timeout, question, {})
+    if ending.status != "needs-ranks":
+        return ending
+    sys.stderr.write(
+        f"{script} expects torchrun ({ending.facts['error']}); started again as the only rank of torchrun\n"
+    )
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    return _run(script, arguments, timeout, question, {**ONLY_RANK, "MASTER_PORT": port})
+
+
+ONLY_RANK = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+"""The environment that torchrun gives to a process that is alone."""
+
+
+def _run(
+    script: Path, arguments: Sequence[str], timeout: float | None, question: Mapping[str, Any], extra: Mapping[str, str]
+) -> Ending:
     with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "anybatch.cli.child", str(result), json.dumps(question), str(script)]
-        process = subprocess.Popen([*command, *arguments], stdout=_STDERR)
+        process = subprocess.Popen([*command, *arguments], stdout=_STDERR, env={**os.environ, **extra})
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -79,6 +103,7 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
     """
     facts = ending.facts
     call = "anybatch.TrainStep or anybatch.backward"
+    call += ", or any optimizer stepped after a backward" if verb == "plan" else ""
     if ending.status == "refused":
         return f"the first step of {script} can't be {done}. {facts['error']}"
     if ending.status == "broken":

@@ -1,6 +1,5 @@
 """explain: what a script's own error means, with the tensors, modules and lines that were alive when it came."""
 
-import importlib
 import logging
 import re
 import warnings
@@ -8,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.doctor.crashing.crashkinds import Told, matching
-from anybatch.doctor.crashing.crashlive import Live, whose
-from anybatch.doctor.crashing.crashsource import source_of
+from anybatch.doctor.crashing.kinds import Told, told_of
+from anybatch.doctor.crashing.live import Live, whose
+from anybatch.doctor.crashing.usercode import source_of
 from anybatch.doctor.proofs import is_tested
 from anybatch.records.events import Crashed
 
-_KINDS = ("twice", "inplace", "lost", "places", "shapes", "optim", "others")
 _TEXT = 2000
 _LONGEST_CHAIN = 10
 _WORKER = re.compile(r"^Caught (\w+) in DataLoader worker process \d+\.\s*Original Traceback.*?:\n(.*)", re.DOTALL)
@@ -112,7 +110,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explain_one(error: BaseException, doctor: Any) -> Crashed:
-    told, place, live = Told(name="", message=""), ("", 0, ""), None
+    told, place, live = Told(), ("", 0, ""), None
     try:
         live = Live(error, doctor)
         worker = _WORKER.match(live.text)
@@ -120,12 +118,9 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
         if worker is not None:
             live.text = _message_of(worker.group(2), worker.group(1))
             place = _place_in(worker.group(2)) or place
-        for kind in _KINDS:
-            importlib.import_module(f"anybatch.doctor.crashing.crash{kind}")
-        for tell, match in matching(live.text):
-            if (found := _told(tell, live, match)) is not None:
-                told = found
-                break
+        from anybatch.doctor.crashing.table import TABLE  # not needed by a run that ends well
+
+        told = told_of(live, TABLE)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as failure:  # noqa: BLE001 - whatever fails here must not hide the user's error
@@ -139,18 +134,6 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
         fix=told.fix, module=told.module, parameters=told.parameters, tensor=told.tensor, evidence=told.evidence,
         file=file, line=line, code=code,
     )  # fmt: skip
-
-
-def _told(tell: Any, live: Live, match: Any) -> Told | None:
-    """An explanation; one that fails leaves the others their turn."""
-    try:
-        told: Told | None = tell(live, match)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as failure:  # noqa: BLE001 - whatever fails here must not hide the user's error
-        _log.warning("%s could not explain the crash: %s: %s", tell.__name__, type(failure).__name__, failure)
-        return None
-    return told
 
 
 def _text_of(error: BaseException) -> str:

@@ -4,15 +4,17 @@ import logging
 from dataclasses import replace
 from pathlib import PurePath
 
+from anybatch.doctor.policy import EVERYTHING, Policy
 from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.doctor.verdicts import verdict_on
 from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.naming import Located
 from anybatch.doctor.views.outcomes import learned_well
-from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis
-from anybatch.records.events import Backward, Ended, Stepped, ThreadsAtOnce
+from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis, Suppressed
+from anybatch.records.events import Backward, Ended, Forward, Stepped, ThreadsAtOnce
 from anybatch.records.findings import Finding, Severity
 from anybatch.records.runs import Run
 
@@ -21,13 +23,14 @@ __all__ = ["Cell", "cells", "diagnose", "diagnosis"]
 _log = logging.getLogger(__name__)
 
 
-def diagnose(run: Run) -> tuple[Finding, ...]:
+def diagnose(run: Run, policy: Policy = EVERYTHING) -> tuple[Finding, ...]:
     """What is wrong with a run.
 
     A rule that fails is logged and left out; the others are asked all the same.
 
     Args:
         run: the facts.
+        policy: what is reported, and other thresholds.
 
     Returns:
         The findings in order of rank, each root followed by what follows from it.
@@ -36,14 +39,15 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
         >>> diagnose(Run([]))
         ()
     """
-    return _diagnosed(run)[0]
+    return _diagnosed(run, policy)[0]
 
 
-def diagnosis(run: Run) -> Diagnosis:
+def diagnosis(run: Run, policy: Policy = EVERYTHING) -> Diagnosis:
     """All that the doctor says about a run.
 
     Args:
         run: the facts.
+        policy: what is reported, and other thresholds.
 
     Returns:
         The findings in order of rank, the four cells, and what the run was.
@@ -52,7 +56,7 @@ def diagnosis(run: Run) -> Diagnosis:
         >>> diagnosis(Run([])).verdict
         'undecided'
     """
-    findings, failed = _diagnosed(run)
+    findings, failed, suppressed = _diagnosed(run, policy)
     ended = next(run.of(Ended), None)
     rest = ended.seconds - ended.own_seconds if ended else 0.0
     unexamined = (
@@ -71,11 +75,23 @@ def diagnosis(run: Run) -> Diagnosis:
         device=run.started.device,
         exit_code=ended.exit_code if ended else None,
         seconds=ended.seconds if ended else 0.0,
-        notes=(*failed.values(), *_out_of_sight(run), *_of_one_thread(run)),
+        notes=(
+            *failed.values(),
+            *_out_of_sight(run),
+            *_of_one_thread(run),
+            *policy.unused(_files_of(run), suppressed),
+        ),
         unexamined=unexamined,
         verdict=verdict,
         reason=reason,
+        suppressed=tuple(suppressed),
     )
+
+
+def _files_of(run: Run) -> list[str]:
+    """The user's files that the run went through."""
+    seen = (*run.optimizers.values(), *(one for kind in (Forward, Backward, Stepped) for one in run.of(kind)))
+    return [one.file for one in seen if isinstance(one, Located)]
 
 
 def _steps(run: Run) -> int:
@@ -131,14 +147,14 @@ def _of_one_thread(run: Run) -> tuple[str, ...]:
     return (text,)
 
 
-def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
-    """The findings, and for each rule that failed its code and name with a note."""
+def _diagnosed(run: Run, policy: Policy) -> tuple[tuple[Finding, ...], dict[str, str], list[Suppressed]]:
+    """The findings, for each rule that failed its code and name with a note, and what the user wants not to hear."""
     rules = {} if _is_mixed(run) else all_rules()
     found: list[Finding] = []
     failed: dict[str, str] = {}
     for rule in rules.values():
         try:
-            found += rule.findings(run)
+            found += rule.findings(run, **policy.limits.get(rule.name, {}))
         except BaseException as error:  # a rule that can't read a record must not hide what the others find
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -147,8 +163,9 @@ def _diagnosed(run: Run) -> tuple[tuple[Finding, ...], dict[str, str]]:
         found = [
             replace(one, severity=_LESS.get(one.severity, "info")) if rules[one.name].slows else one for one in found
         ]
+    found, suppressed = policy.parted(found)
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
-    return with_proofs(in_order, run), failed
+    return with_proofs(in_order, run), failed, suppressed
 
 
 _LESS: dict[str, Severity] = {"error": "warning", "warning": "info"}

@@ -1,8 +1,9 @@
 """The recorder: what a run does is seen by global hooks, and written down as facts."""
 
 import platform
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.accelerators import in_use, name_of
 from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
 from anybatch.doctor.recording.hooks_clearing import ClearingHooks
@@ -33,6 +35,7 @@ from anybatch.records.runs import Run
 from anybatch.records.tables import Started
 
 if TYPE_CHECKING:
+    from anybatch.records.diagnoses import Diagnosis
     from anybatch.records.findings import Finding
 
 _LONGEST = 2000
@@ -60,6 +63,7 @@ class Doctor:
         every: steps between two samples; the first ten steps are all sampled.
         script: the path of the script, for the head of the record.
         arguments: of the script.
+        on_finding: is given each error and warning when it becomes true, or at the end; what it raises ends the run.
 
     Attributes:
         numbering: of parameters, models, optimizers and schedulers.
@@ -82,6 +86,7 @@ class Doctor:
         every: int | None = None,
         script: str = "",
         arguments: Sequence[str] = (),
+        on_finding: "Callable[[Finding], None] | None" = None,
     ) -> None:
         for subject in subjects:
             if not isinstance(subject, (torch.nn.Module, torch.optim.Optimizer)):
@@ -116,6 +121,8 @@ class Doctor:
         self._started = time.perf_counter()
         self._seconds = 0.0
         self._head = (script, tuple(arguments))
+        self._telling = None if on_finding is None else Telling(self, on_finding)
+        self._after_step: AfterStep | None = None
 
     def attach(self) -> None:
         """Puts the hooks in place; does nothing where they are."""
@@ -139,6 +146,8 @@ class Doctor:
             self.detach()
             raise
         watchers.append(self)
+        if self._telling is not None:
+            self._after_step = AfterStep(self, self._telling)
         subjects, self._subjects = self._subjects, ()
         self._recording.own += time.perf_counter() - started
         for subject in subjects:
@@ -209,6 +218,8 @@ class Doctor:
         started = time.perf_counter()
         if self in watchers:
             watchers.remove(self)
+        if self._after_step is not None:
+            self._after_step.detach()
         self._recording.take_in()
         self._forward.detach()
         self._samplers.detach()
@@ -247,6 +258,8 @@ class Doctor:
                     failure=self.failure,
                 )
             )  # fmt: skip
+            if self._telling is not None:
+                self._telling.tell(self.step)
 
     def __enter__(self) -> "Doctor":
         self.attach()
@@ -277,6 +290,59 @@ class Doctor:
         from anybatch.doctor.diagnosing import diagnose
 
         return diagnose(self.run)
+
+    def report(self, path: str | Path | None = None) -> "Diagnosis":
+        """All that is to be said of what was recorded so far.
+
+        Args:
+            path: a file for the page; ``None`` for none.
+
+        Returns:
+            The diagnosis.
+
+        Raises:
+            ImportError: a page is asked for, and jinja2 is not installed.
+        """
+        from anybatch.doctor.diagnosing import diagnosis
+
+        found = diagnosis(self.run)
+        if path is not None:
+            Path(path).write_text(self._page(found), encoding="utf-8")
+        return found
+
+    def _page(self, found: "Diagnosis") -> str:
+        from anybatch.report.diagnosis_page import page
+
+        return page(found, self.run)
+
+    def _repr_html_(self) -> str | None:
+        from anybatch.report.notebook import framed
+        from anybatch.report.pages import missing_extra
+
+        return None if missing_extra() else framed(self._page(self.report()))
+
+    def show(self) -> None:
+        """Shows the diagnosis: as a page in a notebook, as text elsewhere."""
+        if "ipykernel" in sys.modules:
+            from IPython.display import display
+
+            display(self)  # type: ignore[no-untyped-call]
+            return
+        from rich.console import Console
+
+        from anybatch.report.diagnosis_terminal import show
+
+        show(self.report(), self.run, Console(highlight=False))
+
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer that stepped most has done."""
+        return self._recording.counter.step
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether a number that is not finite was seen."""
+        return self._samplers.not_finite
 
     @property
     def lost(self) -> str:

@@ -48,7 +48,7 @@ class CoupledSearch(Search):
         autocast: the precision as the plan names it, if it is not the user's own.
     """
 
-    may_race = False
+    may_race = replays = False
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         self._whole, self._coupled = subject, cast(Coupled, subject.loss_fn)

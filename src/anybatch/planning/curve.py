@@ -102,8 +102,10 @@ class Fit:
         self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
         died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
         self._died = torch.tensor(died, dtype=torch.long)
-        inputs = torch.tensor([float(trace.input_bytes) for _, trace in traces], dtype=torch.float64)
-        self._inputs = torch.linalg.solve(features, inputs)
+        inputs = [trace.input_sizes for _, trace in traces]
+        if len({*map(len, inputs)}) > 1 or not inputs[0]:
+            inputs = [[sum(one)] for one in inputs]
+        self._inputs = torch.linalg.solve(features, torch.tensor(inputs, dtype=torch.float64))
         self._live: dict[tuple[Size, bool], list[int]] = {}
         self._kept: dict[Size, int] = {}
         self._costs: torch.Tensor | None = None
@@ -123,9 +125,14 @@ class Fit:
         return found
 
     @unseen
+    def input_sizes(self, size: Size) -> list[int]:
+        """The bytes of each tensor of one micro-batch."""
+        found: list[int] = self._at(self._inputs, size).tolist()
+        return found
+
     def input_bytes(self, size: Size) -> int:
         """The bytes of the tensors of one micro-batch."""
-        return int(self._at(self._inputs, size))
+        return sum(self.input_sizes(size))
 
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:

@@ -159,15 +159,15 @@ def _host_memory() -> Any:
 _VARIES = 0.03
 
 
-def margin_of(target: Target, confidence: Confidence, *, expandable: bool = False) -> float:
+def margin_of(target: Target, confidence: Confidence, *, expandable: bool = False, replays: bool = False) -> float:
     """The share of a budget that is kept free, since a plan knows less than the whole truth.
 
-    On the CPU live tensors are what is counted. CUDA's allocator reserves more than is allocated, and operations need
-    room to work in.
+    On the CPU live tensors are what is counted. An allocator of a device reserves more than is allocated; where that
+    was not found by a replay of the allocations, it is guessed. Of segments that grow it knows no pages.
     """
     if target.device_type == "cpu":
         return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
-    allocator = 0.03 if expandable else 0.1
+    allocator = 0.03 if expandable else 0.0 if replays else 0.1
     return allocator + {"predicted": 0.0, "measured": 0.0, "estimated": 0.1}[confidence]
 
 
@@ -181,7 +181,9 @@ def segments_expand(target: Target) -> bool:
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
 
 
-def usable_bytes(budget: int, target: Target, confidence: Confidence, *, varies: bool = False) -> int:
+def usable_bytes(
+    budget: int, target: Target, confidence: Confidence, *, varies: bool = False, replays: bool = False
+) -> int:
     """What of a budget a plan may take, the margin left free.
 
     Args:
@@ -189,10 +191,11 @@ def usable_bytes(budget: int, target: Target, confidence: Confidence, *, varies:
         target: the device.
         confidence: of the peak.
         varies: whether what runs depends on the numbers in a sample, so that others take more than those measured.
+        replays: whether a plan knows what the allocator reserves.
     """
     expandable = segments_expand(target)
-    margin = margin_of(target, confidence, expandable=expandable) + (_VARIES if varies else 0.0)
-    if target.device_type != "cpu" and not expandable:
+    margin = margin_of(target, confidence, expandable=expandable, replays=replays) + (_VARIES if varies else 0.0)
+    if target.device_type != "cpu" and not expandable and not replays:
         logger.info(
             "%.0f %% of the budget is kept free for what the allocator reserves; less is, if "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set before CUDA is used", 100 * margin,

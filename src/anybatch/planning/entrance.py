@@ -13,7 +13,6 @@ from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import Reducer
 from anybatch.loss.weights import Count
-from anybatch.memory.meter import storages_of
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
@@ -22,7 +21,6 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
 from anybatch.tensors.modules import device_of
-from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.update.overranks import refuse_parts
 
@@ -161,12 +159,12 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
     _refuse_lazy(subject.roots)
     subject.refuse_sparse()
     if subject.devices is None:
-        return budget_of(memory, target, held_bytes(subject)) - subject.bytes_beside
+        return budget_of(memory, target, subject.held_bytes) - subject.bytes_beside
     lanes = subject.devices.lanes
     found = []
     for lane in lanes:
         sharers = sum(1 for other in lanes if other.device == lane.device)
-        held = held_bytes(subject) if lane.copy is None else lane.copy.nbytes
+        held = subject.held_bytes if lane.copy is None else lane.copy.nbytes
         found.append(budget_of(memory, target_of(None, lane.device), held, sharers=sharers))
     return min(found)
 
@@ -179,19 +177,6 @@ def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
                     f"{name} of {type(root).__name__} is lazy and has no shape yet, so that its bytes are not known; "
                     "expected a model that ran. Call it once with a few samples, then make the optimizer, and plan"
                 )
-
-
-def tensors_held(subject: Subject) -> list[torch.Tensor]:
-    """Parameters, gradients, buffers and optimizer state."""
-    tensors = [*subject.parameters, *(p.grad for p in subject.parameters if p.grad is not None)]
-    tensors += [buffer for root in subject.roots for buffer in root.buffers()]
-    return tensors + [state for one in subject.optimizers for state in state_tensors(one)]
-
-
-def held_bytes(subject: Subject) -> int:
-    """The bytes that a step holds already, as far as they lie on this process; the batch, too, if it is there."""
-    storages = {s._cdata: s.nbytes() for tensor in tensors_held(subject) for s in storages_of(tensor)}
-    return sum(storages.values()) + subject.batch_bytes
 
 
 def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
+from anybatch.accelerators import is_accelerator, memory_of, release_cache, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
@@ -217,12 +217,11 @@ class Follower:
         """Has a plan made again that was made for more memory than there is now."""
         if self.plan is None:
             return
-        if self.plan.peak_bytes > budget:
-            logger.info(
-                "the plan takes %s, and the budget is %s", format_bytes(self.plan.peak_bytes), format_bytes(budget)
-            )
+        needed = self.plan.chosen.needed_bytes
+        if needed > budget:
+            logger.info("the plan takes %s, and the budget is %s", format_bytes(needed), format_bytes(budget))
             self.plan = None
-        elif self._first is not None and self._first.peak_bytes > budget:
+        elif self._first is not None and self._first.chosen.needed_bytes > budget:
             self._first = self.plan
             self.limit.ceiling = self.plan.micro_batch_size
 
@@ -251,6 +250,8 @@ class Follower:
         known = self._planner.times if self._planner is not None else None
         planner = Planner(subject, target, times=known)
         self._first = planner.plan(budget)
+        if target.is_present and target.device_type != "cpu":
+            release_cache()  # what the planner measured left blocks of other sizes
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
         if not self._is_varied:
@@ -279,7 +280,7 @@ class Follower:
         if is_other or self._splittable.rows != self._planner.rows:
             subject = self._subject_of(self._splittable)
             self._planner = Planner(subject, _target(subject), times=self._planner.times)
-        less = int(self.plan.peak_bytes * _SMALLER)
+        less = int(self.plan.chosen.needed_bytes * _SMALLER)
         try:
             with self._apart(self._splittable):
                 found = self._planner.plan(less, race=False)  # real runs might run out of memory again
@@ -326,7 +327,7 @@ class Follower:
             yield
             return
         places = [device] if devices is None else [lane.device for lane in devices.lanes]
-        budget = self._first.budget if self._first is not None else None
+        budget = self._first.budget + self._planner.others if self._first is not None else None
         with contextlib.ExitStack() as stack:
             for place in places:
                 stack.enter_context(reserving_at_most(budget, place))
@@ -338,10 +339,11 @@ class Follower:
     def _learn(self, reserved: int, budget: int) -> None:
         if self.plan is None or self._planner is None or not self.plan.peak_bytes:
             return
-        ratio = reserved / self.plan.peak_bytes
+        needed = self.plan.chosen.needed_bytes
+        ratio = reserved / needed
         logger.info(
-            "the allocator reserved %s, %.2f times the planned peak of %s",
-            format_bytes(reserved), ratio, format_bytes(self.plan.peak_bytes),
+            "the allocator reserved %s, %.2f times the planned %s",
+            format_bytes(reserved), ratio, format_bytes(needed),
         )  # fmt: skip
         if reserved <= budget:
             return

@@ -55,7 +55,7 @@ class PassTrace:
         accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
         kept: numbers of allocations that are there afterwards besides gradients, such as losses and metrics.
         chunked: how often a loss was taken in chunks.
-        input_bytes: of the tensors of one micro-batch.
+        input_sizes: bytes of each tensor of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
         taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
@@ -69,7 +69,7 @@ class PassTrace:
     accumulated: tuple[tuple[int, int], ...] = ()
     kept: tuple[int, ...] = ()
     chunked: int = 0
-    input_bytes: int = 0
+    input_sizes: list[int] = field(default_factory=list)
     costs: list[tuple[float, float]] = field(default_factory=list)
     leaves_fakes: bool = False
     taken: int = 0
@@ -102,7 +102,7 @@ class Tracer:
     """
 
     def __init__(
-        self, subject: Subject, blocks: Sequence[str], kind: type[Recording], *, is_fake: bool, may_probe: bool
+        self, subject: Subject, blocks: Sequence[str], kind: Callable[..., Recording], *, is_fake: bool, may_probe: bool
     ) -> None:
         self.is_fake = is_fake
         self.limit: int | None = None
@@ -193,7 +193,7 @@ def _first_line(error: Exception) -> str:
 
 def trace_pass(
     subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, split: bool, fake: bool,
-    kind: type[Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
+    kind: Callable[..., Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and rolls everything back.
 
@@ -226,7 +226,7 @@ class _Run:
         self._subject, self._part, self._recipe, self._blocks, self._split = subject, part, recipe, blocks, split
         self._settings = settings_for(subject, recipe)
 
-    def on_fakes(self, kind: type[Recording], fakes: Fakes) -> PassTrace:
+    def on_fakes(self, kind: Callable[..., Recording], fakes: Fakes) -> PassTrace:
         """Runs it on fake tensors in the place of all parameters and buffers."""
         subject, recording = self._subject, kind(counts_fakes=True)
         settings = replace(self._settings, device=torch.device("cpu"))
@@ -244,7 +244,7 @@ class _Run:
         trace.leaves_fakes = recording.has_survivors
         return trace
 
-    def for_real(self, kind: type[Recording], limit: int | None) -> PassTrace:
+    def for_real(self, kind: Callable[..., Recording], limit: int | None) -> PassTrace:
         """Runs it for real, and stops it before it goes over a limit."""
         subject = self._subject
         with undisturbed(subject) as outside:
@@ -304,7 +304,7 @@ class _Run:
             for one in recording.allocations_of(accumulation.weight_tensors):
                 one.born = BEFORE
         trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
-        trace.input_bytes = sum(s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor))
+        trace.input_sizes = [s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)]
         trace.kept = _kept_after(trace, recording, sums)
         trace.costs = getattr(recording, "costs", [])
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):

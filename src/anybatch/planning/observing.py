@@ -21,7 +21,6 @@ from anybatch.loss.coupling import Coupled
 from anybatch.memory.meter import LiveBytes
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, budget_of, target_of, usable_bytes
-from anybatch.planning.entrance import held_bytes, tensors_held
 from anybatch.planning.fingerprints import outgrown, shapes_of
 from anybatch.planning.following import Follower
 from anybatch.planning.microbatches import tensors_in
@@ -176,7 +175,7 @@ class Observing:
         subject = self._subject = self._subject_of(splittable)
         target = target_of(None, subject.settings.device)
         if not self._budget:
-            self._budget = budget_of(self._memory, target, held_bytes(subject))
+            self._budget = budget_of(self._memory, target, subject.held_bytes)
         shapes = shapes_of(subject)
         if not self._shapes or (why := outgrown(self._shapes, shapes)):
             if self._shapes:
@@ -234,7 +233,7 @@ class Observing:
             peak = memory_of(device).peak_allocated
         else:
             batches = self._subject.splittable.batches
-            with _Peak([*tensors_held(self._subject), *tensors_in(batches)]) as live:
+            with _Peak([*self._subject.tensors_held, *tensors_in(batches)]) as live:
                 yield
             peak = live.most
         self._note(peak, before)
@@ -315,7 +314,7 @@ class _Peak(LiveBytes):
 
 def _before(subject: Subject) -> int:
     device = subject.settings.device
-    return memory_of(device).allocated if is_accelerator(device) else held_bytes(subject)
+    return memory_of(device).allocated if is_accelerator(device) else subject.held_bytes
 
 
 AnyFollower = Follower | Observing

@@ -15,7 +15,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.loss.norms import clip_
 from anybatch.loss.weights import FORWARD
-from anybatch.memory.meter import Recording, storages_of
+from anybatch.memory.meter import Allocation, Recording, storages_of
 from anybatch.options import needs_closure
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
@@ -51,6 +51,7 @@ class UpdateTrace:
         operation: after which operation the peak was reached.
         at_peak: bytes at the peak by category.
         is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
+        allocations: what was there and what came and went.
     """
 
     peak: int
@@ -58,6 +59,7 @@ class UpdateTrace:
     operation: str
     at_peak: Mapping[str, int]
     is_traced: bool = True
+    allocations: Sequence[Allocation] = ()
 
 
 def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
@@ -97,7 +99,7 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     more = estimated + idle + _printed_bytes(subject.optimizers)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
     is_traced = not estimated and not any(runs_again)
-    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced)
+    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced, recording.allocations)
 
 
 @dataclass(frozen=True)

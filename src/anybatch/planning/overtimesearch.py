@@ -160,6 +160,8 @@ class InChunks(InPieces):
 class ChunkSearch(Search):
     """The search at one precision, for one length of chunks."""
 
+    replays = False  # not all chunks are traced
+
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, allow, autocast)
         self._chunks = cast(InChunks, subject.loss_fn)

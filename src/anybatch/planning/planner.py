@@ -20,6 +20,7 @@ from anybatch.planning.optimizer import history_of
 from anybatch.planning.overtimesearch import ChunkLengths, ChunkSearch, InChunks
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
+from anybatch.planning.reserved import held_on
 from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
@@ -86,7 +87,14 @@ class Planner:
 
     def _usable_of(self, budget: int) -> int:
         first = self._searches[0]
-        return usable_bytes(budget, self.target, first.confidence, varies=first.profiles.varies)
+        varies, replays = first.profiles.varies, first.held is not None
+        return usable_bytes(budget, self.target, first.confidence, varies=varies, replays=replays)
+
+    @property
+    def others(self) -> int:
+        """The bytes on the device that are not the step's, as far as that is known."""
+        held = self._searches[0].held
+        return 0 if held is None else held.others
 
     @property
     def times(self) -> list[Times | None]:
@@ -155,7 +163,7 @@ class Planner:
                 break
         else:
             finalists = [self._smallest()]
-            if finalists[0][1].peak_bytes > usable:
+            if finalists[0][1].needed_bytes > usable:
                 raise self._does_not_fit(finalists[0], budget)
         ranked = self._raced(finalists, rows, usable) if race else finalists
         plan = self._plan(ranked, budget)
@@ -173,9 +181,13 @@ class Planner:
 
     def _look_within(self, searches: Sequence[Search], budget: int) -> int:
         """Begins some searches; gives the bytes that a plan may take, of which more is known then."""
+        held = held_on(self.subject, self.target) if all(search.replays for search in searches) else None
         for search in searches:
+            search.held = held
             search.look_within(self._usable_of(budget), budget)
         self._usable = self._usable_of(budget)
+        for search in searches:
+            search.limit = self._usable
         return self._usable
 
     def _rows(self, budget: int) -> list[Row]:
@@ -221,9 +233,9 @@ class Planner:
                 logger.info("not taken: %s (%s)", wanted, error)
                 return None
             else:
-                if exact.peak_bytes <= budget:
+                if exact.needed_bytes <= budget:
                     return exact, peak
-                goal -= exact.peak_bytes - budget
+                goal -= exact.needed_bytes - budget
             wanted = self._smaller(search, row, goal)
         return None
 
@@ -251,7 +263,7 @@ class Planner:
             self._look_within(searches, self._budget)
         while any(search.is_bound_by_loss() for search in searches) and self._with_chunks(searches):
             pass
-        return min(((search, *search.least()) for search in searches), key=lambda one: one[1].peak_bytes)
+        return min(((search, *search.least()) for search in searches), key=lambda one: one[1].needed_bytes)
 
     def least_budget(self, budget: int) -> int:
         """The smallest budget that a plan can be made for.
@@ -281,13 +293,13 @@ class Planner:
         except AnyBatchError as error:
             logger.info("the smallest way can't be traced: %s", error)
             rows = [search.smallest() for search in self._least_searches]
-            return self._budget_for(min(rows, key=lambda row: row.peak_bytes))
+            return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
 
     def _budget_for(self, row: PlanRow) -> int:
         """The smallest budget in which the way with the least memory is found."""
         taken = max(search.profiles.taken for search in self._least_searches)  # without which there is no plan
         beside = self.subject.bytes_beside
-        return max(least_budget(row.peak_bytes, self._usable_of, beside), taken + beside)
+        return max(least_budget(row.needed_bytes, self._usable_of, beside), taken + beside)
 
     def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
         search, row, peak = smallest
@@ -333,7 +345,7 @@ class Planner:
 
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
-    return replace(row, peak_bytes=0, seconds=None, confidence="predicted")
+    return replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="predicted")
 
 
 T = TypeVar("T")

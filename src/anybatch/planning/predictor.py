@@ -100,11 +100,17 @@ _CONVOLUTIONS = (
 )  # fmt: skip
 
 
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
     """How far the bytes of a trace may be trusted."""
     has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
     if (update is not None and not update.is_traced) or subject.hides_bytes or subject.behaviour.draws:
         return "estimated"
+    if any(_is_compiled(module) for module in modules_of(*subject.roots)):
+        return "estimated"  # traced without its compiler, which fuses operations and recomputes some
     if subject.device_type != "cpu" and not subject.is_present:
         return "predicted" if is_fake and not has_kernels else "estimated"
     return "predicted" if is_fake else "measured"
@@ -149,7 +155,7 @@ class Predictor:
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
-        self._accumulators = functools.cache(lambda count: subject.accumulator_bytes(count * subject.lanes))
+        self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.lanes)))
         self._budget: int | None = None
         self.taken = 0
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real

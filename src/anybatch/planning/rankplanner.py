@@ -15,7 +15,7 @@ from anybatch.parallel.buckets import Buffers, buckets_of
 from anybatch.parallel.messages import BYTES_AT_ONCE
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.devices import budget_of
-from anybatch.planning.entrance import held_bytes, plan, subject_of
+from anybatch.planning.entrance import plan, subject_of
 from anybatch.planning.optimizer import state_bytes
 from anybatch.planning.subjects import Subject
 from anybatch.records.rankplans import (
@@ -61,7 +61,7 @@ def plan_over_ranks(
     subject, target = subject_of(
         batch, device, model=model, loss_fn=loss_fn, optimizer=optimizer, memory=memory, **options
     )
-    budget = budget_of(memory, target, held_bytes(subject))
+    budget = budget_of(memory, target, subject.held_bytes)
     units = _units(subject) if shard != "ddp" else []
     trained = [p for p in subject.parameters if p.requires_grad]
     whole = _bytes(subject.parameters) + _bytes(trained) + state_bytes(subject, {})

@@ -20,6 +20,7 @@ from anybatch.planning.lengths import are_within
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe, Splitting, splittings
+from anybatch.planning.reserved import Held, Replay
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
 from anybatch.records.plans import Confidence, ModuleShare, PlanRow
@@ -44,6 +45,10 @@ class Search:
         target: the device.
         allow: what may be traded.
         autocast: the precision as the plan names it, if it is not the user's own.
+
+    Attributes:
+        held: what lies on the device before a step, where the bytes that its allocator reserves are known from that.
+        limit: bytes that the allocator may reserve.
     """
 
     may_race = True
@@ -56,6 +61,8 @@ class Search:
         self.profiles.may_recompute = "recompute" in allow
         self._all_splittings = self.splittings = splittings(subject)
         self.recipes = [Recipe()]
+        self.held: Held | None = None
+        self.limit = 0
         self._times: Times | None = None
         self._fine: list[tuple[float, ...]] = []
         self._fine_sizes: list[Size] = []
@@ -73,6 +80,11 @@ class Search:
     def times(self, times: Times | None) -> None:
         self._times = times
         self._solved.clear()
+
+    @property
+    def replays(self) -> bool:
+        """Whether a row's traces are all that a step allocates, so that what is reserved for it follows from them."""
+        return self.subject.devices is None
 
     @property
     def planned(self) -> Subject:
@@ -231,9 +243,15 @@ class Search:
                 continue
             profile, size = self.profile(Recipe(), splitting)
             most = profile.peak(size, splitting.count) + self.subject.behaviour.written_bytes
-            if most <= budget and self.profiles.may_collate(part):
+            if most <= budget and self._is_served(profile, size, splitting) and self.profiles.may_collate(part):
                 grid.append(part)
         return grid
+
+    def _is_served(self, profile: Profile, size: Size, splitting: Splitting) -> bool:
+        """Whether the allocator gives a micro-batch what it takes; one that takes far less than there is does."""
+        if self.held is None or 2 * profile.peak(size, splitting.count) <= self.limit:
+            return True
+        return Replay(self.subject, self.held, profile, size, splitting.count).needed(self.limit) <= self.limit
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with everything traded, without the time of that."""
@@ -362,7 +380,14 @@ class Search:
         return self._row(recipe, splitting, choice, names) if blocks else None
 
     def least(self) -> tuple[PlanRow, Peak]:
-        """The way with the least memory, traced as it would run."""
+        """The way with the least memory, traced as it would run, with the fewest bytes that an allocator may have."""
+        limit, self.limit = self.limit, 0
+        try:
+            return self._least()
+        finally:
+            self.limit = limit
+
+    def _least(self) -> tuple[PlanRow, Peak]:
         found = list[tuple[PlanRow, Peak]]()
         while not found:
             try:
@@ -375,7 +400,7 @@ class Search:
         if everything is not None:
             with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed
                 found.append(self.traced(everything))
-        return min(found, key=lambda one: one[0].peak_bytes)
+        return min(found, key=lambda one: one[0].needed_bytes)
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget; fewer of them where there are very many blocks, of which each takes long."""
@@ -507,7 +532,11 @@ class Search:
             profile = self.profiles.traced(recipe, part, single=single)
             found.append((profile, self.profiles.size_of(part)))
         profile, size = max(found, key=lambda one: one[0].peak(one[1], count))
-        return replace(row, peak_bytes=profile.peak(size, count)), profile.peak_in_detail(size, count)
+        row = replace(row, peak_bytes=profile.peak(size, count))
+        if self.held is not None:
+            reserved = Replay(self.subject, self.held, profile, size, count).needed(self.limit)
+            row = replace(row, reserved_bytes=reserved)
+        return row, profile.peak_in_detail(size, count)
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget as a row runs it; empty if none would."""

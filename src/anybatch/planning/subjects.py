@@ -250,6 +250,19 @@ class Subject:
         return sum(parameters[i].numel() * parameters[i].element_size() for i in positions)
 
     @property
+    def tensors_held(self) -> list[torch.Tensor]:
+        """Parameters, gradients, buffers and optimizer state."""
+        tensors = [*self.parameters, *(p.grad for p in self.parameters if p.grad is not None)]
+        tensors += [buffer for root in self.roots for buffer in root.buffers()]
+        return tensors + [state for one in self.optimizers for state in state_tensors(one)]
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that a step holds already, as far as they lie on this process; the batch, too, if it is there."""
+        storages = {s._cdata: s.nbytes() for tensor in self.tensors_held for s in storages_of(tensor)}
+        return sum(storages.values()) + self.batch_bytes
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of the optimizers' state that is there already."""
         tensors = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
@@ -271,9 +284,9 @@ class Subject:
     def _rounded(self, size: int) -> int:
         return -(-size // self.granularity) * self.granularity
 
-    def accumulator_bytes(self, micro_batches: int) -> int:
-        """The bytes of the float32 buffers in which low-precision gradients are added up; 0 where there are none."""
+    def accumulators(self, micro_batches: int) -> list[int]:
+        """The bytes of the float32 buffers in which low-precision gradients are added up; none where there are none."""
         parameters = self.parameters
         if not needs_float32(parameters, micro_batches, self.settings.policy):
-            return 0
-        return sum(4 * p.numel() for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad)
+            return []
+        return [4 * p.numel() for p in parameters if p.dtype in LOW_PRECISION and p.requires_grad]

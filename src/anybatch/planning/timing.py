@@ -46,11 +46,14 @@ class Timed:
     forward: Mapping[str, float] = field(default_factory=dict)
 
 
+_BEYOND = 0.98  # what was not measured is a little in favour of the larger: fewer launches for the same samples
+
+
 class Times:
     """Times at several sizes, and what follows for those between and beyond.
 
-    Between two sizes the time is taken as a straight line; beyond the largest, each sample takes as long as there. A
-    line through small sizes predicts large ones badly, since caches and kernels change.
+    Between two sizes the time is taken as a straight line; beyond the largest, each sample takes nearly as long as
+    there. A line through small sizes predicts large ones badly, since caches and kernels change.
 
     Args:
         known: by the size of a micro-batch.
@@ -79,7 +82,7 @@ class Times:
         if size <= sizes[0]:
             return read(self._known[sizes[0]])
         if size >= sizes[-1]:
-            return read(self._known[sizes[-1]]) * size / sizes[-1]
+            return read(self._known[sizes[-1]]) * math.pow(size / sizes[-1], _BEYOND)
         upper = next(index for index, one in enumerate(sizes) if one >= size)
         low, high = sizes[upper - 1], sizes[upper]
         share = (size - low) / (high - low)
@@ -107,6 +110,8 @@ def measured_grid(
 ) -> Times:
     """Measures micro-batches from small sizes to large ones, and again from the large ones while there is time."""
     known: dict[float, Timed] = {}
+    if grid and measured(subject, grid[0], recipe, blocks, repeats=1) is None:  # the first run loads kernels
+        return Times(known)
     began = time.perf_counter()
     for part in [*grid, *reversed(grid), *grid]:
         last = known.get(part.cost) or (known[max(known)] if known else None)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
+from anybatch.records.showing import Shown
 
 CELLS = {
     1: "gradients change, parameters change",
@@ -104,7 +105,43 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Suppressed:
+    """A finding that the user does not want to hear of.
+
+    Args:
+        finding: the finding.
+        by: a comment on its line, the settings of the project or of the command, or a baseline that has it.
+        reason: that the comment gives, or which of the settings it was.
+
+    Example:
+        >>> one = Suppressed(Finding("frozen", code="AB108"), "line", "the teacher is meant to stay")
+        >>> Suppressed.from_dict(one.to_dict()) == one
+        True
+    """
+
+    finding: Finding
+    by: Literal["line", "settings", "baseline"]
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        return {"finding": self.finding.to_dict(), "by": self.by, "reason": self.reason}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Suppressed":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Returns:
+            It.
+        """
+        return cls(Finding.from_dict(values["finding"]), values["by"], values["reason"])
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Shown):
     """What the doctor says about one run.
 
     Args:
@@ -122,6 +159,7 @@ class Diagnosis:
             itself did or could not, ``SEVERAL_THREADS``, ``"the run"`` if the recorder met an error of its own.
         verdict: what became of the run.
         reason: how that is known, or why it is not, as the end of a sentence.
+        suppressed: what the user does not want to hear of; it is no part of the verdict.
 
     Example:
         >>> found = (Finding("head.weight is in no group.", severity="error", name="A"),)
@@ -143,6 +181,7 @@ class Diagnosis:
     unexamined: tuple[str, ...] = field(default=())
     verdict: Verdict = "undecided"
     reason: str = ""
+    suppressed: tuple[Suppressed, ...] = field(default=())
 
     @property
     def faulty(self) -> bool:
@@ -196,6 +235,7 @@ class Diagnosis:
             "seconds": self.seconds,
             "notes": list(self.notes),
             "unexamined": list(self.unexamined),
+            "suppressed": [one.to_dict() for one in self.suppressed],
         }
 
     @classmethod
@@ -217,5 +257,6 @@ class Diagnosis:
                 "arguments": tuple(known.get("arguments", ())),
                 "notes": tuple(known.get("notes", ())),
                 "unexamined": tuple(known.get("unexamined", ())),
+                "suppressed": tuple(Suppressed.from_dict(one) for one in known.get("suppressed", ())),
             }
         )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
 from anybatch.records.reading import read
+from anybatch.records.showing import Shown
 from anybatch.units import format_bytes, format_seconds
 
 Confidence = Literal["predicted", "measured", "estimated"]
@@ -39,6 +40,7 @@ class PlanRow:
         chunk_length: steps in a chunk of a sequence; ``None`` where the loss does not go over time in chunks, or says
             itself how long they are.
         peak_bytes: all live tensors at the peak of a step, from the second on.
+        reserved_bytes: what the allocator of a device reserves for them; 0 where that is not known.
         seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
             nothing is known.
         confidence: where ``peak_bytes`` comes from: ``"predicted"`` follows from the shapes of all tensors,
@@ -60,8 +62,14 @@ class PlanRow:
     kept_graphs: int | None = None
     chunk_length: int | None = None
     peak_bytes: int = 0
+    reserved_bytes: int = 0
     seconds: float | None = None
     confidence: Confidence = "predicted"
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that there has to be: what is reserved, or all live tensors where that is not known."""
+        return max(self.peak_bytes, self.reserved_bytes)
 
     @property
     def levers(self) -> str:
@@ -96,7 +104,7 @@ class PlanRow:
         row: PlanRow = read(cls, {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word})
         is_sound = (
             0 < row.micro_batch_size < math.inf and min(row.micro_batches, row.loss_chunks) >= 1
-            and row.peak_bytes >= 0 and (row.seconds is None or 0 <= row.seconds < math.inf)
+            and min(row.peak_bytes, row.reserved_bytes) >= 0 and (row.seconds is None or 0 <= row.seconds < math.inf)
             and (row.loss_chunks == 1 or row.head != "") and row.autocast in PRECISIONS
             and (row.kept_graphs is None or 0 <= row.kept_graphs <= row.micro_batches)
             and (row.chunk_length is None or row.chunk_length >= 1)
@@ -111,7 +119,8 @@ class PlanRow:
             part for part in (f"{self.micro_batches} {many} of {self.micro_batch_size:g}", self.levers) if part
         )
         time = "time unknown" if self.seconds is None else format_seconds(self.seconds)
-        return f"{head}: {format_bytes(self.peak_bytes)}, {time}, {self.confidence}"
+        reserved = f" ({format_bytes(self.reserved_bytes)} reserved)" if self.reserved_bytes else ""
+        return f"{head}: {format_bytes(self.peak_bytes)}{reserved}, {time}, {self.confidence}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Shown):
     """The fastest way found to run a logical batch within a budget, and what it was chosen from.
 
     Args:
@@ -212,6 +221,11 @@ class Plan:
     def peak_bytes(self) -> int:
         """The predicted peak: all live tensors, from the second step on."""
         return self.chosen.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator of the device reserves at the peak; 0 where that is not known, as on the host."""
+        return self.chosen.reserved_bytes
 
     @property
     def seconds(self) -> float | None:

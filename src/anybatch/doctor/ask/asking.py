@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import copies, functions, labels, relating, rows, schedules, source
+from anybatch.doctor.ask import axes, copies, fitting, functions, labels, relating, rows, schedules, source, weighing
 from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -14,8 +15,16 @@ Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
     schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
+    axes.about_padding,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
+
+OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
+    ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("axes", axes.turned),
+    ("target given", axes.given_away), ("blank", axes.blank),
+    ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
+)  # fmt: skip
+"""What is asked of a step that was written down."""
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
@@ -33,8 +42,9 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         except (*FAILURES, Unknown) as error:
             yield Probed(probe=question.__name__, root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for number, tape in sorted(kept.tapes.items()):
-        for name, of_tape in (("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself)):
+        for name, of_tape in OF_A_STEP:
             yield _answer(name, until, of_tape, tape, optimizer=number)
+        yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)
     for root in kept.batches:
         yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, State
+from anybatch.doctor.ask.tape import Slot, Tape, slots
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _ENOUGH_STEPS = 30
+_TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
+_SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
+_LEAST_LOOKS = 4
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
@@ -22,6 +26,7 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
     """
     states = list(kept.states.values()) if run.steps >= _ENOUGH_STEPS else []
     for state in states:
+        yield from _within(kept, run, state)
         equal = [one for one in states if one is not state and _were_equal(one, state)]
         online = next((one for one in equal if True in one.modes and _moved(one) & one.weights), None)
         moved = _moved(state)
@@ -29,7 +34,11 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         if not moved & state.weights:
             yield _frozen(states, run, online, state)
-        elif True not in state.modes and False in state.modes:
+            continue
+        share = _share_taken(state, online)
+        if share is not None and share > _TOO_MUCH and not _learns(kept, state):
+            yield _follows(state, online, share)
+        if True not in state.modes and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
             if stale and _moved(online) & set(stale):
                 evidence = {
@@ -41,6 +50,109 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
                 yield Probed(
                     probe="copied buffers", root=state.root, module=state.name, answer="yes", evidence=evidence
                 )
+
+
+def _within(kept: Kept, run: Run, state: State) -> Iterator[Probed]:
+    """Of a net that has both in it: a part that was a copy of another one, is used by its training and given else."""
+    for copied, online in _twins(state):
+        one, other = _part(state, copied), _part(state, online)
+        if not _moved(other) & other.weights or _learns(kept, one):
+            continue
+        if not _moved(one) & one.weights:
+            if _given_apart(kept, one, other):
+                evidence = {"online": state.root, "online_module": other.name, "steps": run.steps}
+                yield Probed(probe="frozen copy", root=state.root, module=one.name, answer="yes", evidence=evidence)
+        elif (share := _share_taken(one, other)) is not None and share > _TOO_MUCH:
+            yield _follows(one, other, share)
+
+
+def _twins(state: State) -> list[tuple[str, str]]:
+    """The largest parts of a net with the same parameters and values at first, a matrix among them, in both orders."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, mark in state.values.items():
+        for place, letter in enumerate(name):
+            if letter == ".":
+                parts.setdefault(name[:place], {})[name[place + 1 :]] = mark
+    alike: dict[Any, list[str]] = {}
+    for part, values in parts.items():
+        if any(len(mark[0]) > 1 for mark in values.values() if len(mark) == 2 and isinstance(mark[0], tuple)):
+            alike.setdefault(tuple(values.items()), []).append(part)
+    found = [pair for a, b in (same for same in alike.values() if len(same) == 2) for pair in ((a, b), (b, a))]
+    inner = {
+        (one, other) for one, other in found for a, b in found if one.startswith(f"{a}.") and other.startswith(f"{b}.")
+    }
+    return [pair for pair in found if pair not in inner]
+
+
+def _part(state: State, name: str) -> State:
+    """What is known of a part of a net."""
+
+    def of(values: dict[str, Any]) -> dict[str, Any]:
+        return {one.removeprefix(f"{name}."): mark for one, mark in values.items() if one.startswith(f"{name}.")}
+
+    whole = f"{state.name}.{name}" if state.name else name
+    went = {step: of(values) for step, values in state.went.items()}
+    buffers = {one.removeprefix(f"{name}.") for one in state.buffers}
+    return State(state.module, state.root, whole, of(state.values), of(state.last), buffers, {}, went=went, within=name)
+
+
+def _parameters(state: State) -> dict[str, Any]:
+    net = state.module()
+    part = net.get_submodule(state.within) if net is not None else None
+    return dict(part.named_parameters()) if part is not None else {}
+
+
+def _learns(kept: Kept, state: State) -> bool:
+    """Whether a net gets gradients of its own."""
+    return any(one.requires_grad and one.grad is not None for one in _parameters(state).values())
+
+
+def _given_apart(kept: Kept, one: State, other: State) -> bool:
+    """Whether both were run in a step that was written down, on different inputs."""
+    firsts = []
+    for state in (one, other):
+        mine = set(map(id, _parameters(state).values()))
+        firsts.append([_first_given(tape, mine) for tape in kept.tapes.values()])
+    pairs = [(a, b) for a, b in zip(*firsts, strict=True) if a is not None and b is not None]
+    return bool(pairs) and all(a != b for a, b in pairs)
+
+
+def _first_given(tape: Tape, parameters: set[int]) -> Slot | None:
+    """What the first operation with one of some parameters was given beside it."""
+    for operation in tape.operations:
+        used = list(slots((operation.args, operation.kwargs)))
+        held = [slot for slot in used if id(tape.parameters.get(slot)) in parameters]
+        others = [slot for slot in used if slot not in tape.parameters]
+        if held and others:
+            return others[0]
+    return None
+
+
+def _share_taken(state: State, online: State) -> float | None:
+    """The share of another net that a copy takes at each step, where it is the same in all that were looked at.
+
+    The mark of a tensor is a weighted sum of its entries, so that marks are averaged as the entries are.
+    """
+    shares = []
+    for step, after in state.went.items():
+        before, theirs = state.went.get(step - 1), online.went.get(step)
+        if before is None or theirs is None or step - 1 not in online.went:
+            continue
+        names = [name for name in state.weights if all(len(one[name]) == 2 for one in (before, after, theirs))]
+        moved = [after[name][1] - before[name][1] for name in names]
+        away = [theirs[name][1] - before[name][1] for name in names]
+        size = sum(one * one for one in away)
+        share = sum(a * b for a, b in zip(moved, away, strict=True)) / size if size else 0.0
+        rest = sum((a - share * b) ** 2 for a, b in zip(moved, away, strict=True))
+        if not size or rest > 1e-3 * size:
+            return None
+        shares.append(share)
+    return min(shares) if len(shares) >= _LEAST_LOOKS and max(shares) - min(shares) < _SAME_SHARE else None
+
+
+def _follows(state: State, online: State, share: float) -> Probed:
+    evidence = {"online": online.root, "online_module": online.name, "share": share}
+    return Probed(probe="close copy", root=state.root, module=state.name, answer="yes", evidence=evidence)
 
 
 def _were_equal(one: State, two: State) -> bool:

@@ -22,6 +22,7 @@ _MOST_TRIES = 6  # for each root
 _ENOUGH = 2  # steps of each optimizer: an early one, and a later one by when caches and states of the user's are there
 _MOST_LOSSES = 64
 _MOST_NETS = 24
+_MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
@@ -66,7 +67,9 @@ class State:
         buffers: the names of its buffers.
         methods: modules of it whose class of the user's has a method ``backward``, by name.
         inputs: for each looked at step what it was given.
+        went: the same as ``values`` at each of the first looked at steps.
         steps: steps before its first call.
+        within: the part of the net that this is of.
     """
 
     module: "weakref.ref[torch.nn.Module]"
@@ -78,7 +81,9 @@ class State:
     methods: dict[str, type]
     modes: set[bool] = field(default_factory=set)
     inputs: dict[int, set[Any]] = field(default_factory=dict)
+    went: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: int = 0
+    within: str = ""
 
     @property
     def weights(self) -> set[str]:
@@ -136,6 +141,7 @@ class Kept:
         on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
         nan: the first operation that gave NaN in one of these though it was given none.
+        initial: parameters as they were before the first step that was written down, by ``id``.
         given: by root and whether it was in training mode.
         states: by the ``id`` of the net.
         batches: for each root what it was given, and the loss function, with its arguments, that came after it.
@@ -149,6 +155,7 @@ class Kept:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
         self.nan: tuple[str, str, int] | None = None
+        self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
         self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
@@ -226,8 +233,11 @@ class Kept:
             state = self.states[id(module)] = self._state(module, root, name, step)
         if state is not None:
             state.modes.add(mode)
-            if not is_new and self._sampled() and step not in state.inputs:
+            is_early = step - state.steps < _MOST_WENT
+            if not is_new and (is_early or self._sampled()) and step not in state.inputs:
                 state.last = marks(module)
+                if is_early:
+                    state.went[step] = state.last
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))
         key = root, mode
@@ -291,8 +301,18 @@ class Kept:
         tape.rows = self._rows
         if not tape.start():
             return False
+        self._remember(module)
         self._tape = tape
         return True
+
+    @unseen
+    def _remember(self, module: torch.nn.Module) -> None:
+        """Keeps what parameters are before they are trained, as far as there is room."""
+        for one in module.parameters():
+            size = one.numel() * one.element_size()
+            if id(one) not in self.initial and self._bytes + size <= _MOST_BYTES and has_numbers(one):
+                self._bytes += size
+                self.initial[id(one)] = one.detach().clone()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Is shown a loss whose backward is about to run."""
@@ -341,11 +361,12 @@ class Kept:
             return
         kept = self.batches.setdefault(root, [])
         size = first.numel() * first.element_size() + target.numel() * target.element_size()
-        if len(kept) >= _MOST_BATCHES or self._bytes + size > _MOST_BYTES or first.shape[0] != target.shape[0]:
+        if len(kept) >= _MOST_BATCHES or self._bytes + size > _MOST_BYTES or target.shape[0] % max(first.shape[0], 1):
             return
         self._bytes += size
         rest = {key: value for key, value in given.items() if key not in ("input", "target")}
-        kept.append((first.detach().clone(), name, {"target": target.detach().clone(), **rest}))
+        shape = tuple(given["input"].shape) if isinstance(given.get("input"), torch.Tensor) else ()
+        kept.append((first.detach().clone(), name, {"target": target.detach().clone(), "shape": shape, **rest}))
 
 
 def _is_fused(module: torch.nn.Module) -> bool:

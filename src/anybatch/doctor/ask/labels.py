@@ -35,7 +35,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     Raises:
         Unknown: it can't be told.
     """
-    inputs, labels = _pairs(kept, root)
+    inputs, labels, width = _pairs(kept, root)
     count = len(labels)
     classes = int(labels.max()) + 1
     half = count * 2 // 3
@@ -48,27 +48,29 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     if module is None:
         raise Unknown("the model is gone")
     guess = float(-(share.clamp_min(1e-12).log() * share).sum())
-    best = _fitted(fresh(module), inputs, labels, half, until)
+    best = _fitted(fresh(module), inputs, labels, width, half, until)
     evidence |= {"held_out": best, "guess": guess}
     noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
     answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
     return Probed(probe="labels", root=root, answer=answer, evidence=evidence)
 
 
-def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of classes, each input once."""
+def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Inputs and labels of classes, each input once, and how many classes are told apart."""
     found = [
-        (first, given["target"])
+        (first, given["target"], given["shape"])
         for first, name, given in kept.batches.get(root, ())
         if name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
-        and not given["target"].is_floating_point()
+        and len(given["target"]) == len(first) and not given["target"].is_floating_point() and len(given["shape"]) == 2
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
-    if any(not one.is_floating_point() for one, _ in found):
+    if any(not one.is_floating_point() for one, *_ in found):
         raise Unknown("neighbours of symbols say nothing, and what is made of them may be hard to learn")
     if not found:
         raise Unknown("no batches with one class for each row were kept")
-    inputs, labels = torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+    if len({one[2][1] for one in found}) > 1:
+        raise Unknown("the losses are of different classes")
+    inputs, labels = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
     ignored = labels < 0
     inputs, labels = inputs[~ignored], labels[~ignored]
     some = inputs.flatten(1)[:, :: max(1, inputs[0].numel() // 16)][:, :16]
@@ -82,7 +84,7 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise Unknown(f"{len(labels)} different samples were kept, which are too few")
     if float(counts.max()) > 0.9 * len(labels):
         raise Unknown("nearly all labels are of one class")
-    return inputs, labels
+    return inputs, labels, int(found[0][2][1])
 
 
 def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
@@ -96,7 +98,7 @@ def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> 
     return float(same.mean()), (expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2)) ** 0.5
 
 
-def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, half: int, until: float) -> float:
+def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float) -> float:
     """The lowest loss on the held-out part while a model is fitted to the other one."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))
     inputs, labels = inputs[order], labels[order]
@@ -107,14 +109,16 @@ def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, half: 
             model.train()
             at = step * 64 % max(half - 63, 1)
             part = slice(at, min(at + 64, half))
-            loss = nn.functional.cross_entropy(_logits(model, inputs[part]), labels[part])
+            loss = nn.functional.cross_entropy(_logits(model, inputs[part], width), labels[part])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             if step % 10 == 9:
                 model.eval()
                 with torch.no_grad():
-                    best = min(best, float(nn.functional.cross_entropy(_logits(model, inputs[half:]), labels[half:])))
+                    best = min(
+                        best, float(nn.functional.cross_entropy(_logits(model, inputs[half:], width), labels[half:]))
+                    )
             if time.perf_counter() > end:
                 if step < 40:
                     raise Unknown("there was no time left")
@@ -124,8 +128,8 @@ def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, half: 
     return best
 
 
-def _logits(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    found = [one for one in tensors(model(inputs)) if one.dim() == 2 and one.shape[0] == len(inputs)]
-    if not found:
-        raise Unknown("no output has a row of classes for each input")
+def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
+    found = [one for one in tensors(model(inputs)) if one.shape == (len(inputs), width)]
+    if len(found) != 1:
+        raise Unknown(f"{len(found)} outputs have a row of classes for each input")
     return found[0]

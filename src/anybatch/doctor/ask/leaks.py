@@ -172,7 +172,7 @@ def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
     if _from_loader(run):
         return True
     longer = all(one.dim() > 1 and one.shape[1] > 1 for one in inputs.by_rows()[:1])
-    return longer and any(one.target_shape in {(row,) for row in rows} for one in run.of(LossCall))
+    return longer and any(one.target_shape in ((row,), (row, 1)) for one in run.of(LossCall) for row in rows)
 
 
 def _from_loader(run: Run) -> bool:
@@ -260,10 +260,10 @@ def _weights(one: torch.Tensor) -> torch.Tensor:
 
 
 def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
-    """Whether an output depends on later inputs, in a model that was trained to predict the next one."""
+    """Whether an output depends on later inputs, in a model whose targets are its inputs, or the next ones."""
     shifts = [one.shift for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None]
-    if not shifts or max(shifts) < 1:
-        raise Unknown("no loss was seen whose targets are the inputs one place on")
+    if not shifts:
+        raise Unknown("no loss was seen whose targets are the inputs, or the inputs one place on")
     inputs = trial.inputs
     tokens = _tokens(inputs)
     if tokens is not None and tokens.shape[0] == tokens.shape[1]:
@@ -338,7 +338,7 @@ def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:
 def _only_later(
     one: torch.Tensor, other: torch.Tensor, length: int, cut: int, counted: torch.Tensor | None = None
 ) -> bool | None:
-    if one.shape != other.shape or not one.numel():
+    if one.shape != other.shape or not one.numel() or not one.dim():
         return None
     mask = _difference(one, other)
     mask = mask if counted is None else _of_counted(mask, counted)

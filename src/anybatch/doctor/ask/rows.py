@@ -7,7 +7,7 @@ with the batch.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, replay
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 
-_MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
+MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "rsub"})
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
@@ -116,7 +116,9 @@ def _numbers_rows(one: torch.Tensor, rows: int) -> bool:
     return bool(torch.equal(one.sort().values.cpu(), torch.arange(rows)))
 
 
-def replayed(tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n) -> Replay:
+def replayed(
+    tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n, held: Mapping[Slot, torch.Tensor] | None = None
+) -> Replay:
     """Runs a step again as far as a loss, without random numbers of its own.
 
     Args:
@@ -124,13 +126,14 @@ def replayed(tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n) -> 
         loss: it.
         change: takes what came from outside, and gives what is there in its place.
         number: takes each number in the arguments, and gives another one.
+        held: other parameters than those of the models.
 
     Raises:
         Unknown: it did not run.
     """
     torch.manual_seed(0)
     try:
-        return replay(tape, loss.before, change, number)
+        return replay(tape, loss.before, change, number, held or {})
     except FAILURES as error:
         raise Unknown(f"the step did not run again: {type(error).__name__}: {error}"[:200]) from None
 
@@ -151,7 +154,7 @@ def _guilty(
                 patterns[slot] = found
                 continue
             given = {patterns[one] for one in slots((operation.args, operation.kwargs)) if one in patterns}
-            if operation.name in _MOVING:
+            if operation.name in MOVING:
                 leading = itertools.accumulate(a.shape, lambda product, size: product * size)
                 if (0, 1) in given and rows in leading:
                     return None  # it makes groups of rows, which have roles then
@@ -226,7 +229,11 @@ def of_itself(tape: Tape) -> Probed:
     for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
         given = list(slots((operation.args, operation.kwargs)))
         computed |= set(operation.outs)
-        if not needed & set(operation.outs) or not found or bool(found[0].count_nonzero()):
+        if not needed & set(operation.outs) or not found:
+            continue
+        if operation.name == "kl_div" and _is_itself(operation, [run.values[one].detach() for one in given[:2]]):
+            return _itself(operation)
+        if bool(found[0].count_nonzero()):
             continue
         if operation.name in _COMPARING or operation.name in _DIFFERENCES:
             sides = [run.values[one] for one in given[:2]]
@@ -238,6 +245,14 @@ def of_itself(tape: Tape) -> Probed:
         elif operation.name in _SIZING and (guilty := next((differences[g] for g in given if g in differences), None)):
             return _itself(guilty)
     return Probed(probe="itself", root=-1, answer="no")
+
+
+def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
+    """Whether both sides of a divergence are one distribution, and not an even one."""
+    if len(sides) < 2 or sides[0].shape != sides[1].shape:
+        return False
+    second = sides[1].exp() if operation.kwargs.get("log_target") else sides[1]
+    return _close(sides[0].exp(), second) and float(second.double().std()) > 1e-3
 
 
 def _itself(operation: Operation) -> Probed:

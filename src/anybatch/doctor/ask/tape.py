@@ -324,7 +324,11 @@ class Replay:
 
 
 def replay(
-    tape: Tape, until: int, change: Callable[[torch.Tensor], torch.Tensor], number: Callable[[Any], Any] = lambda n: n
+    tape: Tape,
+    until: int,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    number: Callable[[Any], Any],
+    held: Mapping[Slot, torch.Tensor],
 ) -> Replay:
     """Runs the operations of a tape again.
 
@@ -333,6 +337,7 @@ def replay(
         until: how many of the operations.
         change: takes what came from outside or was drawn, and gives what is there in its place.
         number: takes each number in the arguments, and gives another one.
+        held: other parameters than those of the models.
 
     Returns:
         What came out; what an operation of the user's raises is raised.
@@ -341,7 +346,9 @@ def replay(
     for slot, leaf in tape.leaves.items():
         values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()
     for slot, parameter in tape.parameters.items():
-        if slot not in tape.leaves:
+        if slot in held:
+            values[slot] = held[slot]
+        elif slot not in tape.leaves:
             values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     done = Replay(values)
     for operation in tape.operations[:until]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
-from anybatch.doctor.crashing.crashlive import whose
+from anybatch.doctor.crashing.live import whose
 from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
 from anybatch.tensors.randomness import RandomState

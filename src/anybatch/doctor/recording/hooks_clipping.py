@@ -83,6 +83,8 @@ class ClippingHooks:
             return False
 
     def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> None:
+        if not isinstance(limit, (int, float, torch.Tensor)):
+            return  # torch refuses it
         with_grad = [tensor for tensor in given if tensor.grad is not None]
         ids = {id(tensor) for tensor in with_grad}
         owners = [

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Container
 from typing import Any
 
+from anybatch.doctor.frames import kept
 from anybatch.tensors.dispatch import function_modes_paused, function_modes_resumed
 from anybatch.torch_private import number_of_function_modes
 
@@ -19,6 +20,7 @@ _CALL = "_anybatch_doctor_call"
 _BENEATH = f"{_CALL}_beneath"
 _COUNT = "_anybatch_doctor_modes"
 _CHOSEN = "_anybatch_doctor_chosen"
+_RAISED = "_anybatch_doctor_raised"
 _NO_CALLS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -30,6 +32,15 @@ def hidden(function: Any) -> Any:
     """
     function.__code__ = function.__code__.replace(co_filename=HIDDEN)
     return function
+
+
+def raised(error: BaseException) -> None:
+    """Gives an error that comes out of a call that is seen the traceback that it has without the doctor.
+
+    Args:
+        error: which is on its way to the script.
+    """
+    error.__traceback__ = kept(error.__traceback__)
 
 
 class _Passing:
@@ -81,7 +92,11 @@ def _handing_on(code: types.CodeType) -> types.CodeType:
     text = (
         f"def outer({', '.join(code.co_freevars)}):\n"
         f"    def function({declared}):\n"
-        f"        return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})\n"
+        f"        try:\n"
+        f"            return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})\n"
+        f"        except BaseException as {_RAISED}_error:\n"
+        f"            {_RAISED}({_RAISED}_error)\n"
+        f"            raise\n"
         f"        ({' '.join(f'{one},' for one in code.co_freevars)})\n"  # have to be as many as before
     )
     file = f"{HIDDEN}{code.co_filename}"  # ``inspect`` asks the module for its text
@@ -101,7 +116,9 @@ def _asking_first(code: types.CodeType, source: str) -> types.CodeType:
         raise ValueError(f"got {code.co_qualname}; expected a function without decorators and outer variables")
     one, (_, handed) = code.co_varnames[0], _signature(code)
     asked = f"if type({one}) in {_CHOSEN} or id({one}) in {_CHOSEN}:"
-    first = ast.parse(f"{asked}\n return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})").body[0]
+    call = f"return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})"
+    passed_on = f"except BaseException as {_RAISED}_error:\n  {_RAISED}({_RAISED}_error)\n  raise"
+    first = ast.parse(f"{asked}\n try:\n  {call}\n {passed_on}").body[0]
     ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     last = max(ends, key=lambda node: node.lineno)  # whence a traceback of a call that is handed on seems to come
     for node in ast.walk(first):
@@ -157,7 +174,7 @@ class _Exchange:
         beneath = _seen(function_modes_paused(beneath))
         if function.__module__ == "__main__" or "<locals>" in function.__qualname__:
             call, beneath = _Passing(call, self.original), _Passing(beneath, self.original)
-        names.setdefault(_COUNT, number_of_function_modes)
+        names |= {_COUNT: number_of_function_modes, _RAISED: raised}
         names[self._names[_CALL]], names[self._names[_BENEATH]] = call, beneath
 
     def choose(self, chosen: Container[Any] | None) -> None:
@@ -179,7 +196,7 @@ class _Exchange:
         if not above:
             del _ABOVE[self.function]
             if not any(name.startswith(f"{_CALL}_") for name in names):
-                names.pop(_COUNT, None)
+                del names[_COUNT], names[_RAISED]
 
 
 _ABOVE: dict[Any, list[_Exchange]] = {}

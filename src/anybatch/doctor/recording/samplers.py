@@ -88,6 +88,11 @@ class Samplers:
         hooks = sum(one.seconds for _, one in self._activations.values() if one is not None)
         return self._left_seconds + calls + hooks + self._suspicion.seconds
 
+    @property
+    def not_finite(self) -> bool:
+        """Whether a number that is not finite was seen."""
+        return self._nonfinite.found
+
     def attach(self) -> None:
         """Starts what runs all the time."""
         recording = self._recording

@@ -42,6 +42,25 @@ def copy_never_updated(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB119", "COPY_TOO_CLOSE", "warning", needs=(Probed,))
+def copy_too_close(run: Run) -> Iterator[Found]:
+    """Averages that are the net itself."""
+    for probed in answers(run, "close copy"):
+        copied, online = _both(run, probed)
+        share = float(probed.evidence["share"])
+        yield Found(
+            text=f"{copied} takes {share:.3g} of {online} at each step and keeps {max(1 - share, 0):.2g} of itself: "
+            "it is no slow average, but nearly the trained net.",
+            fix=f"slow.mul_(decay).add_(fast, alpha=1 - decay)  # with decay = {max(share, 0.9):.3g}"
+            if share < 0.9999
+            else f"{copied}.load_state_dict({online}.state_dict())  # every few hundred steps only, or an average",
+            cause="The decay and one minus the decay have changed places, or the copy is made anew at every step.",
+            since=probed,
+            where=_called(run, probed) or NOWHERE,
+            module=copied,
+        )
+
+
 @rule("AB116", "COPY_BUFFERS_STALE", "warning", needs=(Probed,))
 def copy_buffers_stale(run: Run) -> Iterator[Found]:
     """Averages without the buffers."""

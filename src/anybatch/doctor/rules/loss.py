@@ -212,11 +212,20 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 
 
 @rule(
-    "AB603", "SOFTMAX_DIM", "error", needs=(Walk,),
+    "AB603", "SOFTMAX_DIM", "error",
     explains=("BATCH_MIXING", "LOSS_CONSTANT", "CANNOT_FIT_BATCH", "DOUBLE_ACTIVATION"),
 )  # fmt: skip
 def softmax_dim(run: Run) -> Iterator[Found]:
-    """Softmaxes along the batch."""
+    """Softmaxes along the batch, and along another axis than the one that is summed over."""
+    for probed in answers(run, "softmax axis"):
+        seen = probed.evidence
+        yield Found(
+            text=f"The softmax{near(probed)} runs along dim {seen['dim']} of {seen['dims']}, and the values that it "
+            f"weighs are summed up along dim {seen['summed']}: their weights do not sum to 1.",
+            fix="softmax(dim=-1)",
+            cause="The weights of a sum have to be those of what is summed.",
+            since=probed,
+        )
     walks = [(walk, [one for one in walk.softmaxes if _along_batch(run, walk, *one)]) for walk in run.of(Walk)]
     wrong = [(walk, found) for walk, found in walks if found]
     if not wrong or len(wrong) < sum(bool(walk.softmaxes) for walk, _ in walks):
@@ -263,7 +272,8 @@ def _time_comes_first(run: Run) -> bool:
 
 @rule("AB604", "LABEL_SHIFT", "error", explains=("CANNOT_FIT_BATCH",), needs=(LossCall,))
 def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Found]:
-    """Targets that are two tokens ahead."""
+    """Targets that are two tokens ahead, or none."""
+    yield from _not_shifted(run, batches)
     shifted = [(one, one.shift) for one in run.of(LossCall) if one.shift is not None]
     twice = [(one, shift) for one, shift in shifted if shift >= 2]
     if not twice or len(twice) < min(batches, max(run.steps, 1)) or any(shift == 1 for _, shift in shifted):
@@ -278,6 +288,22 @@ def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Foun
         step=twice[min(len(twice), 3) - 1][0],
         evidence={"shift": shift, "batches": len(twice)},
     )
+
+
+def _not_shifted(run: Run, batches: float) -> Iterator[Found]:
+    """Targets that a model which looks back only is given as its inputs: it has nothing to predict."""
+    for probed in answers(run, "time", "no"):
+        calls = [one for one in run.of(LossCall) if one.root == probed.root and one.shift is not None]
+        if len(calls) < batches or any(one.shift or one.classes < 2 for one in calls):
+            continue
+        yield Found(
+            text=f"The targets of {calls[0].function} are the tokens that the model is given at the same places: it "
+            "has nothing to predict, and learns to copy its input.",
+            fix="loss over scores[:, :-1] and ids[:, 1:]  # each place predicts the next token",
+            cause="Inputs and targets were cut from the same tokens, without the shift by one.",
+            since=calls[0],
+            evidence={"shift": 0, "batches": len(calls)},
+        )
 
 
 _RANGES = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}

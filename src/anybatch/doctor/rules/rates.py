@@ -8,6 +8,7 @@ from typing import Any
 
 from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.growing import announced
 from anybatch.doctor.views.measures import (
@@ -22,11 +23,15 @@ from anybatch.doctor.views.measures import (
 )
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
-from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
+from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
+
+FEW_OF_A_RATE = 100
+"""In fewer steps a rate that is low may have had no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,9 @@ def lr_too_high(
     for one in measured(run):
         heavy, swings = _heavy(one), _swings(one)
         first = next((_Long(n.at, n.step, math.inf if (r := ratio(run, n)) is None else r) for n in one.samples), None)
+        if (asked := _other_rate(one, ENOUGH_STEPS)) is not None and asked.evidence["other_lr"] < asked.evidence["lr"]:
+            yield _learns_with_less(one, asked)
+            continue
         long = _far_too_long(one, far, row, early) or _risen(one, early)
         if long is None and heavy and heavy.is_high and swings:
             long = first
@@ -77,6 +85,30 @@ def lr_too_high(
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
         elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):
             yield _hint(one, long)
+
+
+def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
+    """The answer that one batch is learned at another rate, where the run was long enough and did not learn."""
+    if outcome(one.run).word == "learning" or len(one.steps) < steps or any(True for _ in one.run.of(Scored)):
+        return None
+    found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
+    return next(found, None)
+
+
+def _compared(asked: Probed) -> str:
+    seen = asked.evidence
+    return (f"a copy that learns one batch by heart brings the loss from {seen['loss']:.3g} to {seen['after']:.3g} in "
+            f"{seen['steps']} steps, and with {seen['other_lr']:g} to {seen['other_after']:.3g}")  # fmt: skip
+
+
+def _learns_with_less(one: OptimizerView, asked: Probed) -> Found:
+    return Found(
+        text=f"The learning rate {asked.evidence['lr']:g} of {one} is far too high: {_compared(asked)}.",
+        fix=one.with_rate(asked.evidence["other_lr"]),
+        cause="Steps of this length throw the weights out of the region where the model computes anything.",
+        since=asked,
+        optimizer=one.number,
+    )
 
 
 def _too_high(one: OptimizerView, long: _Long, harm: _Harm) -> Found:
@@ -317,14 +349,24 @@ def _of_momentum(one: OptimizerView, heavy: _Heavy, long: _Long, harm: _Harm) ->
     )  # fmt: skip
 
 
-@rule("AB502", "LR_TOO_LOW", "warning", explains=("LOSS_CONSTANT",), needs=(Norms, Stepped))
+@rule("AB502", "LR_TOO_LOW", "warning", explains=("LOSS_CONSTANT",), needs=(Stepped,))
 def lr_too_low(
     run: Run, *, most: float = Limit(1e-6, "of the weights: a million such steps change them once; 0.001 is usual"),
     steps: float = Limit(20, "of a run, or after a warm-up"),
 ) -> Iterator[Found]:  # fmt: skip
     """Steps that change nothing although gradients are there."""
     for one in measured(run):
-        losses = one.losses
+        losses, asked = one.losses, _other_rate(one, FEW_OF_A_RATE)
+        if asked is not None and asked.evidence["other_lr"] > asked.evidence["lr"]:
+            yield Found(
+                text=f"The learning rate {asked.evidence['lr']:g} of {one} is so low that little is learned: "
+                f"{_compared(asked)}.",
+                fix=one.with_rate(asked.evidence["other_lr"]),
+                cause="SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient.",
+                since=asked,
+                optimizer=one.number,
+            )
+            continue
         ratios = [value for norms in one.samples if (value := ratio(run, norms)) is not None]
         lrs = [max(step.lrs) for step in one.steps if step.lrs]
         if not losses.stands or losses.last < 1e-4 or not lrs or max(lrs) == 0 or _still_rises(lrs, steps):

@@ -76,7 +76,9 @@ def _stretched(one: _Schedule) -> str:
 
 def _fallen(rates: list[float], share: float) -> int | None:
     """The first step from which on a rate stays below a share of its highest."""
-    return next((index for index in range(len(rates)) if max(rates[index:]) < share * max(rates)), None)
+    limit = share * max(rates)
+    below = next((index for index, rate in enumerate(reversed(rates)) if rate >= limit), len(rates))
+    return len(rates) - below if below else None
 
 
 @rule("AB504", "LR_COLLAPSED", "warning", explains=("LR_TOO_LOW",))

@@ -98,6 +98,69 @@ def field_unread(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB614", "TARGET_GIVEN", "warning", needs=(Probed,))
+def target_given(run: Run) -> Iterator[Found]:
+    """Targets that are among the inputs."""
+    for probed in answers(run, "target given")[:1]:
+        seen = probed.evidence
+        yield Found(
+            text=f"The target{near(probed)} is, in each row, number {seen['place']} of the {seen['of']} numbers that "
+            "are given beside it: the model only has to copy it.",
+            fix="cut the inputs off before what is to be predicted: x[:, :-1], y[:, -1]",
+            cause="The window of the inputs reaches as far as the target, or the column of the targets is a feature.",
+            since=probed,
+        )
+
+
+@rule("AB659", "AXES_TORN", "warning", explains=("ROWS_TORN", "BATCH_MIXING", "LABELS_UNRELATED"), needs=(Probed,))
+def axes_torn(run: Run) -> Iterator[Found]:
+    """Axes that change places by a reshape."""
+    for probed in answers(run, "axes")[:1]:
+        before, after = (" x ".join(map(str, probed.evidence[one])) for one in ("before", "after"))
+        yield Found(
+            text=f"What has the axes {before} is read as {after}{near(probed)}: a reshape leaves the entries in their "
+            "order, so that each axis holds pieces of the others.",
+            fix="x.permute(...) or x.transpose(...) in place of reshape or view where axes change places",
+            cause="reshape and view change where an axis is cut, and not which axis comes first.",
+            since=probed,
+        )
+
+
+@rule("AB660", "PADDING_COUNTED", "warning", needs=(Probed,))
+def padding_counted(run: Run) -> Iterator[Found]:
+    """Losses over what only fills up."""
+    for probed in answers(run, "padding"):
+        call = next((one for one in run.of(LossCall) if one.root == probed.root), None)
+        seen = probed.evidence
+        yield Found(
+            text=f"{seen['share']:.0%} of the targets of {call.function if call else 'the loss'} stand where the input "
+            f"is padding, and count: they are all {seen['value']}.",
+            fix=f"ignore_index={seen['value']}, or -100 as the target of what is padding",
+            cause="The loss does not know which of the targets are there to make rows equally long.",
+            since=call or probed,
+            evidence=seen,
+        )
+
+
+@rule("AB615", "CTC_TARGETS", "error", needs=(Probed,))
+def ctc_targets(run: Run) -> Iterator[Found]:
+    """Blanks among the targets of a CTC loss, and targets that are too long."""
+    for probed in answers(run, "blank")[:1]:
+        seen = probed.evidence
+        yield Found(
+            text=f"{seen['blanks']} targets of the CTC loss{near(probed)} are {seen['blank']}, which is the blank: it "
+            "stands for no symbol and can't be one."
+            if seen["blanks"]
+            else f"{seen['too_long']} of {seen['rows']} targets of the CTC loss{near(probed)} are longer than the "
+            "input that they are aligned with: their loss is infinite, or counts as 0.",
+            fix="number the symbols from 1 on, with blank=0; or blank=len(symbols)"
+            if seen["blanks"]
+            else "input_lengths in frames of the log-probabilities, and target_lengths in symbols",
+            cause="The symbols were numbered without room for the blank, or both lengths have changed places.",
+            since=probed,
+        )
+
+
 @rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(
     run: Run, *, steps: float = Limit(16, "so many alike are no chance"),

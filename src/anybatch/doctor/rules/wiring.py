@@ -68,11 +68,10 @@ def _with_optimized(run: Run, numbers: list[int], shared: float) -> bool:
 
 def _holds_frozen_only(run: Run, wanted: list[int]) -> bool:
     """Whether all that an optimizer steps are frozen parameters of the same model: it was made before adapters were."""
-    roots, touched = {run.parameters[one].root for one in wanted}, with_gradient(run)
+    roots = {run.parameters[one].root for one in wanted}
     for one in optimizers(run):
         own = [run.parameters[number] for number in one.own if number in run.parameters]
-        frozen = all(not each.requires_grad and each.parameter not in touched for each in own)
-        if own and frozen and {each.root for each in own} <= roots:
+        if own and one.steps and not any(step.with_grad for step in one.steps) and {each.root for each in own} <= roots:
             return True
     return False
 

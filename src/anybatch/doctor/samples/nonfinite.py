@@ -52,6 +52,11 @@ class NonFiniteWatch:
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
 
+    @property
+    def found(self) -> bool:
+        """Whether there was one."""
+        return self._found
+
     def at_backward(self, loss: torch.Tensor, *, sampled: bool = True, scaled: bool = False) -> NonFinite | None:
         """Looks at a loss before its backward.
 

@@ -112,7 +112,15 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     said += f"{'the targets of other rows' if probed else 'one of its inputs from other rows'}"
     rows = int(same.evidence["rows"]) * found.steps
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
-    if probed is None or beats or found.steps < ENOUGH_STEPS or rows < ENOUGH_TARGETS or _still_falls(run, part):
+    scored = any(True for _ in run.of(Scored))  # what was drawn then is unlikely now, whatever was learned
+    if (
+        probed is None
+        or beats
+        or scored
+        or found.steps < ENOUGH_STEPS
+        or rows < ENOUGH_TARGETS
+        or _still_falls(run, part)
+    ):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
 

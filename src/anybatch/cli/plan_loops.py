@@ -1,0 +1,152 @@
+"""The first step of a script that does without anybatch: noticed where it goes back, and where it updates."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from anybatch.interception import Call
+
+_ADAPTERS = {
+    "transformers": "the Trainer of Transformers takes it; use anybatch.integrations.transformers.ExactTrainer",
+    "trl": "the trainer of TRL takes it; put anybatch.integrations.transformers.ExactTraining before it",
+    "lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
+    "pytorch_lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
+    "accelerate": "Accelerate takes it; use anybatch.integrations.accelerate.train_step",
+}
+
+
+class LoopWatch:
+    """Waits for the first backward and the update that follows it, in a process that ends there.
+
+    Args:
+        found: is called with what the names of the user's code were that went back, its file and line, and the
+            optimizer; it does not return.
+        refused: is called with a sentence where a library takes the step.
+    """
+
+    def __init__(self, found: Callable[[dict[str, Any], str, int, Any], None], refused: Callable[[str], None]) -> None:
+        self._found, self._refused = found, refused
+        self._seen: tuple[dict[str, Any], str, int] | None = None
+        self._handles: list[Any] = []
+        self._within: Any = None  # an optimizer that evaluates a closure, which goes back within its step
+
+    def attach(self) -> None:
+        """Begins to wait; torch has been imported."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        original = torch.Tensor.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self._look(sys._getframe(1))
+            result = original(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self._end()
+            return result
+
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def detach(self) -> None:
+        """Waits no more for an update."""
+        for one in self._handles:
+            one.remove()
+
+    def _look(self, frame: FrameType | None) -> None:
+        from anybatch.doctor.recording.naming import USERS, whose_file
+
+        if "anybatch.step" in sys.modules or "anybatch.backpropagation" in sys.modules:
+            return  # the script has a step of anybatch's, or is about to make one
+        if self._seen is not None:
+            return
+        library = ""
+        while frame is not None and (
+            whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
+        ):
+            library = library or str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            library = "" if library in ("torch", "anybatch") else library
+            frame = frame.f_back
+        if frame is None or library:
+            self._refused(_ADAPTERS.get(library, f"{library or 'a library'} goes back, and not the script itself"))
+            return
+        self._seen = {**frame.f_globals, **frame.f_locals}, frame.f_code.co_filename, frame.f_lineno
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._within = optimizer
+        self._end()
+
+    def _after_step(self, *_: Any) -> None:
+        self._within = None
+
+    def _end(self) -> None:
+        if self._seen is not None and self._within is not None:
+            self._found(*self._seen, self._within)
+
+
+class FoundStep:
+    """A step that was found in a loop, as the call that it would be.
+
+    Args:
+        names: what the names of the loop were.
+        file: of the loop.
+        line: of its backward.
+        optimizer: that was about to update.
+
+    Attributes:
+        call: for whoever answers about a call.
+
+    Raises:
+        StepUnclear: it can't be told apart from the rest of the loop.
+    """
+
+    def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> None:
+        from anybatch.doctor.loopchanges import results_of, update_of
+        from anybatch.doctor.loopsteps import StepUnclear, step_at
+
+        self._step = step = step_at(file, line, names, [optimizer])
+        self._update = update_of(step)
+        self._trouble = ""
+        metrics: list[str] = []
+        try:
+            metrics = results_of(step)
+        except StepUnclear as error:
+            self._trouble = str(error)
+        for parameter in step.model.parameters():
+            parameter.grad = None  # a step begins without
+        clip = float(eval(self._update.clip, dict(names))) if self._update and self._update.clip else None
+        options = {"optimizer": optimizer, "clip_norm": clip}
+        self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
+
+    def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
+        """An answer with the lines to change, or why they can't be written.
+
+        Args:
+            facts: the answer.
+            question: that was asked.
+        """
+        from anybatch.doctor.fixes.source import unified
+        from anybatch.doctor.loopchanges import change_of
+        from anybatch.doctor.loopsteps import StepUnclear
+
+        chosen = facts.get("plan", {}).get("chosen", {})
+        is_split_only = not any(chosen.get(name) for name in ("recompute", "offload", "autocast"))
+        is_split_only &= chosen.get("loss_chunks", 1) == 1
+        size = chosen.get("micro_batch_size", 1)
+        saved = json.dumps(question.get("output") or "plan.json")
+        plan = f"micro_batch_size={size:g}" if is_split_only else f"plan=anybatch.Plan.load({saved})"
+        wish = question["memory"] if question["memory"] is not None else "free"
+        changed = {"change": "", "after": ""}
+        if not self._trouble:
+            try:
+                edit = change_of(self._step, self._update, json.dumps(wish), plan)
+                diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
+                changed = {"change": diff, "after": edit.after if self._update else ""}
+            except StepUnclear as error:
+                self._trouble = str(error)
+        at = f"{self._step.source.path}:{self._step.back.lineno}"
+        return facts | changed | {"trouble": self._trouble, "found": at}

@@ -1,0 +1,175 @@
+"""What is given to a net and its loss, looked at entry by entry: torn axes, targets among inputs, padding, blanks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.rows import MOVING, replayed, rows_of, slots_of
+from anybatch.doctor.ask.tape import Operation, Tape, slots
+from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.weighing import padding_of
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_CHANNELS = (2, 3, 4)
+_MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of an image
+_MOST = 0.6  # of the samples: some may have one colour
+_LEAST_PADDED = 0.1  # of the tokens
+_REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+
+
+def turned(tape: Tape) -> Probed:
+    """Whether axes change places by a reshape, which leaves the entries where they are, or an image came that way.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
+        given = next(iter(slots(operation.args)), None)
+        if operation.name not in MOVING or not found or given is None or not needed & set(operation.outs):
+            continue
+        before, after = ([size for size in one.shape if size > 1] for one in (run.values[given], found[0]))
+        if before != after and sorted(before) == sorted(after):
+            return _told(operation, before, after)
+    for slot, leaf in tape.leaves.items():
+        if slot in needed and slot not in tape.parameters and leaf.shape[:1] == (rows,) and _is_torn(leaf):
+            given_to = next(one for one in tape.operations if slot in set(slots((one.args, one.kwargs))))
+            count, height, width = leaf.shape[1:]
+            return _told(given_to, [height, width, count], [count, height, width])
+    return Probed(probe="axes", root=-1, answer="no")
+
+
+def _told(operation: Operation, before: list[int], after: list[int]) -> Probed:
+    evidence = {"op": operation.name, "before": before, "after": after}
+    return Probed(probe="axes", root=-1, answer="yes", file=operation.file, line=operation.line, evidence=evidence)
+
+
+def _is_torn(image: torch.Tensor) -> bool:
+    """Whether the channels of most images are alike, and images smoother, only if read in another order.
+
+    Rows, columns, channels are what a picture is stored as.
+    """
+    if image.dim() != 4 or image.shape[1] not in _CHANNELS or min(image.shape[2:]) < 8 or not image.is_floating_point():
+        return False
+    count, channels, height, width = image.shape
+    given = image.double()
+    other = given.reshape(count, height, width, channels).permute(0, 3, 1, 2)
+    (rough, alike), (rough_other, alike_other) = _texture(given), _texture(other)
+    better = alike_other > alike + _MORE_ALIKE
+    return float(better.double().mean()) > _MOST and bool(rough_other.mean() < rough.mean())
+
+
+def _texture(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each image how much one row of pixels differs from the next, and how alike two channels are."""
+    spread = image.var((1, 2, 3)).clamp_min(1e-12)
+    away = image - image.mean((2, 3), keepdim=True)
+    rough = (image[:, :, 1:] - image[:, :, :-1]).pow(2).mean((1, 2, 3)) / spread
+    return rough, (away[:, 1:] * away[:, :-1]).mean((1, 2, 3)) / spread
+
+
+def given_away(tape: Tape) -> Probed:
+    """Whether the target of a regression is one of the numbers that the model is given.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run = replayed(tape, loss, lambda one: one)
+    for operation in tape.operations[: loss.before]:
+        if operation.name not in _REGRESSIONS:
+            continue
+        for slot in slots((operation.args, operation.kwargs)):
+            target, made_of = run.values[slot], slots_of(tape, replace(loss, slot=slot))
+            others = [leaf for one, leaf in tape.leaves.items() if one not in made_of and leaf.dim() > 1]
+            for leaf in others if not target.requires_grad and target.dim() else ():
+                if not leaf.shape[0] == target.shape[0] == rows:
+                    continue
+                place = _column(leaf.reshape(rows, -1), target.reshape(rows, -1))
+                if place >= 0:
+                    evidence = {"place": place, "of": leaf[0].numel()}
+                    return Probed(probe="target given", root=-1, answer="yes", file=operation.file,
+                                  line=operation.line, evidence=evidence)  # fmt: skip
+    return Probed(probe="target given", root=-1, answer="no")
+
+
+def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
+    """Which column of the inputs is a target in each row; -1 for none."""
+    if target.shape[1] * 2 > inputs.shape[1] or not inputs.is_floating_point() or inputs.dtype != target.dtype:
+        return -1
+    if len(target[:, 0].unique()) < len(target) / 2:
+        return -1  # a few values may be equal by accident
+    same = (inputs == target[:, :1]).all(0).nonzero()
+    return int(same[-1]) if len(same) else -1
+
+
+def blank(tape: Tape) -> Probed:
+    """Whether the targets of a CTC loss hold the blank, or are longer than what they are aligned with.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: no such loss was seen, or its arguments can't be read.
+    """
+    calls = [one for one in tape.operations if one.name == "ctc_loss"]
+    if not calls:
+        raise Unknown("no CTC loss was seen")
+    names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank")
+    given = dict(zip(names, calls[-1].args, strict=False)) | calls[-1].kwargs
+    run = replayed(tape, tape.losses[-1], lambda one: one)
+    targets, lengths, own = (_value(run.values, given[one]) for one in ("targets", "target_lengths", "input_lengths"))
+    inside = targets.reshape(-1)
+    if targets.dim() == 2:
+        inside = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None].to(targets.device)]
+    blanks, too_long = int((inside == given.get("blank", 0)).sum()), int((lengths > own).sum())
+    evidence = {"blank": given.get("blank", 0), "blanks": blanks, "too_long": too_long, "rows": len(lengths)}
+    answer = "yes" if blanks or too_long * 2 > len(lengths) else "no"
+    return Probed(probe="blank", root=-1, answer=answer, file=calls[-1].file, line=calls[-1].line, evidence=evidence)
+
+
+def _value(values: Any, one: Any) -> torch.Tensor:
+    return values[one] if one in values else torch.as_tensor(one)
+
+
+def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a loss counts the places at which the tokens of its root are padding.
+
+    Args:
+        kept: of the run.
+        run: its facts.
+    """
+    for root, batches in kept.batches.items():
+        padded, total, seen = 0, 0, set[int]()
+        for tokens, name, given in batches:
+            if (
+                name != "cross_entropy"
+                or tokens.dim() != 2
+                or tokens.is_floating_point()
+                or given.get("weight") is not None
+            ):
+                break
+            if given["target"].numel() != tokens.numel():
+                break
+            behind = padding_of(tokens)
+            at_end = given["target"].reshape(tokens.shape)[behind] if behind is not None else given["target"][:0]
+            seen |= set(at_end.tolist())
+            if len(seen) > 1:
+                break
+            total += tokens.numel()
+            padded += int((at_end != given.get("ignore_index", -100)).sum())
+        else:
+            if total and padded > _LEAST_PADDED * total:
+                value = seen.pop()
+                evidence = {"share": padded / total, "value": value, "tokens": total}
+                yield Probed(probe="padding", root=root, answer="yes", evidence=evidence)

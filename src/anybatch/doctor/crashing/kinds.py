@@ -1,0 +1,127 @@
+"""How a kind of crash is declared: what its error says, what is asked of the state that was alive, and what is told."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anybatch.doctor.crashing.live import Live
+
+_log = logging.getLogger(__name__)
+
+Answer = Mapping[str, Any]
+"""What a question found, see ``answer``."""
+Question = Callable[[Live, "re.Match[str]"], Answer | None]
+
+
+def answer(**found: Any) -> Answer:
+    """What a question found.
+
+    Args:
+        found: values for the texts; ``module``, ``parameters``, ``tensor`` and ``evidence`` are kept with the finding,
+            and ``at`` is the file, line and code of what has to be changed, where that is not the line that raised.
+    """
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One row of the table of crashes.
+
+    Args:
+        name: of the finding.
+        patterns: searched for in the text of an error, then in the text behind the error's class and a colon, any of
+            them; long enough to be of one error only, short enough for all versions of torch.
+        message: what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for
+            ``{code}``, ``{text}``, ``{module}`` and ``{tensor}``.
+        cause: how it comes to that, a template too.
+        fix: what to change, in the user's own names.
+        asks: finds what the texts need; ``None`` from it leaves the error to the next row.
+    """
+
+    name: str
+    patterns: str | tuple[str, ...]
+    message: str
+    cause: str
+    fix: str
+    asks: Question = lambda live, match: {}
+
+    def told(self, live: Live) -> "Told | None":
+        """What is said of a crash; ``None`` if it is of another kind."""
+        for pattern in (self.patterns,) if isinstance(self.patterns, str) else self.patterns:
+            texts = (live.text, f"{type(live.error).__name__}: {live.text}")
+            match = next(filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)), None)
+            found = None if match is None else self.asks(live, match)
+            if match is not None and found is not None:
+                return self._filled(live, match, found)
+        return None
+
+    def _filled(self, live: Live, match: "re.Match[str]", found: Answer) -> "Told":
+        groups = ("", *(group or "" for group in match.groups()))
+        common = {
+            "code": quoted(live.code()) or "the script",
+            "text": first_line(live.text),
+            "module": "",
+            "tensor": "",
+        }
+        message, cause, fix = (
+            template.format(*groups, **{**common, **found}) for template in (self.message, self.cause, self.fix)
+        )
+        file, line, code = found.get("at") or ("", 0, "")
+        place = {"origin_file": file, "origin_line": line, "origin_code": code} if line else {}
+        return Told(
+            self.name, message, cause, fix, found.get("module", ""), tuple(found.get("parameters", ())),
+            found.get("tensor", ""), {**found.get("evidence", {}), **place},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is said of a crash; the fields are those of ``anybatch.records.events.Crashed``."""
+
+    name: str = ""
+    message: str = ""
+    cause: str = ""
+    fix: str = ""
+    module: str = ""
+    parameters: tuple[str, ...] = ()
+    tensor: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+def told_of(live: Live, table: Iterable[Kind]) -> Told:
+    """What the first row says that knows an error; a row whose question fails leaves the others their turn."""
+    for kind in table:
+        try:
+            told = kind.told(live)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # noqa: BLE001 - whatever fails here must not hide the user's error
+            _log.warning("%s could not explain the crash: %s: %s", kind.name, type(failure).__name__, failure)
+            continue
+        if told is not None:
+            return told
+    return Told()
+
+
+def shape(tensor: Any) -> str:
+    """The shape of a tensor as it is written."""
+    return str(list(tensor.shape))
+
+
+def dtype(tensor: torch.Tensor) -> str:
+    """The dtype of a tensor without torch's name."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def quoted(text: str) -> str:
+    """Code within a sentence; empty stays empty."""
+    return f"`{text}`" if text and text != "its input" else text
+
+
+def first_line(text: str) -> str:
+    """The beginning of an error's text."""
+    return text.strip().splitlines()[0][:200] if text.strip() else ""

@@ -1,0 +1,242 @@
+"""The lines of a loop that was written by hand which change for ``anybatch`` to take its step."""
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit, last_name
+from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
+
+
+@dataclass(slots=True)
+class Update:
+    """The statements around a backward that are one update, which ``TrainStep`` can take over.
+
+    Args:
+        optimizer: what the loop calls it.
+        statements: that go: those that clear, clip, unscale and step.
+        clip: the text of what the gradient is clipped to; empty without.
+    """
+
+    optimizer: str
+    statements: list[ast.stmt]
+    clip: str = ""
+
+
+def update_of(step: LoopStep) -> Update | None:
+    """The update that a loop makes after its backward, if it is one clearing, one backward and one step in a block.
+
+    Args:
+        step: what was found.
+
+    Returns:
+        It; ``None`` where the loop does anything else with the gradient, which then stays as it is.
+    """
+    block = step.source.block(step.back)
+    found = {one: kind for one in block if (kind := _kind(step, one))}
+    kinds = list(found.values())
+    steps = [one for one, kind in found.items() if kind == "step"]
+    if not step.loops or len(steps) != 1 or "clear" not in kinds or kinds.count("clip") > 1:
+        return None
+    if steps[0].lineno < step.back.lineno:
+        return None
+    between = block[block.index(step.back) + 1 : block.index(steps[0])]
+    optimizer = _receiver(step, steps[0])
+    names = {text.partition(".")[0] for text in (*step.modules, optimizer)}
+    if any(one not in found and (read([one]) & names or ".grad" in step.source.of(one)) for one in between):
+        return None
+    updates = [one for one in step.source.calls(step.loops[0], "step") if _is_optimizer(step, one)]
+    goes_back = step.source.calls(step.loops[0], "backward")
+    if len(updates) > 1 or len(goes_back) > 1 or home_of(step, optimizer) is None:
+        return None
+    clips = [one for one, kind in found.items() if kind == "clip"]
+    return Update(optimizer, list(found), _limit(step, clips[0]) if clips else "")
+
+
+def _call(statement: ast.stmt) -> ast.Call | None:
+    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+
+
+def _kind(step: LoopStep, statement: ast.stmt) -> str:
+    """What a statement does in an update; empty if it is no part of one."""
+    call = _call(statement)
+    if call is None or not isinstance(call.func, ast.Attribute | ast.Name):
+        return ""
+    name = last_name(call)
+    if name == "zero_grad":
+        return "clear"
+    if name == "step" and _is_optimizer(step, call):
+        return "step"
+    if name in ("unscale_", "update") and step.scaler and step.source.of(call.func).startswith(f"{step.scaler}."):
+        return "scale"
+    return "clip" if name == "clip_grad_norm_" and _limit(step, statement) else ""
+
+
+def _is_optimizer(step: LoopStep, call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if step.scaler and step.source.of(call.func.value) == step.scaler:
+        return len(call.args) == 1 and not call.keywords
+    value = value_of(step.source.of(call.func.value), step.names)
+    return isinstance(value, torch.optim.Optimizer) and not call.args and not call.keywords
+
+
+def _receiver(step: LoopStep, statement: ast.stmt) -> str:
+    """The optimizer of a statement that steps, as the loop calls it."""
+    call = _call(statement)
+    if call is None or not isinstance(call.func, ast.Attribute):
+        return ""
+    return step.source.of(call.args[0] if call.args else call.func.value)
+
+
+def _limit(step: LoopStep, statement: ast.stmt) -> str:
+    """What all of the model's gradient is clipped to; empty if it is clipped in another way."""
+    call = _call(statement)
+    if call is None or not call.args or step.source.of(call.args[0]) != f"{step.model_text}.parameters()":
+        return ""
+    given = [*call.args[1:], *(one.value for one in call.keywords if one.arg == "max_norm")]
+    return step.source.of(given[0]) if len(given) == 1 and len(call.args) + len(call.keywords) == 2 else ""
+
+
+def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
+    """The outermost loop before which some things are there already."""
+    roots = {text.partition(".")[0] for text in (*texts, *step.modules)}
+    home = None
+    for loop in step.loops:
+        if stored([loop]) & roots:
+            break
+        home = loop
+    return home
+
+
+def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
+    """The file of a loop with the lines changed.
+
+    Args:
+        step: what was found.
+        update: see ``update_of``; with ``None`` the loop keeps its update, and ``anybatch.backward`` goes back.
+        memory: the budget as Python text, for ``TrainStep``.
+        plan: the argument that says how a batch is split, for ``backward``.
+
+    Returns:
+        The file before and after; ``unified`` makes a patch of it.
+
+    Raises:
+        StepUnclear: the lines can't be changed in one way only.
+    """
+    rows = results_of(step)
+    taken = set(step.names) | stored([step.source.tree])
+    function, result, stepper = (_free(taken, one) for one in ("loss_fn", "result", "step"))
+    text = step.loss_text(function, rows)
+    if update is None:
+        scaler = f", scaler={step.scaler}" if step.scaler else ""
+        call = f"anybatch.backward({step.model_text}, {function}, {step.batch_text}, {plan}{scaler})"
+    else:
+        options = [f"memory={memory}"] + ([f"clip_norm={update.clip}"] if update.clip else [])
+        options += [f"scaler={step.scaler}"] if step.scaler else []
+        made = f"anybatch.TrainStep({step.model_text}, {function}, {update.optimizer}, {', '.join(options)})"
+        text += f"\n\n{stepper} = {made}"
+        call = f"{stepper}({step.batch_text})"
+    after = [f'{name} = {result}.metrics["{name}"]' for name in rows]
+    if _reads_loss(step):
+        after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
+    lines = [f"{result} = {call}" if after else call, *after]
+    try:
+        return step.source.edit(_edits(step, update, text, lines))
+    except UnclearEdit as error:
+        raise StepUnclear(
+            f"the lines before {step.where(step.back)} can't be changed in one way only: {error}"
+        ) from None
+
+
+def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str]) -> Iterator[Change]:
+    source, block = step.source, step.source.block(step.back)
+    first = step.forward[0] if step.forward else step.back
+    home = home_of(step, update.optimizer if update else "")
+    yield source.inserted(home or first, f"{text}\n" if home else text)
+    if "anybatch" not in step.names:
+        imports = [one for one in source.tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+        yield source.inserted(imports[-1], "import anybatch", after=True)
+    gone = [*step.forward, *(update.statements if update else ())]
+    for one in gone:
+        yield source.removed(one)
+    indent = " " * step.back.col_offset
+    yield source.replaced(step.back, f"\n{indent}".join(lines))
+    given = stored(step.forward)
+    for one in block[block.index(first) : block.index(step.back)]:
+        if one not in gone and read([one]) & given:  # reads what is there after the step only
+            yield from source.moved(one, step.back, after=True)
+
+
+def _free(taken: set[str], name: str) -> str:
+    return next(one for one in (name, f"batch_{name}", f"anybatch_{name}") if one not in taken)
+
+
+def _outside(step: LoopStep) -> set[str]:
+    """Names of the forward that something else in the function reads."""
+    scope = step.source.scope(step.back)
+    inner = step.loops[0] if step.loops else scope
+    skipped = {id(one) for one in (*step.forward, step.back)}
+    elsewhere = [one for one in _statements(scope, skipped) if not _is_in(step, one, inner)]
+    near = list(_statements(inner, skipped))
+    return stored(step.forward) & (_reads(near) | (_reads(elsewhere) - stored(_shallow(elsewhere))))
+
+
+def _is_in(step: LoopStep, node: ast.AST, outer: ast.AST) -> bool:
+    return node is outer or any(one is outer for one in step.source.ancestors(node))
+
+
+def _statements(outer: ast.AST, skipped: set[int]) -> Iterator[ast.stmt]:
+    """The statements in a block, those of inner blocks too, without other functions."""
+    for node in ast.iter_child_nodes(outer):
+        if id(node) in skipped or isinstance(node, SCOPES):
+            continue
+        if isinstance(node, ast.stmt):
+            yield node
+        yield from _statements(node, skipped)
+
+
+def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+    """What stands in statements themselves, and not in their bodies."""
+    for one in statements:
+        if not hasattr(one, "body"):
+            yield one
+            continue
+        yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
+
+
+def _reads(statements: Iterable[ast.stmt]) -> set[str]:
+    return read(_shallow(statements))
+
+
+def _reads_loss(step: LoopStep) -> bool:
+    return isinstance(step.loss, ast.Name) and step.loss.id in _outside(step)
+
+
+def results_of(step: LoopStep) -> list[str]:
+    """The tensors of the forward that the loop reads after the backward, each with a row a sample.
+
+    Args:
+        step: what was found.
+
+    Raises:
+        StepUnclear: it reads something else, which micro-batches don't leave behind.
+    """
+    rows = rows_of(step.logical_batch)
+    found = []
+    for name in sorted(_outside(step)):
+        if isinstance(step.loss, ast.Name) and name == step.loss.id:
+            if not isinstance(step.names.get("torch"), type(torch)):
+                raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
+            continue
+        value: Any = step.names.get(name)
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != rows:
+            raise StepUnclear(
+                f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is no tensor with a row "
+                "for each sample; have the loss function return it beside the loss, as an anybatch.Mean"
+            )
+        found.append(name)
+    return found

@@ -1,0 +1,420 @@
+"""The step of a loop that was written by hand: its model, forward, loss, batch and optimizer, found where it runs."""
+
+import ast
+import builtins
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anybatch.batch.trees import leaves, opened
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource, last_name
+from anybatch.errors import AnyBatchError
+
+_HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
+_PLAIN = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.optim.Optimizer, types.ModuleType)
+_GOES_ELSEWHERE = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
+
+
+class StepUnclear(AnyBatchError):
+    """The step of a loop can't be taken out of it; the text says why, and what to do."""
+
+
+@dataclass(slots=True)
+class LoopStep:
+    """What a loop does with one batch, up to its backward.
+
+    Args:
+        source: the file.
+        back: the statement that calls ``backward``.
+        loss: the expression whose backward it is, without the scale of a ``GradScaler``.
+        scaler: what the loop calls its ``GradScaler``; empty without one.
+        names: what the loop's names were at the backward.
+        forward: the statements that make the loss of the batch.
+        modules: what is trained, by what the loop calls it.
+        batch: what is new in each iteration, by name.
+    """
+
+    source: UserSource
+    back: ast.stmt
+    loss: ast.expr
+    scaler: str
+    names: Mapping[str, Any]
+    forward: list[ast.stmt] = field(default_factory=list)
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+    batch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def loops(self) -> list[ast.stmt]:
+        """The loops that the backward is in, the innermost first, as far as the function goes."""
+        found: list[ast.stmt] = []
+        for node in self.source.ancestors(self.back):
+            if isinstance(node, SCOPES):
+                break
+            if isinstance(node, LOOPS):
+                found.append(node)
+        return found
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What ``anybatch`` is given as the model."""
+        found = list(self.modules.values())
+        return found[0] if len(found) == 1 else torch.nn.ModuleList(found)
+
+    @property
+    def model_text(self) -> str:
+        """The same as the user would write it."""
+        texts = list(self.modules)
+        return texts[0] if len(texts) == 1 else f"torch.nn.ModuleList([{', '.join(texts)}])"
+
+    @property
+    def logical_batch(self) -> Any:
+        """What ``anybatch`` is given as the batch."""
+        values = tuple(self.batch.values())
+        return values[0] if len(values) == 1 else values
+
+    @property
+    def batch_text(self) -> str:
+        """The same as the user would write it."""
+        return next(iter(self.batch)) if len(self.batch) == 1 else f"({', '.join(self.batch)})"
+
+    def where(self, node: ast.AST) -> str:
+        """The line of a node, for people."""
+        return f"{self.source.path}:{getattr(node, 'lineno', '?')}"
+
+    def loss_text(self, name: str = "loss_fn", metrics: Sequence[str] = ()) -> str:
+        """The forward as a function of the model and the batch.
+
+        Args:
+            name: of the function.
+            metrics: names of tensors with one row a sample, which it gives beside the loss.
+
+        Raises:
+            StepUnclear: its text can't be moved.
+        """
+        only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
+        parameter = only.rpartition(".")[2]
+        taken = inputs_of([*self.forward, self.loss])
+        samples = self.batch_text if len(self.batch) == 1 else "batch" if "batch" not in taken else "samples"
+        lines = [f"def {name}({parameter}, {samples}):"]
+        lines += [f"    {', '.join(self.batch)} = {samples}"] if len(self.batch) > 1 else []
+        shorter = {only: parameter} if only != parameter and parameter not in taken else {}
+        for statement in self.forward:
+            lines += [f"    {line}" if line else "" for line in self._text(statement, shorter).split("\n")]
+        beside = ", ".join(f'"{name}": {name}' for name in metrics)
+        lines.append(f"    return {self._text(self.loss, shorter)}{f', {{{beside}}}' if metrics else ''}")
+        return "\n".join(lines)
+
+    def _text(self, node: ast.stmt | ast.expr, shorter: Mapping[str, str]) -> str:
+        """The user's text of a node without its indentation, with the model under the name of the parameter."""
+        if any("\n" in self.source.of(one) for one in ast.walk(node) if isinstance(one, ast.Constant | ast.JoinedStr)):
+            raise StepUnclear(f"{self.where(node)} holds a string of several lines; give it a name before the loop")
+        data, begin = self.source.of(node).encode(), self.source.start(node)
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and self.source.of(one) in shorter]
+        for one in sorted(found, key=self.source.start, reverse=True):
+            new = shorter[self.source.of(one)].encode()
+            data = data[: self.source.start(one) - begin] + new + data[self.source.end(one) - begin :]
+        indent = " " * node.col_offset
+        return "\n".join(line.removeprefix(indent) for line in data.decode().split("\n"))
+
+    def loss_fn(self, metrics: Sequence[str] = ()) -> Callable[..., Any]:
+        """The function of ``loss_text``, with the loop's names as they were.
+
+        Args:
+            metrics: see ``loss_text``.
+        """
+        names, name = dict(self.names), "anybatch_loss"
+        exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
+        found: Callable[..., Any] = names[name]
+        return found
+
+
+def step_at(
+    file: str, line: int, names: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> LoopStep:
+    """Finds the step that a line of a loop belongs to.
+
+    Args:
+        file: of the user's code.
+        line: of the backward, or of anything beside it in the same loop.
+        names: what the names there stand for, locals before globals: of a frame that runs, or that raised.
+        optimizers: that step; without, those that the names have.
+
+    Returns:
+        The step; its ``loss_fn`` runs the user's own statements.
+
+    Raises:
+        StepUnclear: it can't be told apart from the rest of the loop.
+
+    Example:
+        >>> step_at("train.py", 3, {})
+        Traceback (most recent call last):
+        anybatch.doctor.loopsteps.StepUnclear: train.py can't be read: [Errno 2] No such file or directory: 'train.py'
+    """
+    try:
+        source = UserSource(file)
+        back, call = _backward(source, source.statement(line))
+    except UnclearEdit as error:
+        raise StepUnclear(str(error)) from None
+    loss, scaler = _loss(source, call, names)
+    step = LoopStep(source, back, loss, scaler, names)
+    optimizers = optimizers or [one for one in names.values() if isinstance(one, torch.optim.Optimizer)]
+    trained = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    before = source.block(back)[: source.block(back).index(back)]
+    _find_modules(step, before, trained)
+    step.forward = _forward(step, before)
+    _find_batch(step)
+    return step
+
+
+def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
+    """The backward at a line, or the only one in the blocks around it up to its loop."""
+    for outer in (here, *source.ancestors(here)):
+        found = [one for one in source.calls(outer, "backward") if isinstance(one.func, ast.Attribute)]
+        if found and not isinstance(outer, ast.Module):
+            back = source.statement(found[0].lineno)
+            if len(found) > 1:
+                lines = ", ".join(str(one.lineno) for one in found)
+                raise UnclearEdit(
+                    f"{source.path} goes back several times in one block (lines {lines}); write the losses as one "
+                    "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep"
+                )
+            if not isinstance(back, ast.Expr) or back.value is not found[0]:
+                raise UnclearEdit(f"{source.path}:{back.lineno} does more than to go back; expected loss.backward()")
+            return back, found[0]
+        if isinstance(outer, SCOPES):
+            break
+    raise UnclearEdit(f"no backward() stands in the loop or function of {source.path}:{here.lineno}")
+
+
+def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple[ast.expr, str]:
+    """The expression that goes back, and the scaler around it."""
+    where = f"{source.path}:{call.lineno}"
+    if call.args or call.keywords:
+        raise StepUnclear(
+            f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
+        )
+    loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if isinstance(loss, ast.Call) and last_name(loss) == "scale" and isinstance(loss.func, ast.Attribute):
+        scaler = source.of(loss.func.value)
+        if isinstance(value_of(scaler, names), torch.amp.GradScaler) and len(loss.args) == 1:
+            return loss.args[0], scaler
+    return loss, ""
+
+
+def value_of(text: str, names: Mapping[str, Any]) -> Any:
+    """What a name with attributes stands for, ``None`` where it stands for nothing.
+
+    Args:
+        text: such as ``self.model``.
+        names: of the place.
+    """
+    first, *attributes = text.split(".")
+    value = names.get(first)
+    for one in attributes:
+        value = getattr(value, one, None)
+    return value
+
+
+def _named(source: UserSource, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names, and names with attributes, that are read."""
+    for outer in nodes:
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                text = source.of(node)
+                if text.replace(".", "").isidentifier():
+                    yield text
+
+
+def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int]) -> None:
+    """The modules with trained parameters that the statements name; else those that the place has names for."""
+    named = list(dict.fromkeys(_named(step.source, [*before, step.loss])))
+    everywhere = [name for name in step.names if not name.startswith("_")]
+    owners = [name for name in everywhere if not isinstance(step.names[name], (type, types.ModuleType))]
+    inside = [f"{name}.{inner}" for name in owners for inner in list(getattr(step.names[name], "__dict__", ()))]
+    found: dict[str, torch.nn.Module] = {}
+    missing = set(trained)
+    for text in (*named, *everywhere, *inside):
+        if trained and not missing:
+            break
+        value = value_of(text, step.names)
+        if not isinstance(value, torch.nn.Module) or any(value is one for one in found.values()):
+            continue
+        own = {id(one) for one in value.parameters() if one.requires_grad}
+        if own & missing or (not trained and own and text in named):
+            found[text] = value
+            missing -= own
+    parts = {id(part) for one in found.values() for part in list(one.modules())[1:]}
+    step.modules = {text: one for text, one in found.items() if id(one) not in parts}
+    if not step.modules:
+        raise StepUnclear(
+            f"no module that is trained has a name at {step.where(step.back)}; expected one such as model, or "
+            "self.model, whose parameters the optimizer has"
+        )
+
+
+def stored(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that statements give a value, or change the value of.
+
+    Args:
+        nodes: the statements.
+    """
+    found = set()
+    for outer in nodes:
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(_root(node))
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last_name(node.value)[-1:] == "_":
+                found.add(_root(node.value.func))  # x.mul_(2)
+    return found
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def read(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that statements read; those that they change are read, too.
+
+    Args:
+        nodes: the statements.
+    """
+    found = set()
+    for outer in nodes:
+        for node in ast.walk(outer):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found.add(node.id)
+            elif isinstance(node, ast.AugAssign):
+                found.add(_root(node.target))
+    return found
+
+
+def _is_housekeeping(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and last_name(statement.value) in _HOUSEKEEPING
+    )
+
+
+def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """The statements that the loss is computed by, from the first on that uses a trained module."""
+    work = [one for one in before if not _is_housekeeping(one)]
+    needed, chain = read([step.loss]), list[ast.stmt]()
+    for statement in reversed(work):
+        if stored([statement]) & needed:
+            chain.insert(0, statement)
+            needed |= read([statement])
+    uses = [any(text in step.modules for text in _named(step.source, [one])) for one in chain]
+    ends = stored(chain) & read([step.loss])
+    first = uses.index(True) if True in uses else next((i for i, one in enumerate(chain) if stored([one]) & ends), 0)
+    if True not in uses and any(text in step.modules for text in _named(step.source, [step.loss])):
+        first = len(chain)
+    forward = chain[first:]
+    for statement in reversed(chain[:first]):
+        inputs = inputs_of([*forward, step.loss])
+        carried = stored(forward) & inputs  # such as a sum of losses that begins with 0
+        carried |= {name for name in inputs if getattr(step.names.get(name), "grad_fn", None) is not None}
+        if stored([statement]) & carried:
+            forward.insert(0, statement)
+    for statement in forward:
+        leaving = next((one for one in ast.walk(statement) if isinstance(one, _GOES_ELSEWHERE)), None)
+        if leaving is not None:
+            raise StepUnclear(
+                f"{step.where(leaving)} leaves the forward in its middle; put it before the forward or after the step"
+            )
+    return forward
+
+
+def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names that are read before they are given a value, as they run one after the other.
+
+    Args:
+        nodes: statements and expressions.
+
+    Example:
+        >>> sorted(inputs_of(ast.parse("h = f(x)\\nfor layer in layers: total = total + layer(h)").body))
+        ['f', 'layers', 'total', 'x']
+    """
+    found = set[str]()
+    _follow(nodes, set(), found)
+    return found
+
+
+def _follow(nodes: Iterable[ast.AST | None], known: set[str], found: set[str]) -> None:
+    for node in nodes:
+        if isinstance(node, ast.For | ast.AsyncFor):
+            _follow([node.iter, node.target, *node.body, *node.orelse], known, found)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            _follow([part for one in node.items for part in (one.context_expr, one.optional_vars)], known, found)
+            _follow(node.body, known, found)
+        elif isinstance(node, ast.If):
+            _follow([node.test], known, found)
+            ways = [set(known), set(known)]
+            for way, body in zip(ways, (node.body, node.orelse), strict=True):
+                _follow(body, way, found)
+            known |= ways[0] & ways[1]
+        elif isinstance(node, ast.While | ast.Try):
+            parts = [getattr(node, name, []) for name in ("test", "body", "handlers", "orelse", "finalbody")]
+            _follow([one for part in parts for one in (part if isinstance(part, list) else [part])], known, found)
+        elif node is not None:
+            own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+            own |= {name for one in ast.walk(node) if isinstance(one, ast.comprehension) for name in stored([one])}
+            found |= read([node]) - own - known
+            known |= stored([node])
+
+
+def _find_batch(step: LoopStep) -> None:
+    """What of the inputs of the forward is new in each iteration; without a loop, what the function was given."""
+    loops, scope = step.loops, step.source.scope(step.back)
+    inside = stored([loops[0]]) if loops else stored([scope])
+    if not loops and isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+        inside |= {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
+    inputs = [name for name in sorted(inputs_of([*step.forward, step.loss])) if not hasattr(builtins, name)]
+    given = {name: step.names[name] for name in inputs if name in step.names}
+    data = {name: value for name, value in given.items() if _is_data(value)}
+    step.batch = {name: value for name, value in data.items() if name in inside}
+    if not step.batch:  # one batch, again and again
+        longest = max((rows_of(value) for value in data.values()), default=0)
+        step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
+    rows = max(map(rows_of, step.batch.values()), default=0)
+    for name, value in given.items():
+        if name in inside and isinstance(value, list | tuple) and len(value) == rows and name not in step.batch:
+            step.batch[name] = value
+    if not step.batch:
+        raise StepUnclear(
+            f"no tensor with the samples of a batch is read by the forward before {step.where(step.back)}; give the "
+            "batch a name in the loop, as in: for x, y in loader"
+        )
+    overwritten = stored(step.forward) & set(step.batch)
+    if overwritten:
+        name = min(overwritten)
+        raise StepUnclear(
+            f"the forward before {step.where(step.back)} gives {name!r} another value, so that what it began with is "
+            f"gone; give the result another name. A state that goes on from batch to batch is for anybatch.OverTime"
+        )
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value may hold samples: tensors with rows, and what nobody here knows."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and not isinstance(value, torch.nn.Parameter)
+    if isinstance(value, _PLAIN) or value is None or callable(value):
+        return False
+    inside = opened(value)
+    return inside is None or any(_is_data(child.value) for child in inside.children)
+
+
+def rows_of(value: Any) -> int:
+    """The length of the longest tensor in a batch.
+
+    Args:
+        value: nested containers.
+    """
+    return max((len(one) for _, _, one in leaves(value) if isinstance(one, torch.Tensor) and one.dim()), default=0)

@@ -1,0 +1,182 @@
+"""What the allocator of a device reserves for a step, by a replay of the step's allocations in their order."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anybatch.accelerators import segments_of
+from anybatch.memory.allocator import CachingAllocator, Segment
+from anybatch.memory.meter import BEFORE, Allocation, storages_of
+from anybatch.planning.curve import Profile, Size
+from anybatch.planning.devices import Target, segments_expand
+from anybatch.planning.microbatches import tensors_in
+from anybatch.planning.subjects import Subject
+from anybatch.records.memory import GRADIENTS, OPTIMIZER
+
+_STEPS = 3  # the first one makes the optimizer's state, and the later ones find what it left
+_MICRO_BATCHES = 4  # later ones find what these left
+_SEGMENT = 2 * 2**20  # all are as large as some of these
+_COPIES = 1  # the stream in which micro-batches come
+
+
+@dataclass(frozen=True)
+class Held:
+    """What lies on a device before a step.
+
+    Args:
+        segments: of its allocator.
+        others: bytes of blocks that are not the step's.
+        expandable: whether segments grow.
+    """
+
+    segments: tuple[Segment, ...]
+    others: int
+    expandable: bool
+
+
+def held_on(subject: Subject, target: Target) -> Held | None:
+    """Looks at the allocator that a step will run with.
+
+    Args:
+        subject: what is planned.
+        target: the device.
+
+    Returns:
+        What it holds; ``None`` on the host, of a device that is not at hand, and of one that does not tell.
+    """
+    is_there = target.is_present and target.device_type != "cpu"
+    found = segments_of(subject.settings.device) if is_there else None
+    if found is None:
+        return None
+    batches = [tensor for batch in subject.splittable.batches for tensor in tensors_in(batch)]
+    own = {s.data_ptr() for tensor in (*subject.tensors_held, *batches) for s in storages_of(tensor)}
+    others = sum(b.size for _, _, blocks in found for b in blocks if b.is_used and b.address not in own)
+    segments = (Segment(small, stream, tuple((b.size, b.is_used) for b in blocks)) for small, stream, blocks in found)
+    return Held(tuple(segments), others, segments_expand(target))
+
+
+class Replay:
+    """The allocations of a step's first calls, in their order, in a model of an allocator.
+
+    Args:
+        subject: what is planned.
+        held: what lies on the device before.
+        profile: of a micro-batch, as it runs.
+        size: of the micro-batches.
+        micro_batches: how many there are.
+    """
+
+    def __init__(self, subject: Subject, held: Held, profile: Profile, size: Size, micro_batches: int) -> None:
+        self._held, self._count = held, min(micro_batches, _MICRO_BATCHES)
+        trace, update, constants = profile.fit.trace, profile.update, profile.constants
+        self._sizes = profile.fit.sizes(size)
+        self._inputs = profile.fit.input_sizes(size) if constants.copies else []
+        self._wide = subject.accumulators(micro_batches)
+        self._moments = _moments(trace.allocations)
+        self._added = {new for _, new in trace.accumulated}
+        self._are_gradients = {n for n, one in enumerate(trace.allocations) if one.category == GRADIENTS} | self._added
+        self._updates, self._update_sizes = _moments(update.allocations), [one.size for one in update.allocations]
+        self._state = [one.size for one in update.allocations if one.born == BEFORE and one.category == OPTIMIZER]
+        self._has_state = subject.state_bytes > 0
+        self._copied = [b.nbytes for root in subject.roots for b in root.buffers()]  # so that a step can be rolled back
+        self._unreached = constants.unreached
+
+    def reserved(self, limit: int | None) -> int:
+        """The bytes that the allocator reserves for the step at its peak.
+
+        Args:
+            limit: bytes that it may reserve; ``None`` for as many as it takes.
+
+        Raises:
+            MemoryError: it refuses an allocation.
+        """
+        held = self._held
+        allocator = CachingAllocator(None if limit is None else limit + held.others, expandable=held.expandable)
+        allocator.adopt(held.segments)
+        self._run(allocator)
+        return allocator.peak_reserved - held.others
+
+    def needed(self, limit: int) -> int:
+        """The bytes that the allocator has to be given.
+
+        Args:
+            limit: bytes that it may reserve.
+
+        Returns:
+            What it reserves at its peak, if it serves the step within the limit; else the fewest with which it does, in
+            steps of a segment or of about a hundredth.
+        """
+        with contextlib.suppress(MemoryError):
+            return self.reserved(limit)
+        low, high = limit, self.reserved(None)
+        while high - low > max(_SEGMENT, high // 100):
+            middle = (low + high) // 2 // _SEGMENT * _SEGMENT
+            try:
+                self.reserved(middle)
+                high = middle
+            except MemoryError:
+                low = middle
+        return high
+
+    def _run(self, allocator: CachingAllocator) -> None:
+        for step in range(_STEPS):
+            self._free_gradients(allocator)
+            self._step(allocator, makes_state=step == 0 and not self._has_state)
+
+    def _free_gradients(self, allocator: CachingAllocator) -> None:
+        for name in ("unreached", *(("gradient", number) for number in self._are_gradients)):
+            allocator.free(name)
+
+    def _step(self, allocator: CachingAllocator, *, makes_state: bool) -> None:
+        kept: list[tuple[str, int, int]] = []
+        for number, size in enumerate(self._copied):
+            allocator.allocate(("buffer", number), size)
+        self._take_inputs(allocator, 0)
+        for index in range(self._count):
+            if index + 1 < self._count:
+                self._take_inputs(allocator, index + 1)
+            kept += self._micro_batch(allocator, index)
+            for number in range(len(self._inputs)):
+                allocator.free(("input", index, number))
+        if makes_state:
+            for number, size in enumerate(self._state):
+                allocator.allocate(("state", number), size)
+        for is_birth, number in self._updates:
+            if is_birth:
+                allocator.allocate(("update", number), self._update_sizes[number])
+            else:
+                allocator.free(("update", number))
+        for name in (*kept, *(("buffer", number) for number in range(len(self._copied)))):
+            allocator.free(name)
+
+    def _take_inputs(self, allocator: CachingAllocator, index: int) -> None:
+        for number, size in enumerate(self._inputs):
+            allocator.allocate(("input", index, number), size, _COPIES)
+
+    def _micro_batch(self, allocator: CachingAllocator, index: int) -> list[tuple[str, int, int]]:
+        """Goes through one; the first leaves its gradients, and all what is left is given."""
+        left, is_first = set[int](), index == 0 or bool(self._wide)
+        for is_birth, number in self._moments:
+            if is_birth:
+                is_gradient = is_first and number in self._are_gradients
+                name = ("gradient", number) if is_gradient else ("own", index, number)
+                allocator.allocate(name, self._sizes[number])
+                left.add(number)
+            elif not (is_first and number in self._added):
+                allocator.free(("own", index, number))
+                left.discard(number)
+        for number, size in enumerate(self._wide):
+            if index == 0:
+                allocator.allocate(("wide", number), size)
+        if self._wide:
+            self._free_gradients(allocator)
+        elif index == 0:
+            allocator.allocate("unreached", self._unreached)
+        return [("own", index, number) for number in left]
+
+
+def _moments(allocations: Sequence[Allocation]) -> list[tuple[bool, int]]:
+    """Births and deaths in their order: what goes while an operation begins makes room for what it gives."""
+    found = [(one.born, True, number) for number, one in enumerate(allocations) if one.born != BEFORE and one.size]
+    found += [(one.died, False, number) for number, one in enumerate(allocations) if one.died is not None]
+    return [(is_birth, number) for _, is_birth, number in sorted(found)]

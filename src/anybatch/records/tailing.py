@@ -1,0 +1,89 @@
+"""A record that grows: what was written since the last look, and the last steps of it."""
+
+from pathlib import Path
+
+from anybatch.records.events import Ended
+from anybatch.records.lines import Fact, from_line
+from anybatch.records.repeats import DIFFERING, Repeats, with_repeats
+from anybatch.records.runs import Run
+from anybatch.records.samples import NonFinite
+from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, SchedulerFacts, Started
+
+_TABLES = (Started, Root, ParameterFacts, OptimizerFacts, SchedulerFacts)
+_MOST = 1000  # facts, and repeated steps, of which the last steps are made
+
+
+class Tail:
+    """Reads a record that another process writes.
+
+    Args:
+        path: need not be there yet.
+
+    Attributes:
+        step: how many steps the optimizer that stepped most has done.
+        not_finite: whether a number that is not finite was recorded.
+        ended: how the run ended, ``None`` while it goes on.
+
+    Example:
+        >>> tail = Tail(Path("no_such_run.jsonl"))
+        >>> tail.read(), tail.step
+        (False, 0)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step = 0
+        self.not_finite = False
+        self.ended: Ended | None = None
+        self._at = 0
+        self._facts: list[Fact] = []
+        self._tables: list[Fact] = []
+        self._likes: dict[int, Fact] = {}
+
+    def read(self) -> bool:
+        """Reads what is new; a line that is not whole yet waits, and a damaged one is passed over.
+
+        Returns:
+            Whether there was anything.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return False
+        lines = text[: text.rfind(b"\n") + 1]
+        self._at += len(lines)
+        for line in lines.splitlines():
+            try:
+                one = from_line(line.decode()) if line.strip() else None
+            except ValueError:
+                continue
+            if one is not None:
+                self._take(one)
+        return bool(lines)
+
+    def _take(self, one: Fact) -> None:
+        self._facts.append(one)
+        self.step = max(self.step, one.step)
+        self.not_finite |= isinstance(one, NonFinite)
+        if isinstance(one, Ended):
+            self.ended = one
+        if isinstance(one, _TABLES):
+            self._tables.append(one)
+        if type(one) in DIFFERING:
+            self._likes[one.at] = one
+
+    def whole(self) -> Run:
+        """Everything so far."""
+        return Run(with_repeats(self._facts, []))
+
+    def recent(self) -> Run:
+        """The tables, and the last steps; what that costs does not grow with the run."""
+        last = self._facts[-_MOST:]
+        rows = [row for one in last if isinstance(one, Repeats) for row in one.rows][-_MOST:]
+        numbers = {number for row in rows for number in (row[0] if isinstance(row[0], (list, tuple)) else [row[0]])}
+        kept = {one.at: one for one in last if not isinstance(one, Repeats)}
+        kept |= {number: self._likes[number] for number in numbers if number in self._likes}
+        tables = [one for one in self._tables if one.at not in kept]
+        return Run(with_repeats([*tables, *kept.values(), Repeats(rows=tuple(rows))], []))

@@ -1,0 +1,371 @@
+"""What was measured over a run, as series that are short enough to draw, and as plain values for JSON."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any
+
+from anybatch.records.events import Backward, Clipped, Stepped
+from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.records.runs import Run
+from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
+from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, plain
+from anybatch.report.loop import Call, calls_of, root_name
+from anybatch.report.svg import Curve
+
+_MOST_POINTS = 240
+_MOST_CURVES = 4
+_NEARLY_ALL = 0.9
+_MOST_SAMPLES = 48
+MOST_MODULES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How far one step moved the weight matrices, each relative to its own norm.
+
+    Args:
+        step: of the optimizer.
+        low: the least of the matrices.
+        middle: the median.
+        high: the greatest.
+        lowest: the name of the matrix that moved least.
+        highest: the name of the one that moved most.
+    """
+
+    step: int
+    low: float
+    middle: float
+    high: float
+    lowest: str = ""
+    highest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one module put out, at the first and the last sampled step.
+
+    Args:
+        module: its name; empty for the model itself.
+        cls: its class.
+        first_std: the standard deviation of the output at the first sampled step.
+        last_std: at the last one.
+        absmax: the largest absolute value, over all sampled steps.
+        zeros: share of entries that are zero, last.
+        dead: share of units that were zero in all samples.
+        saturated: share of entries at a limit, last; ``None`` where there are none.
+        spread: over the batch, relative to the mean absolute value, last; ``None`` for a batch of one.
+        samples: how many steps.
+        steps: some of them.
+        percentiles: at each of these, ``PERCENTILES`` of the entries; none in records that have none.
+    """
+
+    module: str
+    cls: str
+    first_std: float
+    last_std: float
+    absmax: float
+    zeros: float
+    dead: float
+    saturated: float | None
+    spread: float | None
+    samples: int
+    steps: tuple[int, ...] = ()
+    percentiles: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether nearly all of it is dead or saturated, or some of it is not finite."""
+        return self.dead > _NEARLY_ALL or (self.saturated or 0) > _NEARLY_ALL or not math.isfinite(self.absmax)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        fields = {name: plain(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return fields | {"percentiles": [[plain(value) for value in row] for row in self.percentiles]}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """All series of a run; each may be empty.
+
+    Args:
+        flow: norms of gradients, layer by layer.
+        ratios: updates relative to weights.
+        losses: one curve for each line that called a backward.
+        rates: one curve for each learning rate that differs from the others.
+        norms: of the whole gradient.
+        guess: the loss of the best constant guess, where the first of the losses is one that has such.
+        clips: limits that gradients were clipped to.
+        memory: in bytes.
+        graphs: losses of earlier steps whose graph was still alive.
+        watched: norms of outputs, and of their gradients, that were asked for.
+        outputs: of modules, some where there are very many.
+        modules: of how many modules outputs were sampled.
+        calls: lines of the loop.
+    """
+
+    flow: Flow
+    ratios: tuple[Ratio, ...]
+    losses: tuple[Curve, ...]
+    guess: float | None
+    rates: tuple[Curve, ...]
+    norms: tuple[Curve, ...]
+    clips: tuple[float, ...]
+    memory: tuple[Curve, ...]
+    graphs: tuple[Curve, ...]
+    watched: tuple[Curve, ...]
+    outputs: tuple[Output, ...]
+    modules: int
+    calls: tuple[Call, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The series as plain values for JSON; numbers that are not finite are texts (``"nan"``, ``"inf"``)."""
+        curves = ("losses", "rates", "norms", "memory", "graphs", "watched")
+        return {
+            "flow": self.flow.to_dict(),
+            "ratios": [
+                {"step": one.step, "low": plain(one.low), "median": plain(one.middle), "high": plain(one.high)}
+                | {"lowest": one.lowest, "highest": one.highest}
+                for one in self.ratios
+            ],
+            "guess": plain(self.guess),
+            "clips": [plain(limit) for limit in self.clips],
+            "outputs": [one.to_dict() for one in self.outputs],
+            "modules": self.modules,
+            "calls": [asdict(call) for call in self.calls],
+            **{name: [_curve_dict(curve) for curve in getattr(self, name)] for name in curves},
+        }
+
+
+def _limits(run: Run) -> list[float]:
+    """What norms were clipped to; an infinite limit is only there to measure."""
+    return [one.limit for one in run.of(Clipped) if one.by == "norm"]
+
+
+def series_of(run: Run) -> Series:
+    """Gathers what was measured over a run; long series are thinned, and what stands out in them stays.
+
+    Args:
+        run: its facts.
+
+    Returns:
+        The series.
+
+    Example:
+        >>> backwards = [Backward(value=1.0 / (step + 1), file="a.py", line=3, step=step) for step in range(3)]
+        >>> [(curve.name, curve.steps) for curve in series_of(Run(list(backwards))).losses]
+        [('a.py:3', (0, 1, 2))]
+    """
+    outputs, modules = outputs_of(run)
+    return Series(
+        flow=flow_of(run),
+        ratios=_thinned_ratios(_ratios(run)),
+        losses=_curves(_losses(run)),
+        guess=_guess(run),
+        rates=_curves(_rates(run)),
+        norms=_curves(_norms(run)),
+        clips=tuple(dict.fromkeys(limit for limit in _limits(run) if math.isfinite(limit)))[:3],
+        memory=_curves(_memory(run)),
+        graphs=_curves({"losses of earlier steps": [(one.step, float(one.graphs)) for one in run.of(Memory)]}),
+        watched=_curves(_watched(run)),
+        outputs=outputs,
+        modules=modules,
+        calls=calls_of(run),
+    )
+
+
+Points = list[tuple[int, float]]
+
+
+def _curves(points: Mapping[str, Points]) -> tuple[Curve, ...]:
+    curves = []
+    for name, found in points.items():
+        kept = thinned(found, _MOST_POINTS)
+        if kept:
+            curves.append(Curve(name, tuple(step for step, _ in kept), tuple(value for _, value in kept)))
+    return tuple(curves[:_MOST_CURVES])
+
+
+def _guess(run: Run) -> float | None:
+    """What the loss would be for the best constant prediction, if backward was given what one loss function gave."""
+    calls = {one.at: one for one in run.of(LossCall) if one.guess is not None and one.value is not None}
+    passes = [one for one in run.of(Backward) if one.value is not None and one.function == "backward"]
+    lines = Counter((one.file, one.line) for one in passes).most_common(1)
+    for one in reversed(passes):
+        found = [calls[at] for at in one.loss_calls if at in calls]
+        if len(found) == 1 and (one.file, one.line) == lines[0][0] and found[0].value is not None:
+            return found[0].guess if math.isclose(one.value or 0.0, found[0].value, rel_tol=1e-3) else None
+    return None
+
+
+def _losses(run: Run) -> dict[str, Points]:
+    """The mean within a step for each line: the busiest backward, the evaluations, then other backwards."""
+    sites: dict[str, dict[int, list[float]]] = {}
+    for one in run.of(Backward):
+        if one.value is not None and one.function == "backward":
+            name = f"{PurePath(one.file).name}:{one.line}" if one.file else "loss"
+            sites.setdefault(name, {}).setdefault(one.step, []).append(one.value)
+    ranked = sorted(sites.items(), key=lambda item: -len(item[1]))
+    held_out: dict[str, dict[int, list[float]]] = {}
+    for found in run.of(Evaluated):
+        name = f"evaluation, {PurePath(found.file).name}:{found.line}"
+        held_out.setdefault(name, {}).setdefault(found.step, []).append(found.value)
+    ranked[1:1] = held_out.items()  # beside the busiest line
+    return {name: [(step, sum(v) / len(v)) for step, v in steps.items()]
+            for name, steps in ranked}  # fmt: skip
+
+
+def _rates(run: Run) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for one in run.of(Stepped):
+        optimizer = run.optimizers.get(one.optimizer)
+        name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
+        for group, rate in enumerate(one.lrs):
+            label = f"{name}, group {group}" if len(one.lrs) > 1 else name
+            found.setdefault(label, []).append((one.number, rate))
+    return _merged(found)
+
+
+def _norms(run: Run) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for clip in run.of(Clipped):
+        if clip.norm is not None:
+            found.setdefault("before clipping", []).append((clip.step, clip.norm))
+    for one in run.of(Norms):
+        optimizer = run.optimizers.get(one.optimizer)
+        name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
+        own = {number for group in optimizer.groups for number in group.parameters} if optimizer else set()
+        own_norms = [
+            norm
+            for number, norm in zip(one.parameters, one.grad, strict=False)
+            if norm is not None and (number in own or not own)
+        ]
+        if own_norms:
+            found.setdefault(f"used by {name}", []).append(
+                (one.number, math.hypot(*own_norms) if _all_finite(own_norms) else sum(own_norms))
+            )
+    return found
+
+
+def _memory(run: Run) -> dict[str, Points]:
+    kinds = (("process", "resident"), ("device", "allocated"), ("device, peak so far", "peak"))
+    found = {name: [(one.step, float(getattr(one, entry))) for one in run.of(Memory)] for name, entry in kinds}
+    return {name: points for name, points in found.items() if any(value for _, value in points)}
+
+
+def _watched(run: Run) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for one in run.of(Watched):
+        found.setdefault(f"{one.module}: output", []).append((one.step, one.output))
+        if one.gradient is not None:
+            found.setdefault(f"{one.module}: gradient", []).append((one.step, one.gradient))
+    return found
+
+
+def _ratios(run: Run) -> list[Ratio]:
+    found = []
+    for one in run.of(Norms):
+        moved = []
+        for number, weight, update in zip(one.parameters, one.weight, one.update, strict=False):
+            facts = run.parameters.get(number)
+            is_matrix = facts is not None and len(facts.shape) >= 2 and facts.requires_grad
+            if facts is not None and is_matrix and weight > STD_OF_ZERO * math.sqrt(facts.numel or 1):
+                moved.append((update / weight, facts.name))
+        if moved and _all_finite(ratio for ratio, _ in moved):
+            (low, lowest), (high, highest) = min(moved), max(moved)
+            middle = statistics.median(ratio for ratio, _ in moved)
+            found.append(Ratio(one.number, low, middle, high, lowest, highest))
+    return sorted(found, key=lambda one: one.step)
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Leaves points out so that a drawing of the others looks the same.
+
+    Args:
+        points: in order.
+        most: that may stay, at least 8.
+
+    Returns:
+        The first, the last, and of each stretch between them the least, the greatest and the first that is not finite.
+
+    Example:
+        >>> len(thinned([(step, float(step % 7)) for step in range(5000)], 240)) <= 240
+        True
+    """
+    if len(points) <= most:
+        return list(points)
+    stretches = (most - 2) // 3
+    kept = {0, len(points) - 1}
+    for index in range(stretches):
+        part = range(index * len(points) // stretches, (index + 1) * len(points) // stretches)
+        finite = [here for here in part if math.isfinite(points[here][1])]
+        kept.update(next(([here] for here in part if not math.isfinite(points[here][1])), []))
+        if finite:
+            kept.add(min(finite, key=lambda here: points[here][1]))
+            kept.add(max(finite, key=lambda here: points[here][1]))
+    return [points[here] for here in sorted(kept)]
+
+
+def _thinned_ratios(ratios: list[Ratio]) -> tuple[Ratio, ...]:
+    if len(ratios) <= _MOST_POINTS:
+        return tuple(ratios)
+    middles = thinned([(index, one.middle) for index, one in enumerate(ratios)], _MOST_POINTS)
+    return tuple(ratios[index] for index, _ in middles)
+
+
+def _merged(curves: dict[str, Points]) -> dict[str, Points]:
+    """Curves that are equal become one with the names of all."""
+    same: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for name, points in curves.items():
+        same.setdefault(tuple(points), []).append(name)
+    return {
+        names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(points)
+        for points, names in same.items()
+    }
+
+
+def _all_finite(values: Iterable[float]) -> bool:
+    return all(math.isfinite(value) for value in values)
+
+
+def _curve_dict(curve: Curve) -> dict[str, Any]:
+    return {"name": curve.name, "steps": list(curve.steps), "values": [plain(value) for value in curve.values]}
+
+
+def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
+    """What each module put out, in forward order.
+
+    Args:
+        run: its facts.
+
+    Returns:
+        At most ``MOST_MODULES``, those that stand out always among them; and how many there are in all.
+    """
+    seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
+    for one in run.of(Activations):
+        for module in one.modules:
+            seen.setdefault((one.root, module.module), []).append((one.step, module))
+    several = len({root for root, _ in seen}) > 1
+    outputs = [_output(f"{root_name(run, root)}.{name}".rstrip(".") if several else name, samples)
+               for (root, name), samples in seen.items()]  # fmt: skip
+    ranked = sorted(range(len(outputs)), key=lambda index: not outputs[index].stands_out)[:MOST_MODULES]
+    return tuple(outputs[index] for index in sorted(ranked)), len(outputs)
+
+
+def _output(name: str, samples: list[tuple[int, ModuleSample]]) -> Output:
+    first, last = samples[0][1], samples[-1][1]
+    known = {step: sample.percentiles for step, sample in samples if sample.percentiles}
+    every = max(1, -(-len(known) // _MOST_SAMPLES))
+    steps = tuple(step for place, step in enumerate(known) if place % every == 0 or place == len(known) - 1)
+    return Output(
+        name, last.cls, first.std, last.std, _largest(sample.absmax for _, sample in samples), last.zeros,
+        last.always_dead, last.saturated, last.spread, len(samples), steps, tuple(known[step] for step in steps),
+    )  # fmt: skip
+
+
+def _largest(values: Iterable[float]) -> float:
+    found = list(values)
+    return next((value for value in found if math.isnan(value)), max(found))

@@ -1,0 +1,63 @@
+"""Where a finding is, as other programs want it: a path from the working directory on, a line and a column from 1."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from anybatch.records.findings import Finding
+from anybatch.records.sources import Sources
+
+
+class Spot(NamedTuple):
+    """A place in a file.
+
+    Args:
+        file: from the working directory on where it is in it, with slashes; empty if there is none.
+        line: from 1.
+        column: at which the line begins, from 1.
+        text: of the line.
+    """
+
+    file: str
+    line: int = 1
+    column: int = 1
+    text: str = ""
+
+
+def spot_of(finding: Finding, script: str, sources: Sources) -> Spot:
+    """Where a finding is; one without a line is at the beginning of the script.
+
+    Args:
+        finding: the finding.
+        script: that was run, as the user wrote it.
+        sources: reads the lines.
+
+    Example:
+        >>> spot_of(Finding("no gradient"), "train.py", Sources())
+        Spot(file='train.py', line=1, column=1, text='')
+    """
+    place = finding.place
+    if not place.file:
+        return Spot(_relative(script) if script and not script.startswith("-m ") else "")
+    line = max(1, place.line)
+    return Spot(
+        _relative(place.file), line, sources.column(place.file, line) if place.line else 1,
+        sources.text(place.file, line),
+    )  # fmt: skip
+
+
+def one_line(text: str) -> str:
+    """A text without breaks.
+
+    Args:
+        text: of any number of lines.
+
+    Example:
+        >>> one_line("a  b\\n   c")
+        'a b c'
+    """
+    return " ".join(text.split())
+
+
+def _relative(file: str) -> str:
+    path, here = Path(file).absolute(), Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.as_posix()
