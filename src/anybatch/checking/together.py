@@ -14,7 +14,8 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
-from anybatch.checking.proof import CERTAIN, SMALL, Levers, Trial, surroundings
+from anybatch.checking.proof import CERTAIN, SMALL
+from anybatch.checking.trial import Levers, Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
