@@ -132,3 +132,38 @@ def test_a_few_equal_cuts_between_pairs_are_no_proof_that_pairs_belong_together(
         batch = {"x": torch.randn(48, 6), "y": torch.randint(4, (48,))}
         with pytest.raises(anybatch.NotSplittable):
             anybatch.backward(model, loss_fn, batch, micro_batch_size=size)
+
+
+def normalised_in_halves(model: Any, batch: Any) -> torch.Tensor:
+    """Normalised over each half of the samples, as groups along the batch are."""
+    z = model(batch["x"])
+    halves = z.reshape(2 if len(z) % 2 == 0 else 1, -1)
+    halves = (halves - halves.mean(1, keepdim=True)) / (halves.std(1, keepdim=True) + 0.1)
+    return F.cross_entropy(halves.reshape_as(z), batch["y"])
+
+
+def pooled_by_the_longest(model: Any, batch: Any) -> torch.Tensor:
+    longest = int(batch["length"].max())
+    return F.cross_entropy(model(batch["x"])[:, :longest].sum(1) / longest, batch["y"])
+
+
+@pytest.mark.parametrize("size", [12, 24])
+def test_groups_that_agree_are_no_proof_if_the_micro_batches_themselves_do_not(size: int) -> None:
+    """Three samples whole in a part, and six in two halves of three, are the same; 12 and 48 are not."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+        batch = {"x": torch.randn(48, 6), "y": torch.randint(4, (48,))}
+        with pytest.raises(anybatch.NotSplittable):
+            anybatch.backward(model, normalised_in_halves, batch, micro_batch_size=size)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_the_longest_of_two_parts_are_not_as_long(size: int) -> None:
+    """What depends on the longest sample shows where the parts have others."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 4)
+        batch = {"x": torch.randn(48, 12, 6), "length": torch.randint(2, 13, (48,)), "y": torch.randint(4, (48,))}
+        with pytest.raises(anybatch.NotSplittable):
+            anybatch.backward(model, pooled_by_the_longest, batch, micro_batch_size=size)

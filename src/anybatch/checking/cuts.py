@@ -196,7 +196,7 @@ class _Kinds:
             best, now = int(worth.argmax()), int(worth[other[at]])
             if int(worth[best]) > now:
                 other[at] = best
-            elif now >= 2 * int(self._varies.sum()) + int(lacking.sum()):
+            elif now >= 2 * int(self._varies.sum()) + len(lacking):
                 break
         return one, other
 

@@ -14,12 +14,12 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
-from anybatch.checking.proof import CERTAIN, SMALL, Difference, Levers, Trial, surroundings
+from anybatch.checking.proof import CERTAIN, SMALL
+from anybatch.checking.trial import Levers, Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
-from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
@@ -81,12 +81,10 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
     if not sizes or not scale:
         return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None
-    kinds = [leaf.dtype for leaf in (*trial.parameters, *reducer.known_leaves(trial.parameters))]
-    lowest = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).eps)
-    is_low = task.settings.autocast is not None or lowest in LOW_PRECISION
     off = max((abs(values[name] - value) / abs(value or 1.0) for name, value in whole_values.items()), default=0.0)
-    difference = Difference(distance / scale, off, lowest, not is_low, any(one["draws"] for one in heard))
-    error, tolerance, dtype = difference.error, difference.tolerance, str(lowest).removeprefix("torch.")
+    leaves = (*trial.parameters, *reducer.known_leaves(trial.parameters))
+    difference = trial.judged(leaves, distance / scale, off, draws=any(one["draws"] for one in heard))
+    error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
     proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, dtype)
     if difference.is_none:
         return proof, None
