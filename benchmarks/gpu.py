@@ -139,7 +139,7 @@ class Bench:
     def __init__(self, device: torch.device, dry: bool) -> None:
         self.device, self.dry = device, dry
         self.steps = 1 if dry else 5
-        small, total = tuple(n * MIB for n in (48, 64, 96)), capacity_of(device)[1]
+        small, total = (64 * MIB,), capacity_of(device)[1]
         self.budgets = small if dry else [n * GIB for n in (8, 12, 24) if n * GIB < total]
         self.autocast = None if dry else torch.bfloat16
 

@@ -55,7 +55,7 @@ part overhead 240 "$python" benchmarks/overhead.py --device "$device" --pairs 20
     --json "$(table overhead).json" -o "$(table overhead).md"
 for one in plans offload compile doctor; do
     # shellcheck disable=SC2086
-    part "$one" 600 "$python" benchmarks/gpu.py --part "$one" --machine "$machine" "${dry[@]}" ${GPU_ARGS:-} -o "$folder"
+    part "$one" 600 "$python" benchmarks/gpu.py --part "$one" --machine "$machine" ${dry[@]+"${dry[@]}"} ${GPU_ARGS:-} -o "$folder"
 done
 # shellcheck disable=SC2086
 part tests 320 "$python" benchmarks/suite.py --device "$device" --limit 300 --workers 8 -o "$(table tests).md" \
