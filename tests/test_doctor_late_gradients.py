@@ -118,3 +118,28 @@ def test_weights_of_no_optimizer_are_not_blamed_on_a_gradient() -> None:
                     model.first.weight.fill_(float("nan"))
     (found,) = doctor.run.of(NonFinite)
     assert (found.where, found.parameters, found.late) == ("parameter", ("first.weight",), 0)
+
+
+def test_of_a_large_model_every_gradient_is_followed_between_two_samples() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(60))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                x = x if number == left_out else layer(x)
+            return x
+
+    model = Net()
+    with Doctor(model, optimizer) as doctor:
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(3 + step, 4), 29 if step == 15 else -1).sum().backward()
+            optimizer.step()
+    assert doctor.failure == ""
+    counts = [fact.touched_count for fact in doctor.run.of(Backward)]
+    assert counts == [118 if step == 15 else 120 for step in range(20)]

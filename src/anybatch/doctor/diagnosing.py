@@ -7,9 +7,9 @@ from pathlib import PurePath
 from anybatch.doctor.policy import EVERYTHING, Policy
 from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
-from anybatch.doctor.recording.changes import cells
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.doctor.verdicts import verdict_on
+from anybatch.doctor.views.changes import cells
 from anybatch.doctor.views.courses import updates
 from anybatch.doctor.views.naming import Located
 from anybatch.doctor.views.outcomes import learned_well

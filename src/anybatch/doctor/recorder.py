@@ -428,17 +428,13 @@ class Doctor:
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         recording.sampled_all = sampling.wants_all(step)
-        self._gradients.look_closely(recording.sampled or self._backward.unsure or self._optimizers.has_closure)
-        self._backward.unsure = False
         self._forward.search(recording.sampled)
         if was and step <= FIRST:  # what kills a process often does so in its first steps
             self._journal.flush()
         elif self._journal.due():
             self._write()
-        self._gradients.arrange()
-        known.usable = not (
-            recording.sampled or self._gradients.is_close or self._samplers.is_following or self._journal.is_full
-        )
+        is_new = self._gradients.arrange() or recording.sampled or self._optimizers.has_closure
+        known.usable = not (is_new or self._samplers.is_following or self._journal.is_full)
 
     def _write(self) -> None:
         """Writes the record, in time that nothing else counts where a step was like one before."""

@@ -11,8 +11,6 @@ from anybatch.records.events import Cleared, Stepped
 from anybatch.tensors.dispatch import has_numbers, unseen
 
 _TRIED = 4  # gradients whose first entry is looked at
-FEW = 16
-"""Parameters that stand for all of a large model between two samples."""
 
 
 class Came(NamedTuple):
@@ -21,12 +19,10 @@ class Came(NamedTuple):
     Args:
         touched: parameters whose gradient changed or appeared, by number.
         kept: of these, those whose gradient the last step had used and nothing had cleared.
-        whole: whether all parameters were looked at, and not only those that stand for them.
     """
 
     touched: tuple[int, ...]
     kept: tuple[int, ...]
-    whole: bool
 
 
 class Done(Protocol):
@@ -44,14 +40,11 @@ class Done(Protocol):
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
 
-    On sampled steps it looks at all of them, otherwise at a few that stand for the rest.
-
     Args:
         numbering: knows the parameters.
 
     Attributes:
-        whole: whether all are looked at.
-        numbers: of those that are looked at.
+        numbers: of the parameters.
         present: how many of these had a gradient when last looked at.
         is_any: whether any had.
         done: what was done to them since somebody has looked, see ``catch_up``.
@@ -60,10 +53,7 @@ class Gradients:
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
         self._version = -1
-        self._is_close = self._wants_close = True
-        self.whole = True
-        self.numbers: tuple[int, ...] = ()
-        self._numbers: list[int] = []  # of those that are looked at; the lists below are parallel to it
+        self.numbers: tuple[int, ...] = ()  # the lists below are parallel to it
         self._references: list[weakref.ref[torch.Tensor]] = []
         self._ids: list[int] = []  # of the gradients when last looked at, 0 for none
         self._versions: list[int] = []
@@ -73,50 +63,29 @@ class Gradients:
         self.is_any = False
         self.present = 0
         self.done: list[Done] = []
-        self._all = Came((), (), True)
+        self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
-        self._share = 1.0
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
-    @property
-    def is_close(self) -> bool:
-        """Whether all parameters are looked at now, or from the end of the next step on."""
-        return self._is_close or self._wants_close
-
-    def look_closely(self, wanted: bool) -> None:
-        """Whether all parameters are looked at from the end of the next step on.
-
-        Args:
-            wanted: for the next steps.
-        """
-        self._wants_close = wanted
-
-    def arrange(self) -> None:
-        """Chooses those that are looked at from now on."""
+    def arrange(self) -> bool:
+        """Takes in parameters that were not there before; whether there are any."""
         self.catch_up()
-        if self._numbering.version == self._version and self._wants_close is self._is_close:
-            return
-        grown = self._numbering.version != self._version
-        self._version, self._is_close = self._numbering.version, self._wants_close
-        numbers, references = self._numbering.references()
-        places = list(range(len(numbers))) if self._is_close or grown else _spread(len(numbers))
-        self._is_close = self._is_close or grown
-        self.whole = len(places) == len(numbers)
-        self._share = len(numbers) / max(1, len(places))
-        old = {number: place for place, number in enumerate(self._numbers)}
-        self._references = [references[place] for place in places]
-        chosen = [numbers[place] for place in places]
-        self._ids = [self._ids[old[n]] if n in old else -1 for n in chosen]
-        self._versions = [self._versions[old[n]] if n in old else -1 for n in chosen]
-        self._used = [self._used[old[n]] if n in old else 0 for n in chosen]
-        self._used_versions = [self._used_versions[old[n]] if n in old else 0 for n in chosen]
-        self._numbers, self.numbers = chosen, tuple(chosen)
-        if -1 in self._ids:  # looked at for the first time
-            for place, gradient in enumerate(self._gradients()):
-                if self._ids[place] < 0:
-                    self._ids[place] = 0 if gradient is None or grown else id(gradient)
-                    self._versions[place] = 0 if gradient is None else gradient._version
+        if self._numbering.version == self._version:
+            return False
+        self._version = self._numbering.version
+        numbers, self._references = self._numbering.references()
+        known = zip(self.numbers, self._ids, self._versions, self._used, self._used_versions, strict=True)
+        old = {number: rest for number, *rest in known}
+        columns = [old.get(number, [-1, -1, 0, 0]) for number in numbers]
+        self._ids, self._versions, self._used, self._used_versions = (
+            [row[column] for row in columns] for column in range(4)
+        )
+        self.numbers = tuple(numbers)
+        for place, gradient in enumerate(self._gradients()):
+            if self._ids[place] < 0:  # looked at for the first time
+                self._ids[place], self._versions[place] = 0, 0 if gradient is None else gradient._version
         self.is_any = any(self._ids)
+        return True
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
@@ -131,18 +100,13 @@ class Gradients:
         self.present = len(self._ids) - self._ids.count(0)
         self.is_any = self.present > 0
 
-    def _counted(self, number: int) -> int:
-        return number if self.whole else round(number * self._share)
-
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
 
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
-        self.catch_up()
-        if self._numbering.version != self._version:
-            self.arrange()
+        self.arrange()
         if not self.is_any:
             self._before = []
             return 0, 0
@@ -159,7 +123,7 @@ class Gradients:
 
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
-        present = zip(self._numbers, self._used, self._ids, strict=True)
+        present = zip(self.numbers, self._used, self._ids, strict=True)
         self._aside = {number: used for number, used, gradient in present if gradient}
 
     def put_back(self) -> None:
@@ -167,7 +131,7 @@ class Gradients:
         if self._aside is not None:
             aside, self._aside = self._aside, None
             self._note(self._look())
-            self._used = [aside.get(number, 0) for number in self._numbers]
+            self._used = [aside.get(number, 0) for number in self.numbers]
 
     def after_backward(self) -> Came:
         """Says what a backward did."""
@@ -183,7 +147,7 @@ class Gradients:
                 self._ids, self._versions, self._used = ids, versions, [0] * len(ids)
                 self.present, self.is_any = len(ids), bool(ids)
                 if self._all[0] is not self.numbers:
-                    self._all = Came(self.numbers, (), self.whole)
+                    self._all = Came(self.numbers, ())
                 return self._all
         before, after = self._before, self._gradients()
         self._before = []
@@ -198,14 +162,14 @@ class Gradients:
                 if new is not None and (new is not old or new._version != self._versions[place])
             ]
             kept = [place for place in touched if self._used[place] and self._used[place] == id(before[place])]
-        numbers, aside = self._numbers, self._aside
+        numbers, aside = self.numbers, self._aside
         if aside:
             kept = [place for place in touched if aside.pop(numbers[place], 0)]
         self._note(after)
         for place in touched:
             self._used[place] = 0
             self._zero.pop(self._ids[place], None)
-        return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]), self.whole)
+        return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]))
 
     def after_clearing(self) -> tuple[int, int]:
         """Looks at the gradients after ``zero_grad``.
@@ -215,7 +179,7 @@ class Gradients:
         """
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
-            return self._counted(count), self._counted(count)
+            return count, count
         if not self.is_any:
             return 0, 0
         ids, versions = self._ids, self._versions
@@ -224,7 +188,7 @@ class Gradients:
                 gradients = self._gradients()
                 break
         else:
-            had = len(ids) - ids.count(0) if self.whole else self._counted(len(ids) - ids.count(0))
+            had = len(ids) - ids.count(0)
             self._ids, self._versions, self._used = [0] * len(ids), [0] * len(ids), [0] * len(ids)
             self.present, self.is_any = 0, False
             return had, had
@@ -238,10 +202,13 @@ class Gradients:
                     if gradient is not None:
                         self._zero[id(gradient)] = gradient._version
         self._note(gradients)
-        return self._counted(cleared), self._counted(had)
+        return cleared, had
 
-    def at_step(self) -> tuple[int, int, int]:
+    def at_step(self, *, closely: bool) -> tuple[int, int, int]:
         """Looks at the gradients before a step.
+
+        Args:
+            closely: whether more is looked for than gradients that are gone.
 
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
@@ -250,7 +217,7 @@ class Gradients:
         if not self.is_any:
             return 0, 0, 0
         gradients = self._gradients()
-        if not self._is_close:
+        if not closely:
             gone = sum(1 for one, old in zip(gradients, self._ids, strict=True) if one is None and old)
             if not gone:
                 return 0, 0, 0
@@ -260,7 +227,7 @@ class Gradients:
             if gradient is not None and (id(gradient) != old or gradient._version != version)
         )
         cleared, had = self._cleared_by_hand(gradients)
-        return cleared, had, 0 if cleared else self._counted(edited)
+        return cleared, had, 0 if cleared else edited
 
     def after_step(self, numbers: frozenset[int]) -> None:
         """Notes which gradients a step has used.
@@ -271,7 +238,7 @@ class Gradients:
         gradients = self._look()
         self._note(gradients)
         for place, gradient in enumerate(gradients):
-            if gradient is not None and self._numbers[place] in numbers:
+            if gradient is not None and self.numbers[place] in numbers:
                 self._used[place] = self._ids[place]
                 self._used_versions[place] = self._versions[place]
 
@@ -286,19 +253,19 @@ class Gradients:
         self.forget_repeated()
         done = self.done[:]
         self.done.clear()
-        ids, versions, looked_at = self._ids, self._versions, self._numbers
-        used = {number for number, gradient in zip(self._numbers, self._used, strict=True) if gradient}
+        ids, versions, looked_at = self._ids, self._versions, self.numbers
+        used = {number for number, gradient in zip(self.numbers, self._used, strict=True) if gradient}
         for one in done:
             used = used.union(one.parameters) if type(one.fact) is Stepped else used.difference(one.parameters)
         self._note(self._look())
         self._before = []
         was_cleared = type(done[-1].fact) is Cleared
-        if not was_cleared and self._numbers == looked_at:
+        if not was_cleared and self.numbers == looked_at:
             for place, old in enumerate(ids):
                 if old and not self._ids[place]:  # cleared by hand since, which the next event tells
                     self._ids[place], self._versions[place] = old, versions[place]
             self.is_any = any(self._ids)
-        for place, number in enumerate(self._numbers):
+        for place, number in enumerate(self.numbers):
             self._used[place] = self._ids[place] if number in used else 0
             self._used_versions[place] = self._versions[place]
         if was_cleared:
@@ -324,7 +291,7 @@ class Gradients:
             if gradient is not None and gradient._version != self._used_versions[place]:
                 self._used[place] = 0
         self._note(gradients)
-        return self._counted(len(gone)), self._counted(had)
+        return len(gone), had
 
     def _is_zero(self, gradient: torch.Tensor) -> bool:
         return self._zero.get(id(gradient)) == gradient._version
@@ -339,10 +306,3 @@ def _are_zero(gradients: list[torch.Tensor]) -> bool:
     if any(one.numel() and one[(0,) * one.dim()].item() for one in dense[:_TRIED]):
         return False  # most gradients are known by their first entry
     return bool(dense) and not any(bool(one.any()) for one in dense)
-
-
-def _spread(count: int) -> list[int]:
-    """Places of a few out of many, the first and the last ones among them."""
-    if count <= FEW:
-        return list(range(count))
-    return sorted({0, 1, count - 2, count - 1, *(place * count // FEW for place in range(FEW))})

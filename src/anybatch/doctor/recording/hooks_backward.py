@@ -16,8 +16,6 @@ from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.torch_private import in_transform, number_of_backward
 
-Numbers = tuple[int, ...]
-
 
 class _Begun(NamedTuple):
     """A backward that is about to run and is like one before.
@@ -43,9 +41,6 @@ class BackwardHooks:
         gradients: of the tracked parameters.
         samplers: are shown each loss.
         on_backward: is called after a backward has been recorded.
-
-    Attributes:
-        unsure: whether the few gradients that were looked at differ from before, so that all have to be looked at.
     """
 
     def __init__(
@@ -53,11 +48,10 @@ class BackwardHooks:
     ) -> None:
         self._recording, self._gradients, self._samplers = recording, gradients, samplers
         self._on_backward = on_backward
-        self.unsure = self._is_weighted = False
+        self._is_weighted = False
         self.takes, self.gave = recording.guarded(self._takes), recording.guarded(self._gave)
-        self._last: dict[tuple[str, int], tuple[Numbers, Numbers]] = {}
+        self._last: dict[tuple[str, int], Came] = {}
         self._weighed: list[Backward] = []  # of the gradient that is being taken
-        self._few: dict[tuple[str, int], tuple[Numbers, tuple[Numbers, Numbers]]] = {}
         self._keys: dict[tuple[str, int], list[Any]] = {}
 
     def attach(self) -> None:
@@ -218,8 +212,8 @@ class BackwardHooks:
         recording.emit(fact)
         if self._gradients.is_aside:
             self._weighed.append(fact)
-        key = None if self._gradients.is_aside or self.unsure else key
-        touched = self._last.get((fact.file, fact.line), ((), ()))[0] if fact.function == "backward" else ()
+        key = None if self._gradients.is_aside else key
+        touched = self._last[fact.file, fact.line].touched if fact.function == "backward" else ()
         known.passed(fact, fact.touched_count, fact.kept_count, numbering.version, key=key, parameters=touched)
         if key is not None:
             self._keys.setdefault((fact.file, fact.line), []).append(key)
@@ -227,39 +221,14 @@ class BackwardHooks:
         self._on_backward()
 
     def _fill(self, fact: Backward, came: Came) -> None:
-        """Says what was touched; where only a few were looked at that did as before, the rest is taken to have too."""
+        """Says what was touched, by number where it is not what the last backward from the same line has touched."""
         place = fact.file, fact.line
-        known = self._last.get(place)
-        touched, kept = came.touched, came.kept
-        if not came.whole and known is not None and (touched, kept) == self._expected(place, known):
-            touched, kept = known
-        if not came.whole and (touched, kept) != known:
-            self.unsure = True
-            self._recording.known.usable = False
-            if known is not None:
-                touched, kept = known
-        object.__setattr__(fact, "touched_count", len(touched))
-        object.__setattr__(fact, "kept_count", len(kept))
-        if known is None or known[0] is not touched:
-            if known == (touched, kept):
-                return
-            self._last[place] = touched, kept
-            self._few.pop(place, None)
+        object.__setattr__(fact, "touched_count", len(came.touched))
+        object.__setattr__(fact, "kept_count", len(came.kept))
+        if self._last.get(place) != came:
+            self._last[place] = came
             for key in self._keys.pop(place, ()):  # a repetition is read with what was touched before it from its line
                 self._recording.known.forget(key)
-            self._samplers.had_gradient.update(touched)
-            object.__setattr__(fact, "touched", touched)
-            object.__setattr__(fact, "kept", kept)
-
-    def _expected(self, place: tuple[str, int], known: tuple[Numbers, Numbers]) -> tuple[Numbers, Numbers]:
-        """What the few that are looked at had at the last backward from the same line."""
-        numbers = self._gradients.numbers
-        found = self._few.get(place)
-        if found is None or found[0] is not numbers:
-            few = set(numbers)
-            found = self._few[place] = numbers, (_among(known[0], few), _among(known[1], few))
-        return found[1]
-
-
-def _among(numbers: tuple[int, ...], few: set[int]) -> tuple[int, ...]:
-    return tuple([number for number in numbers if number in few])
+            self._samplers.had_gradient.update(came.touched)
+            object.__setattr__(fact, "touched", came.touched)
+            object.__setattr__(fact, "kept", came.kept)

@@ -81,7 +81,7 @@ class ForwardHooks:
 
     def _wrapped(self, original: Any) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
-        is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
+        is_traced, flags = torch.compiler.is_dynamo_compiling, vars(torch.compiler)
         recording, chosen, clock, again = self._recording, self._chosen, time.perf_counter, self._again
         threads, known, grad_enabled = recording.threads, recording.known, torch.is_grad_enabled
 
@@ -90,12 +90,12 @@ class ForwardHooks:
                 return original(module, *args, **kwargs)
             if recording.running is not None:
                 is_root = module is recording.running and recording.innermost is None  # by a method of its class
-                if is_root or not self._is_searching or is_compiling() or threads.ident != get_ident():
+                if is_root or not self._is_searching or flags.get("_is_compiling_flag") or threads.ident != get_ident():
                     return original(module, *args, **kwargs)
                 return self._within(original, module, args, kwargs)
             if not (self._is_searching or type(module) in chosen or id(module) in chosen):
                 return original(module, *args, **kwargs)
-            if is_compiling() or is_jit_tracing():
+            if flags.get("_is_compiling_flag") or is_jit_tracing():  # as ``is_compiling`` reads it, without its call
                 return original(module, *args, **kwargs)
             me = get_ident()
             was, is_other = threads.inside, threads.ident != me

@@ -230,7 +230,7 @@ class OptimizerHooks:
         if count in _LOOKS_AROUND:
             self._look_around(number)
         sampled = self._recording.sampling.wants(self._sampling_step(number))
-        self._hand = self._gradients.at_step()
+        self._hand = self._gradients.at_step(closely=self._recording.sampled or self.has_closure)
         if self._hand[0]:
             fact = Cleared(by="hand", parameters=self._hand[0], of=self._hand[1])
             self._recording.emit(fact)

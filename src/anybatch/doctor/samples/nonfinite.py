@@ -14,7 +14,6 @@ from anybatch.doctor.samples.origins import Origin, SavedValues, kind_of
 from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
-from anybatch.tensors.dispatch import unseen
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -244,11 +243,6 @@ def kept_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
     """What an optimizer keeps of the gradients of a parameter."""
     state = optimizer.state.get(parameter) or {}
     return [one for name, one in state.items() if name != "step" and isinstance(one, torch.Tensor)]
-
-
-@unseen
-def _sum_of(grad: torch.Tensor) -> complex:
-    return grad.detach().sum().item()
 
 
 def _finite(values: torch.Tensor) -> bool:
