@@ -26,7 +26,7 @@ _SCALING = _BETWEEN | {
 }
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
-_SCORED = re.compile(r"log_?p|ratio", re.IGNORECASE)
+_SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
@@ -140,7 +140,8 @@ def rewarded(tape: Tape) -> Probed:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
     answer = "yes" if rises > 0 else "no"
-    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line)
+    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line,
+                  evidence={"slope": rises, "products": len(found)})  # fmt: skip
 
 
 def _products(tape: Tape) -> Iterator[Operation]:
