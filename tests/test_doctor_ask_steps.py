@@ -266,6 +266,21 @@ def test_weights_of_another_axis_and_masks_of_what_is_kept_are_told(dim: int, in
     assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
 
 
+def test_an_assignment_to_clusters_sums_over_another_axis_as_it_should() -> None:
+    net = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 3)])
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 10, 6)
+            optimizer.zero_grad()
+            clusters = net[0](x).transpose(1, 2).softmax(1) @ x
+            F.cross_entropy(net[1](clusters).mean(1), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "softmax axis") == "no"
+
+
 def of_policy(log_prob: torch.Tensor, reward: torch.Tensor, form: str) -> torch.Tensor:
     """A loss in one of the forms in which it is written."""
     if form == "outside":

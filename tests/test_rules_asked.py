@@ -27,7 +27,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "function gradient": {"cls": "Scaled"},
     "softmax axis": {"dim": 1, "dims": 4, "summed": 3},
     "hidden tokens": {"op": "masked_fill"},
-    "rewarded": {},
+    "rewarded": {"slope": 0.4, "products": 1},
     "close copy": {"online": 0, "share": 0.97},
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},

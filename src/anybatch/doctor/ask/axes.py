@@ -107,10 +107,10 @@ def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
     """Which column of the inputs is a target in each row; -1 for none."""
     if target.shape[1] * 2 > inputs.shape[1] or not inputs.is_floating_point() or inputs.dtype != target.dtype:
         return -1
-    if len(target[:, 0].unique()) < len(target) / 2:
+    if min(len(column.unique()) for column in target.T) < len(target) / 2:
         return -1  # a few values may be equal by accident
-    same = (inputs == target[:, :1]).all(0).nonzero()
-    return int(same[-1]) if len(same) else -1
+    same = [(inputs == column[:, None]).all(0).nonzero() for column in target.T]
+    return int(same[0][-1]) if all(map(len, same)) else -1
 
 
 def blank(tape: Tape) -> Probed:

@@ -6,6 +6,7 @@ from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.doctor.ask.tape import Slot, Tape, slots
+from anybatch.records.draws import Scored
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -36,7 +37,8 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
             yield _frozen(states, run, online, state)
             continue
         share = _share_taken(state, online)
-        if share is not None and share > _TOO_MUCH and not _learns(kept, state):
+        acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
+        if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
             yield _follows(state, online, share)
         if True not in state.modes and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]

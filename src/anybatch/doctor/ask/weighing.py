@@ -13,9 +13,20 @@ from anybatch.records.lossfacts import Probed
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
 _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"})
+_SCALING = _BETWEEN | {
+    "div",
+    "__truediv__",
+    "mul",
+    "__mul__",
+    "__rmul__",
+    "add",
+    "__add__",
+    "masked_fill",
+    "masked_fill_",
+}
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
-_SCORED = re.compile(r"log_?p|ratio", re.IGNORECASE)
+_SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
@@ -38,7 +49,7 @@ def softmax_axis(tape: Tape) -> Probed:
         if operation.name == "softmax" and operation.outs:
             dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
             dims = run.values[operation.outs[0]].dim()
-            if isinstance(dim, int) and dims > 2:
+            if isinstance(dim, int) and dims > 2 and _is_of_pairs(tape, given[0]):
                 weights[operation.outs[0]] = operation, dim % dims
         elif operation.name in _BETWEEN and given and given[0] in weights:
             weights |= dict.fromkeys(operation.outs, weights[given[0]])
@@ -49,6 +60,19 @@ def softmax_axis(tape: Tape) -> Probed:
                 return Probed(probe="softmax axis", root=-1, answer="yes", file=made.file, line=made.line,
                               evidence={"dim": dim, "dims": last + 1, "summed": last})  # fmt: skip
     return Probed(probe="softmax axis", root=-1, answer="no")
+
+
+def _is_of_pairs(tape: Tape, slot: Slot) -> bool:
+    """Whether scores compare what comes from the data with what comes from them, as those of attention do."""
+    for operation in reversed(tape.operations):
+        if slot in operation.outs:
+            given = list(slots(operation.args))
+            if operation.name in _PRODUCTS or operation.name == "einsum":
+                return not set(given) & tape.parameters.keys()
+            if operation.name not in _SCALING or not given:
+                return False
+            slot = given[0]
+    return False
 
 
 def hidden_tokens(tape: Tape) -> Probed:
@@ -116,7 +140,8 @@ def rewarded(tape: Tape) -> Probed:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
     answer = "yes" if rises > 0 else "no"
-    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line)
+    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line,
+                  evidence={"slope": rises, "products": len(found)})  # fmt: skip
 
 
 def _products(tape: Tape) -> Iterator[Operation]:

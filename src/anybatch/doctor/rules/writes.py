@@ -109,9 +109,14 @@ def symmetric_init(
 
 
 def _zero_pairs(run: Run, same: list[int]) -> list[tuple[ParameterFacts, ParameterFacts]]:
-    """Two matrices of one module that are both zero: the gradient of each has the other one as a factor."""
+    """Two matrices side by side that are both zero: the gradient of each has the other one as a factor."""
     zero = [run.parameters[number] for number in same if run.parameters[number].constant == 0]
-    return [(a, b) for a, b in itertools.pairwise(zero) if (a.root, a.module) == (b.root, b.module)]
+
+    def beside(a: ParameterFacts, b: ParameterFacts) -> bool:
+        of_table = "embedding" in (a.role, b.role)
+        return a.module == b.module or (of_table and a.module.rpartition(".")[0] == b.module.rpartition(".")[0])
+
+    return [(a, b) for a, b in itertools.pairwise(zero) if a.root == b.root and beside(a, b)]
 
 
 def _random(run: Run, pairs: list[tuple[ParameterFacts, ParameterFacts]]) -> str:
@@ -126,9 +131,9 @@ def _random(run: Run, pairs: list[tuple[ParameterFacts, ParameterFacts]]) -> str
 
 
 def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], first: list[Norms], share: float) -> bool:
-    if len(facts.shape) < 2 or facts.shape[0] < 2 or facts.role not in ("weight", "other"):
+    if len(facts.shape) < 2 or facts.shape[0] < 2:
         return False
-    begins = facts.equal_rows or facts.constant is not None
+    begins = facts.role in ("weight", "other") and (facts.equal_rows or facts.constant is not None)
     rows = sum(facts.parameter in norms.equal_grad_rows for norms in first)
     if begins and rows >= 2 and rows >= share * min(len(first), len(seen)):
         return True
