@@ -63,7 +63,7 @@ def test_a_folder_of_transformers_is_shown_as_a_table_of_what_fits_with_and_with
     every = 4 * sum(one.numel() for one in model.parameters())  # the allocator rounds each up to 512 bytes
     assert whole.at_peak["parameters"] == pytest.approx(every, rel=0.03)
     layers = 2 * ((32 + 96) + (32 + 32) + (32 + 128) + (128 + 32)) * 4  # of Conv1D: inputs and outputs times rank
-    assert low.at_peak["optimizer state"] == pytest.approx(2 * 4 * layers, rel=0.1)
+    assert low.at_peak["optimizer state"] == pytest.approx(2 * 4 * layers, rel=0.3)
     assert low.at_peak["parameters"] == pytest.approx(every + 4 * layers, rel=0.03)
 
 

@@ -282,3 +282,44 @@ def test_batches_that_are_one_micro_batch_are_told_once_and_the_remedy_measures(
     noise = anybatch.NoiseScale(step, every=2)
     step(batch_of())
     assert noise.measurements == 1
+
+
+# Whole batches.
+
+
+def of_rows(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def rows_of_numbers(rows: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, 6).double(), "y": torch.arange(rows) % 3}
+
+
+def halved(model: nn.Module, loss_fn: Loss, batch: Any, every: int, **options: Any) -> tuple[NoiseScale, list[int]]:
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    noise = NoiseScale(step, every=every, halves=True)
+    return noise, [step(batch).micro_batches for _ in range(9)]
+
+
+def test_a_batch_that_memory_leaves_whole_is_measured_as_two_halves_and_the_others_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(6, 3).double(), rows_of_numbers(22)
+    noise, sizes = halved(model, of_rows, batch, 4, memory="1GiB")
+    assert sizes == [1, 2, 1, 1, 1, 2, 1, 1, 1]
+    assert noise.measurements == 2
+    assert_measures(noise, truth(copy.deepcopy(model), of_rows, batch, [11, 11], rows_of))
+
+
+def test_what_may_not_be_split_trains_on_as_one_and_is_told() -> None:
+    torch.manual_seed(0)
+    batch, model = rows_of_numbers(22), nn.Linear(6, 3).double()
+    norm = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+    def coupled(model: Any, batch: Any) -> torch.Tensor:
+        total: torch.Tensor = of_rows(model, batch) + model(batch["x"]).square().mean().sqrt()
+        return total
+
+    for one, loss_fn in ((norm, of_rows), (model, coupled)):
+        with pytest.warns(anybatch.AnyBatchWarning, match="measured nothing"):
+            _, sizes = halved(one, loss_fn, batch, 4)
+        assert set(sizes) == {1}

@@ -232,6 +232,14 @@ class TrainStep:
             del self.__dict__["_call"]
         return result
 
+    def split_next(self, size: float) -> None:
+        """Runs the next logical batch in smaller micro-batches; where it may not be split it runs as ever.
+
+        Args:
+            size: of them, as ``micro_batch_size``.
+        """
+        self._limit.once = size
+
     def _train(self, batch: Any) -> StepResult:
         """The life of a logical batch, from its layout to its result."""
         self._follow_model()

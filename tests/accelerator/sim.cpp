@@ -767,6 +767,18 @@ int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
+// One kernel, as on CUDA; without it torch takes it apart into others, which need room.
+Three sim_group_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                     const std::optional<at::Tensor>& bias, c10::SymInt n, c10::SymInt c, c10::SymInt hxw, int64_t group,
+                     double eps) {
+  auto own = [](const std::optional<at::Tensor>& one) {
+    return one.has_value() && one->defined() ? std::optional<at::Tensor>(plain(*one)) : std::nullopt;
+  };
+  auto made = at::native_group_norm_symint(plain(input), own(weight), own(bias), n, c, hxw, group, eps);
+  auto device = input.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), to_device(std::get<2>(made), device)};
+}
+
 // Cells of recurrent layers; their backward needs what the workspace keeps, as on CUDA.
 Three sim_lstm_cell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cx,
                     const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
@@ -865,6 +877,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &sim_dropout);
   m.impl("native_dropout_backward", &sim_dropout_backward);
   m.impl("_fused_sdp_choice", &sdp_choice);
+  m.impl("native_group_norm", &sim_group_norm);
   m.impl("record_stream", &sim_record_stream);
   m.impl("_thnn_fused_lstm_cell", &sim_lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &sim_lstm_cell_backward);

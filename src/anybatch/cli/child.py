@@ -1,4 +1,4 @@
-"""The child process of ``anybatch check`` and ``anybatch plan``: it is the user's script, up to the first step.
+"""The child process of ``anybatch check``, ``plan`` and ``tune``: it is the user's script, up to its first steps.
 
 Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``: QUESTION is JSON with the verb and what
 belongs to it; what happened is written to the file RESULT.
@@ -24,6 +24,7 @@ from anybatch import interception
 from anybatch.cli.doctor_child import TorchFinder
 from anybatch.cli.plan_loops import FoundStep, LoopWatch
 from anybatch.cli.script import ONLY_RANK
+from anybatch.cli.tune_child import TuneWatch
 
 _SHARED_OPTIONS = ("count", "broadcast", "collate", "cost", "batch_norm")
 _CHECKED_OPTIONS = (*_SHARED_OPTIONS, "micro_batch_size", "autocast", "inputs", "accumulate", "dropout")
@@ -67,6 +68,11 @@ class Answer:
             traceback.print_exception(error)
         finally:
             _leave(self._process)
+
+    def told(self, facts: dict[str, Any]) -> NoReturn:
+        """Writes what was found, and does not return."""
+        self.write(**facts)
+        _leave(self._process)
 
     def refused(self, why: str) -> NoReturn:
         """Ends the script, and does not return."""
@@ -180,11 +186,16 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         The exit code for a script that ended or failed before its first step.
     """
     answer = Answer(result, question)
-    watch = LoopWatch(answer.found, answer.refused)
-    if question["verb"] == "plan":
-        sys.meta_path.insert(0, TorchFinder(watch))
+    tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
+    if question["verb"] != "check":
+        watch = tuning or LoopWatch(answer.found, answer.refused)
+        if "torch" in sys.modules:
+            watch.attach()
+        else:
+            sys.meta_path.insert(0, TorchFinder(watch))
     # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
-    interception.first_call = ContextVar("anybatch_first_call", default=answer)
+    if tuning is None:
+        interception.first_call = ContextVar("anybatch_first_call", default=answer)
     module = types.ModuleType("__main__")
     path = str(Path(script).absolute())
     module.__dict__.update(
@@ -195,7 +206,8 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
     sys.path[0] = str(Path(path).parent)
     sys.modules["__main__"] = module  # also for pickle, and for workers that start by importing it
     try:
-        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+        text = Path(question.get("source") or path).read_bytes()
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise
@@ -206,6 +218,8 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         sys.excepthook(type(error), error.with_traceback(_of_script(error.__traceback__)), error.__traceback__)
         answer.write(status="failed", error=f"{type(error).__name__}: {error}")
         return 1
+    if tuning is not None:
+        tuning.finish()
     answer.write(status="ended", code=0)
     return 0
 

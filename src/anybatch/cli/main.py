@@ -39,6 +39,7 @@ VERBS = {
     "estimate": Verb("anybatch.cli.estimate", "estimate_command", "What would a training of a known model take?"),
     "explain": Verb("anybatch.cli.explain", "explain_command", "What does a finding of the doctor mean?"),
     "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest way to run a step within a budget?"),
+    "tune": Verb("anybatch.cli.tune", "tune_command", "Which batch and which learning rate pay?"),
     "report": Verb("anybatch.cli.report", "report_command", "Show what the doctor has recorded."),
     "watch": Verb("anybatch.cli.watch", "watch_command", "Follow a run that goes on."),
 }

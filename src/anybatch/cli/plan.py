@@ -36,7 +36,7 @@ class NoPlan(click.ClickException):
     exit_code = 2
 
 
-def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
+def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
     """Reads a budget, so that a wrong one is refused before the script runs."""
     if value is None or value == "free":
         return value
@@ -60,7 +60,7 @@ def _memory_of(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--memory",
     metavar="SIZE",
-    callback=_memory_of,
+    callback=memory_of,
     help="What a step may take: 8GiB, a part of the memory such as 0.5, or free.  [default: what the script asks for, "
     "else free]",
 )

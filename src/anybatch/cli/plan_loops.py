@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -128,6 +129,7 @@ class FoundStep:
             facts: the answer.
             question: that was asked.
         """
+        from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.loopchanges import change_of
         from anybatch.doctor.loopsteps import StepUnclear
 
@@ -138,11 +140,13 @@ class FoundStep:
         saved = json.dumps(question.get("output") or "plan.json")
         plan = f"micro_batch_size={size:g}" if is_split_only else f"plan=anybatch.Plan.load({saved})"
         wish = question["memory"] if question["memory"] is not None else "free"
-        change = ""
+        changed = {"change": "", "after": ""}
         if not self._trouble:
             try:
-                change = change_of(self._step, self._update, json.dumps(wish), plan)
+                edit = change_of(self._step, self._update, json.dumps(wish), plan)
+                diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
+                changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:
                 self._trouble = str(error)
         at = f"{self._step.source.path}:{self._step.back.lineno}"
-        return facts | {"change": change, "trouble": self._trouble, "found": at}
+        return facts | changed | {"trouble": self._trouble, "found": at}

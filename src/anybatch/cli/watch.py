@@ -80,9 +80,11 @@ class Frames:
                 tail, judge = self._tails.setdefault(rank, (Tail(path), Judge()))
                 is_first = not tail.step
                 tail.read()
-                if judge.is_due(tail.step, not_finite=tail.not_finite) or tail.ended is not None:
+                is_leading = rank == min(ranks, default=0)
+                step = tail.step if is_leading else 0  # of the others, what is not finite is looked at
+                if judge.is_due(step, not_finite=tail.not_finite) or (is_leading and tail.ended is not None):
                     self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if ranks else "")
-                if rank == min(self._tails):
+                if is_leading:
                     self._draw(series_of(tail.whole() if is_first else tail.recent()))
         if not self._tails:
             return Group(Text(f"{self._record} is not there yet; waiting for the run to write it."))
@@ -90,8 +92,11 @@ class Frames:
         return Group(Text(self._head(tail), style="bold"), self._table(), *self._findings(tail))
 
     def _tell(self, found: Sequence[Finding], whose: str) -> None:
-        self._found += [f"{whose}{sentence_of(one)}" for one in found]
-        self._styles += [_STYLES.get(one.severity, "") for one in found]
+        for one in found:
+            sentence = sentence_of(one)
+            if not any(known.endswith(sentence) for known in self._found):  # told by another rank
+                self._found.append(f"{whose}{sentence}")
+                self._styles.append(_STYLES.get(one.severity, ""))
 
     def _draw(self, series: Series) -> None:
         """Adds what is new to the curves."""

@@ -3,12 +3,11 @@
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybatch.doctor.fixes.source import SCOPES, Change, UnclearEdit, last_name, unified
+from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit, last_name
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
 
@@ -113,8 +112,8 @@ def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
     return home
 
 
-def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> str:
-    """The change of a loop as a unified diff.
+def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
+    """The file of a loop with the lines changed.
 
     Args:
         step: what was found.
@@ -123,7 +122,7 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
         plan: the argument that says how a batch is split, for ``backward``.
 
     Returns:
-        The diff, for ``patch -p1`` in the folder that the command runs in.
+        The file before and after; ``unified`` makes a patch of it.
 
     Raises:
         StepUnclear: the lines can't be changed in one way only.
@@ -146,12 +145,11 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
         after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
     lines = [f"{result} = {call}" if after else call, *after]
     try:
-        edit = step.source.edit(_edits(step, update, text, lines))
+        return step.source.edit(_edits(step, update, text, lines))
     except UnclearEdit as error:
         raise StepUnclear(
             f"the lines before {step.where(step.back)} can't be changed in one way only: {error}"
         ) from None
-    return unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
 
 
 def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str]) -> Iterator[Change]:

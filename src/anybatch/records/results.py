@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.layouts import BatchLayout
-from anybatch.records.showing import Shown
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -55,7 +54,7 @@ class Attempt:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class StepResult(Shown):
+class StepResult:
     """What one logical batch gave: detached numbers, computed when they are read.
 
     Reading ``loss``, ``losses``, ``metrics``, ``count`` or ``grad_norm`` waits for the device; not reading them costs
@@ -124,6 +123,11 @@ class StepResult(Shown):
         self.plan: Plan | None = None
         self.proof: Proof | None = None
         self.layout: BatchLayout | None = None
+
+    def _repr_html_(self) -> str | None:
+        from anybatch.records.showing import page_of
+
+        return page_of(self)
 
     @property
     def loss(self) -> float:

@@ -291,7 +291,7 @@ def _flow_numbers(flow: Flow) -> TextTable | None:
 def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[Picture]:
     levels = [("the best constant guess", series.guess)] if series.guess is not None else []
     marks = [(f"{one.code or one.name} from here", one.step) for one in findings[:_MOST_MARKS] if one.step <= axis.last]
-    caption = "What was given to backward, for each line that did; the mean within a step."
+    caption = "What was given to backward, for each line that did, and what evaluations gave; the mean within a step."
     caption += " A dashed upright line is where a finding was first seen." if marks else ""
     drawn = curve_picture("Loss", series.losses, axis, caption, levels, marks)
     changing = [one for one in series.rates if len(set(one.values)) > 1]
@@ -353,7 +353,7 @@ def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, li
             f"{one.dead:.0%}",
             "-" if one.saturated is None else f"{one.saturated:.0%}",
             number_text(one.spread),
-            ", ".join(map(number_text, one.percentiles[-1])) if one.percentiles else "-",
+            ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-",
         )
         for one in outputs
     )
@@ -376,7 +376,7 @@ def _outputs_caption(series: Series) -> str:
     caption = (
         "What the modules put out on sampled steps. Dead units were zero in every sample; saturated entries lie within "
         "0.001 of a limit; spread is how much the output differs over the batch; percentiles are the 5th, 25th, "
-        "50th, 75th and 95th over the steps, and as numbers at the last sampled one."
+        "50th, 75th and 95th over the steps; as numbers the 5th, 50th and 95th at the last sampled one."
     )
     rest = series.modules - len(series.outputs)
     return f"{caption} {rest} modules are not shown." if rest else caption

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from anybatch.records.events import Backward, Clipped, Stepped
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
 from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, plain
@@ -202,13 +202,18 @@ def _guess(run: Run) -> float | None:
 
 
 def _losses(run: Run) -> dict[str, Points]:
-    """The mean over the backwards of a step, for each line that called some; the busiest lines first."""
+    """The mean within a step for each line: the busiest backward, the evaluations, then other backwards."""
     sites: dict[str, dict[int, list[float]]] = {}
     for one in run.of(Backward):
         if one.value is not None and one.function == "backward":
             name = f"{PurePath(one.file).name}:{one.line}" if one.file else "loss"
             sites.setdefault(name, {}).setdefault(one.step, []).append(one.value)
     ranked = sorted(sites.items(), key=lambda item: -len(item[1]))
+    held_out: dict[str, dict[int, list[float]]] = {}
+    for found in run.of(Evaluated):
+        name = f"evaluation, {PurePath(found.file).name}:{found.line}"
+        held_out.setdefault(name, {}).setdefault(found.step, []).append(found.value)
+    ranked[1:1] = held_out.items()  # beside the busiest line
     return {name: [(step, sum(v) / len(v)) for step, v in steps.items()]
             for name, steps in ranked}  # fmt: skip
 

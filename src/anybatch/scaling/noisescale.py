@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.batch.batches import Part
 from anybatch.errors import BatchError, warn
@@ -35,8 +36,9 @@ class _Batch(NamedTuple):
 
 
 _WHOLE = (
-    "it shows between micro-batches, and each logical batch was one (memory= may choose so). Give TrainStep "
-    "micro_batch_size= in the place of memory=, such as half of the batch; or windows() of several batches"
+    "it shows between micro-batches, and each logical batch was one (memory= may choose so). Let NoiseScale(step, "
+    "halves=True) run those that it measures as two halves; or give TrainStep micro_batch_size= in the place of "
+    "memory=, such as half of the batch; or windows() of several batches"
 )
 
 
@@ -46,6 +48,9 @@ class Measurable(Protocol):
     model: torch.nn.Module
     loss_fn: Any
     watcher: Callable[[Task, Sequence[Part], Sequence[torch.Tensor]], Watch] | None
+
+    def split_next(self, size: float) -> None:
+        """Runs the next logical batch in smaller micro-batches; where it may not be split it runs as ever."""
 
 
 class _State(TypedDict):
@@ -74,6 +79,9 @@ class NoiseScale:
         decay: of the moving averages, a measurement.
         keep_gradients: keeps the gradient of the running micro-batch while it measures, as many bytes as the
             gradients; for losses that go back in several pieces: ``OverTime``, and yielded ones that are not cut.
+        halves: runs a logical batch that is to be measured and is one micro-batch, as ``memory=`` may choose, as two;
+            its gradient is then the same but for rounding, and dropout draws other masks. Not where BatchNorm would
+            see halves, or the split is not exact.
 
     Raises:
         BatchError: an argument is none that can be meant, or the loss or the optimizer can't be measured.
@@ -86,7 +94,13 @@ class NoiseScale:
     """
 
     def __init__(
-        self, step: Measurable | None, every: int = 16, *, decay: float = 0.9, keep_gradients: bool = False
+        self,
+        step: Measurable | None,
+        every: int = 16,
+        *,
+        decay: float = 0.9,
+        keep_gradients: bool = False,
+        halves: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise BatchError(f"every={every!r}; expected an integer of at least 1")
@@ -94,13 +108,15 @@ class NoiseScale:
             raise BatchError(f"decay={decay!r}; expected a number between 0 and 1")
         if not isinstance(keep_gradients, bool):
             raise BatchError(f"keep_gradients={keep_gradients!r}; expected True or False")
-        self.every = every
+        if not isinstance(halves, bool):
+            raise BatchError(f"halves={halves!r}; expected True or False")
+        self.every, self._halves = every, halves
         self._ratio = RatioOfMeans(float(decay))
         self._waiting: list[Measurement] = []
         self._countdown = 0
         self._batches: deque[_Batch] = deque(maxlen=_USUAL_OF)
         self._whole = 0  # logical batches in a row that were one micro-batch when one was to be measured
-        self._was_warned = False
+        self._was_warned = self._was_asked = self._stays_whole = False
         self._step: Measurable | None = None
         self._keep = self._is_shared = self._went_well = False
         if step is not None:
@@ -172,11 +188,22 @@ class NoiseScale:
             warn(f"NoiseScale left a batch out: {trouble}")
 
     def _note_whole(self, outcome: Outcome) -> None:
-        """Tells, once, that nothing will ever be measured where all logical batches are one micro-batch."""
-        self._whole = 0 if len(outcome.parts) > 1 or self._is_shared else self._whole + 1
-        if self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
+        """Has the next batch split where it is to be measured; tells, once, where that is of no use."""
+        is_whole = len(outcome.parts) == 1 and not self._is_shared
+        self._whole = self._whole + 1 if is_whole else 0
+        self._stays_whole |= is_whole and self._was_asked
+        self._was_asked = is_whole and not self._countdown and self._may_split(outcome.parts[0])
+        if self._was_asked:
+            self._step.split_next(math.ceil(outcome.parts[0].cost / 2))  # type: ignore[union-attr]
+        elif self._whole >= self.every and not self._was_warned and not (self._waiting or self._ratio.number):
             self._was_warned = True
             warn(f"NoiseScale measured nothing so far: {_WHOLE}")
+
+    def _may_split(self, whole: Part) -> bool:
+        """Whether a batch can be run as two halves without another result, as far as that is known."""
+        if self._step is None or not self._halves or self._stays_whole or len(whole.samples) < 2:
+            return False
+        return not any(isinstance(one, _BatchNorm) and one.training for one in self._step.model.modules())
 
     def _settle(self) -> None:
         """Fetches what was measured since the last time."""

@@ -155,6 +155,9 @@ class SizeLimit:
     Args:
         ceiling: what the user asked for, in samples or in cost; ``None`` for the whole batch.
 
+    Attributes:
+        once: a smaller size for the next logical batch alone, which someone wants to see in parts.
+
     Example:
         >>> limit = SizeLimit(None)
         >>> limit.shrink(tried=100)
@@ -170,6 +173,7 @@ class SizeLimit:
             ceiling = int(ceiling) if isinstance(ceiling, numbers.Integral) else float(ceiling)
         self.ceiling = ceiling
         self.value = ceiling
+        self.once: float | None = None
         self._patience = self.PATIENCE
         self._quiet = 0
         self._grew = False
@@ -289,7 +293,8 @@ class Retries:
         self._where, self._reducer, self._again = where, reducer, again
         self._writes = splittable.writes()
         self._asked = limit.value
-        self._parts = splittable.plan(limit.value)
+        self._once, limit.once = limit.once, None
+        self._parts = splittable.plan(limit.value if self._once is None else self._once)
         self._failure: Failure | None = None
         self._shortage: Shortage | None = None  # of another process
         self._is_done = False
@@ -318,6 +323,10 @@ class Retries:
         if error is None:
             self._is_done = True
             return False
+        if self._once is not None and isinstance(error, NotSplittable):
+            self._roll_back()
+            self._once, self._parts = None, self._splittable.plan(self._limit.value)
+            return True
         shortage = error.shortage if isinstance(error, ShortageElsewhere) else None
         if shortage is None and not (is_out_of_memory(error) and self._reducer.can_start_again):
             self._roll_back()

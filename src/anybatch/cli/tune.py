@@ -1,0 +1,169 @@
+"""``anybatch tune``: the batch that fits, the batch that pays, and the learning rate that goes with it."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from anybatch.cli.options import (
+    INTERRUPTED,
+    ScriptCommand,
+    check_folder,
+    json_option,
+    of_script,
+    timeout_option,
+    write_json,
+)
+from anybatch.cli.plan import memory_of
+from anybatch.cli.plan_screen import heading, print_table, print_words
+from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.report.tables import TextTable
+
+_BAR = 24
+_LEAST = 3  # measurements that a noise scale is told from
+_SIZES = 4  # sizes in the picture on each side of the batch that pays
+
+
+@click.command("tune", cls=ScriptCommand, short_help="Which batch and which learning rate pay?")
+@of_script
+@click.option(
+    "--memory", metavar="SIZE", callback=memory_of, help="What a step may take, see anybatch plan.  [default: as plan]"
+)
+@click.option("--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="To measure in.")
+@json_option("the answer")
+@timeout_option
+def tune_command(
+    script: Path,
+    arguments: tuple[str, ...],
+    memory: str | float | None,
+    steps: int,
+    json_path: Path | None,
+    timeout: float | None,
+) -> None:
+    """Says which batch of SCRIPT fits, which one pays, and the learning rate that goes with it.
+
+    SCRIPT runs twice: up to its first step, which is planned, and for some steps, in which the noise of its gradient is
+    measured. A loop without anybatch.TrainStep runs with the lines changed that anybatch plan prints; the file stays as
+    it is. Then a few updates at several learning rates start from where the run is, and the script is ended.
+
+    Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script came to no step.
+    """
+    check_folder(json_path)
+    try:
+        plan, tuned = _asked(script, arguments, memory, steps, timeout)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    sentence = sentence_of(plan["plan"]["chosen"], plan["plan"]["samples"], tuned)
+    if json_path is not None:
+        write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": sentence, **tuned})
+    console = Console(stderr=str(json_path) == "-", highlight=False)
+    print_words(console, sentence, style="bold green")
+    _picture(tuned, console)
+    _rates(tuned, console)
+
+
+class NoTuning(click.ClickException):
+    """The script did not come as far as steps that can be measured."""
+
+    exit_code = 2
+
+
+def _asked(
+    script: Path, arguments: tuple[str, ...], memory: str | float | None, steps: int, timeout: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan of the first step, and what some steps told."""
+    question: dict[str, Any] = {"verb": "plan", "memory": memory, "device": None, "ranks": None, "shard": "ddp"}
+    plan = run_until_first_call(script, arguments, timeout, question)
+    if plan.status == "too-large":
+        raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
+    if plan.status != "planned":
+        raise NoTuning(no_answer(plan, script, "plan", "planned"))
+    with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
+        source = _source(plan, script, Path(folder))
+        tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})
+    if tuned.status != "tuned":
+        raise NoTuning(no_answer(tuned, script, "tune", "measured"))
+    return plan.facts, tuned.facts
+
+
+def _source(plan: Ending, script: Path, folder: Path) -> str | None:
+    """Where the script is with its lines changed; ``None`` for one that has a step of anybatch's."""
+    if "found" not in plan.facts:
+        return None
+    at, _, line = plan.facts["found"].rpartition(":")
+    if not plan.facts["after"] or Path(at) != script.absolute():
+        why = plan.facts["trouble"] or "its step stands elsewhere, or its update is no plain one"
+        raise NoTuning(
+            f"{at}:{line} can't be measured as it is: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
+            "says, and tune it again"
+        )
+    changed = folder / script.name
+    changed.write_text(plan.facts["after"], encoding="utf-8")
+    return str(changed)
+
+
+def sentence_of(chosen: dict[str, Any], samples: int, tuned: dict[str, Any]) -> str:
+    """The answer in one sentence.
+
+    Args:
+        chosen: the way to run a batch that was planned.
+        samples: in the batch of the script.
+        tuned: what the steps told.
+    """
+    many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
+    fits = f"Your batch of {samples} fits {'as it is' if chosen['micro_batches'] == 1 else many}"
+    if not tuned["pays"]:
+        return f"{fits}; which batch pays is not known after {tuned['steps']} steps: {tuned['advice']}."
+    if tuned["high"] is None:
+        about = f"at least {_shown(tuned['low'])}" if tuned["low"] else "unsure, measure longer with --steps"
+    else:
+        about = f"{_shown(tuned['low'])} to {_shown(tuned['high'])}"
+    pays = f"{fits}, a batch of about {tuned['pays']} pays (noise scale {_shown(tuned['noise'])}, {about})"
+    if tuned["pays"] == tuned["batch"]:
+        return f"{pays}, and the learning rate stays {tuned['rate']:g}."
+    return (
+        f"{pays}, and its learning rate is {tuned['new_rate']:.3g} instead of {tuned['rate']:g} (rule {tuned['rule']})."
+    )
+
+
+def _picture(tuned: dict[str, Any], console: Console) -> None:
+    """Updates and samples to the same loss by the size of the batch, after McCandlish et al. 2018."""
+    noise, pays = tuned["noise"], tuned["pays"]
+    if not pays:
+        return
+    mark = "#" if console.options.ascii_only else "█"
+    sizes = sorted({max(1, round(pays * 2.0**power)) for power in range(-_SIZES, _SIZES + 1)} | {tuned["batch"]})
+    rows = []
+    for size in sizes:
+        updates, samples = 1 + noise / size, 1 + size / noise
+        what = ("pays" if size == pays else "") + (" yours" if size == tuned["batch"] else "")
+        rows.append((str(size), _bar(updates, mark), _bar(samples, mark), what.strip()))
+    heading(console, "What a batch costs, in updates and in samples: 1 is the least")
+    marked = frozenset(place for place, size in enumerate(sizes) if size == pays)
+    print_table(console, TextTable(("batch", "updates", f"{tuned['unit']}", ""), tuple(rows), marked), left=(1, 2, 3))
+
+
+def _bar(times: float, mark: str) -> str:
+    length = min(_BAR, max(1, round(times)))
+    return f"{mark * length}{'+' if times > _BAR else ''} {times:.3g}"
+
+
+def _rates(tuned: dict[str, Any], console: Console) -> None:
+    """What the range test found."""
+    falls = {factor: fall for factor, fall in tuned["rated"] if fall is not None and fall > 0}
+    if not falls:
+        print_words(console, "No learning rate lowered the loss within a few updates from here.")
+        return
+    best, most = max(falls, key=lambda factor: falls[factor]), max(falls)
+    print_words(
+        console,
+        "Tried for a few updates with your batch, from where the run was: the loss fell furthest at a learning rate of "
+        f"{tuned['rate'] * best:.3g}, and it still fell at {tuned['rate'] * most:.3g}; yours is {tuned['rate']:g}.",
+    )
+
+
+def _shown(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"

@@ -1,0 +1,78 @@
+"""Within the script that ``anybatch tune`` runs: its step is measured for some batches, then asked about rates."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_RATED = 8  # batches of the range test, the last that were seen
+
+
+class TuneWatch:
+    """Has the first step of a script measured while it trains.
+
+    Args:
+        steps: after which it is over.
+        answer: takes the facts; it does not return.
+    """
+
+    def __init__(self, steps: int, answer: Callable[[dict[str, Any]], None]) -> None:
+        self._steps, self._answer = steps, answer
+        self._step: Any = None
+        self._noise: Any = None
+        self._batches: list[Any] = []
+        self._seen = 0
+        self._result: Any = None
+        self._rates: list[tuple[dict[str, Any], Any]] = []
+
+    def attach(self) -> None:
+        """Begins to wait for a step; torch has been imported."""
+        from anybatch.step import TrainStep
+
+        original: Any = TrainStep.__call__
+
+        def call(step: Any, batch: Any) -> Any:
+            if self._step is None:
+                self._begin(step)
+            if step is not self._step:
+                return original(step, batch)
+            self._batches = [*self._batches[1 - _RATED :], batch]
+            self._result = original(step, batch)
+            self._seen += 1
+            if self._seen >= self._steps:
+                self.finish()
+            return self._result
+
+        TrainStep.__call__ = call  # type: ignore[method-assign, assignment]
+        self._original = original
+
+    def _begin(self, step: Any) -> None:
+        from anybatch.scaling.noisescale import NoiseScale
+
+        self._step, self._noise = step, NoiseScale(step, every=1, halves=True)
+        self._rates = [(group, group["lr"]) for one in step._optimizers for group in one.param_groups]
+
+    def finish(self) -> None:
+        """Gives the facts, if a step was seen; does not return then."""
+        if self._step is None or not self._seen:
+            return
+        self._noise.remove()
+        self._answer(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        from anybatch.scaling.tuning import batch_that_pays, rate_for, rates_that_train
+
+        step, noise, rows = self._step, self._noise, self._step._rows
+        optimizers = step._optimizers
+        for group, rate in self._rates:  # as the script says it, before any schedule
+            group["lr"] = rate
+        low, high = noise.interval
+        pays = batch_that_pays(noise.value or 0.0)
+        rated = rates_that_train(lambda batch: self._original(step, batch), step.model, optimizers, self._batches)
+        now, rate, rule = rate_for(optimizers, (rows, pays or rows))
+        return {
+            "status": "tuned", "batch": rows, "micro_batches": self._result.micro_batches, "steps": self._seen,
+            "pays": pays, "noise": noise.value if pays else None, "low": low,
+            "high": high if high < sys.float_info.max else None, "unit": noise.unit, "advice": noise.advice,
+            "rate": now, "new_rate": rate, "rule": rule,
+            "rated": [[factor, fall if abs(fall) < sys.float_info.max else None] for factor, fall in rated],
+        }  # fmt: skip

@@ -1,0 +1,88 @@
+"""What a run tells about its batch and its learning rate: the batch that pays, and the rates that still train."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.errors import BatchError
+from anybatch.scaling.batchsize import rescale
+
+_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+def rates_that_train(
+    step: Callable[[Any], Any],
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[Any],
+) -> list[tuple[float, float]]:
+    """A short range test: how far the loss falls in a few updates at several learning rates.
+
+    Each rate begins where the run is now, with the same batches; what it did is put back after it.
+
+    Args:
+        step: takes one batch, and returns what has a ``loss``.
+        model: that it trains.
+        optimizers: that it steps.
+        batches: one an update.
+
+    Returns:
+        For factors of the learning rate, the smallest first, how much lower the loss of the later half of the batches
+        is than without any update; minus infinity where it is not finite.
+    """
+    saved = copy.deepcopy((model.state_dict(), [one.state_dict() for one in optimizers]))
+    rates = [[float(group["lr"]) for group in one.param_groups] for one in optimizers]
+
+    def trained(factor: float) -> float:
+        losses = []
+        for batch in batches:
+            for one, own in zip(optimizers, rates, strict=True):
+                for group, rate in zip(one.param_groups, own, strict=True):
+                    group["lr"] = rate * factor
+            losses.append(float(step(batch).loss))
+        later = losses[len(losses) // 2 :]
+        model.load_state_dict(saved[0])
+        for one, state in zip(optimizers, saved[1], strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        return math.fsum(later) / len(later) if all(map(math.isfinite, later)) else math.inf
+
+    before = trained(0.0)
+    return [(factor, before - trained(factor)) for factor in _FACTORS]
+
+
+def batch_that_pays(noise: float) -> int | None:
+    """The power of two nearest to a noise scale; ``None`` where that is not finite.
+
+    Args:
+        noise: see ``NoiseScale.value``.
+
+    Example:
+        >>> batch_that_pays(700.0), batch_that_pays(0.2), batch_that_pays(math.inf)
+        (512, 1, None)
+    """
+    return int(2 ** max(0, round(math.log2(noise)))) if 0 < noise < math.inf else None
+
+
+def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, float]) -> tuple[float, float, str]:
+    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed.
+
+    Args:
+        optimizers: of the run.
+        batch: the size now, and the other one.
+
+    Returns:
+        The rate now, the other one, and the name of the rule; ``"sqrt"`` where none was derived or it does not reach.
+    """
+    now = float(optimizers[0].param_groups[0]["lr"])
+    if batch[0] == batch[1]:
+        return now, now, "none is needed"
+    try:
+        done = rescale(optimizers, batch, scheduler=())
+    except BatchError:
+        done = rescale(optimizers, batch, "sqrt", scheduler=())
+    new = float(optimizers[0].param_groups[0]["lr"])
+    done.undo()
+    return now, new, str(done.rule)

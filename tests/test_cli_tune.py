@@ -1,0 +1,130 @@
+"""``anybatch tune``: the batch that fits, the batch that pays, and the learning rate that goes with it."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch
+from anybatch.cli.tune import sentence_of
+from anybatch.scaling.tuning import batch_that_pays, rate_for, rates_that_train
+from source_tree import PACKAGE
+
+LOOP = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+inputs = torch.randn(40, 64, 8)
+targets = inputs.sum(-1, keepdim=True) + 3 * torch.randn(40, 64, 1)
+for x, y in zip(inputs, targets):
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+open("ran to its end", "w")
+"""
+STEP = LOOP.replace("import torch\n", "import torch\nimport anybatch\n", 1).replace("for x, y", """
+def loss_fn(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+step = anybatch.TrainStep(model, loss_fn, optimizer)
+for x, y""").replace("""    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+""", "    step((x, y))\n")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tuned(text: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    Path("train.py").write_text(text, encoding="utf-8")
+    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code, "tune", "train.py", "--memory", "1GiB", "--json", "tune.json", *options],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert Path("train.py").read_text(encoding="utf-8") == text
+    facts = json.loads(Path("tune.json").read_text(encoding="utf-8")) if done.returncode == 0 else {}
+    return done, facts
+
+
+@pytest.mark.parametrize("text", [LOOP, STEP], ids=["a plain loop", "a step"])
+def test_a_script_is_measured_for_some_steps_and_told_in_one_sentence_and_one_picture(text: str) -> None:
+    done, facts = tuned(text)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert not Path("ran to its end").exists()
+    assert done.stdout.replace("\n", " ").startswith("Your batch of 64 fits as it is, a batch of about ")
+    assert facts["answer"] in done.stdout.replace("\n", " ")
+    assert (facts["batch"], facts["steps"], facts["rate"]) == (64, 24, 0.01)
+    # The gradient of a row is 2 (error) x: its noise over its signal is known, and falls as the weights come nearer.
+    assert 1 < facts["noise"] < 64
+    assert facts["new_rate"] == pytest.approx(0.01 * facts["pays"] / 64)
+    falls = dict(facts["rated"])
+    assert falls[4.0] > falls[1.0] > falls[0.25] > 0
+    assert "pays" in done.stdout
+    assert "█" in done.stdout
+
+
+def test_what_is_not_there_is_said_with_2() -> None:
+    done, _ = tuned("import torch\n")
+    assert done.returncode == 2
+    assert "without having called" in done.stderr
+    done, _ = tuned(LOOP.replace("    optimizer.step()", "    model.weight.grad.mul_(1)\n    optimizer.step()"))
+    assert done.returncode == 2
+    assert "Change the loop to anybatch.TrainStep" in " ".join(done.stderr.split())
+
+
+def test_the_range_test_finds_the_rate_at_which_a_quadratic_diverges_and_leaves_nothing() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    step = anybatch.TrainStep(model, lambda model, batch: model(batch).square().mean(), optimizer)
+    batches = [torch.ones(4, 1)] * 8
+    step(batches[0])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    falls = dict(rates_that_train(step, model, [optimizer], batches))
+    after = model.state_dict(), optimizer.state_dict()
+    assert torch.equal(before[0]["weight"], after[0]["weight"])
+    assert str(before[1]) == str(after[1])
+    assert falls[1.0] > 0
+    assert falls[0.25] > 0
+    assert falls[16.0] < 0
+
+
+def test_the_batch_and_the_rate_that_go_together() -> None:
+    assert [batch_that_pays(one) for one in (90.0, 91.0, 0.1, math.inf, 0.0)] == [64, 128, 1, None, None]
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    assert rate_for([torch.optim.SGD(weights, lr=0.1)], (64, 128)) == (0.1, 0.2, "linear")
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    assert rate_for([optimizer], (64, 256)) == (0.1, pytest.approx(0.2), "adam-sde")
+    assert rate_for([optimizer], (64, 6400)) == (0.1, pytest.approx(1.0), "sqrt")
+    assert rate_for([optimizer], (64, 64))[:2] == (0.1, 0.1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_sentence_says_what_is_not_known() -> None:
+    facts = {"pays": None, "steps": 3, "advice": "no signal"}
+    chosen = {"micro_batches": 3, "micro_batch_size": 22}
+    said = sentence_of(chosen, 64, facts)
+    assert said == (
+        "Your batch of 64 fits in 3 micro-batches of 22; which batch pays is not known after 3 steps: no signal."
+    )
+    known = {"pays": 64, "batch": 64, "noise": 70.0, "low": 30.0, "high": None, "rate": 0.1}
+    assert sentence_of(chosen, 64, known).endswith("at least 30), and the learning rate stays 0.1.")
