@@ -10,7 +10,7 @@ from anybatch.doctor.crashes import prefix
 from anybatch.doctor.crashing.table import TABLE
 from anybatch.doctor.rules.crashes import CRASHES, OF_OTHER_FAMILIES
 from crash_running import SCRIPTS, crash
-from crash_scripts import questions, unseen
+from crash_scripts import questions, slips, unseen
 from crash_scripts.expected import EXPECTED
 
 
@@ -20,8 +20,8 @@ def test_every_script_has_an_expectation() -> None:
     assert len({name for name, _ in EXPECTED.values()}) >= 20
 
 
-ALL = SCRIPTS | unseen.SCRIPTS | questions.SCRIPTS
-SAID = EXPECTED | unseen.EXPECTED | questions.EXPECTED
+ALL = SCRIPTS | unseen.SCRIPTS | questions.SCRIPTS | slips.SCRIPTS
+SAID = EXPECTED | unseen.EXPECTED | questions.EXPECTED | slips.EXPECTED
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])

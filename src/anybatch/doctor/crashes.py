@@ -4,10 +4,11 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.doctor.crashing.kinds import Told, told_of
+from anybatch.doctor.crashing.kinds import told_of
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import source_of
 from anybatch.doctor.proofs import is_tested
@@ -110,7 +111,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explain_one(error: BaseException, doctor: Any) -> Crashed:
-    told, place, live = Told(), ("", 0, ""), None
+    told, place, live = None, ("", 0, ""), None
     try:
         live = Live(error, doctor)
         worker = _WORKER.match(live.text)
@@ -129,11 +130,8 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
         if live is not None:
             live.close()
     file, line, code = place
-    return Crashed(
-        name=told.name, error=type(error).__name__, text=_text_of(error), message=told.message, cause=told.cause,
-        fix=told.fix, module=told.module, parameters=told.parameters, tensor=told.tensor, evidence=told.evidence,
-        file=file, line=line, code=code,
-    )  # fmt: skip
+    told = told or Crashed(name="", error="", text="")
+    return replace(told, error=type(error).__name__, text=_text_of(error), file=file, line=line, code=code)
 
 
 def _text_of(error: BaseException) -> str:

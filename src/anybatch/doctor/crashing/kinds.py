@@ -3,12 +3,13 @@
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.doctor.crashing.live import Live
+from anybatch.records.events import Crashed
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Kind:
     fix: str
     asks: Question = lambda live, match: {}
 
-    def told(self, live: Live) -> "Told | None":
+    def told(self, live: Live) -> Crashed | None:
         """What is said of a crash; ``None`` if it is of another kind."""
         for pattern in (self.patterns,) if isinstance(self.patterns, str) else self.patterns:
             texts = (live.text, f"{type(live.error).__name__}: {live.text}")
@@ -59,7 +60,7 @@ class Kind:
                 return self._filled(live, match, found)
         return None
 
-    def _filled(self, live: Live, match: "re.Match[str]", found: Answer) -> "Told":
+    def _filled(self, live: Live, match: "re.Match[str]", found: Answer) -> Crashed:
         groups = ("", *(group or "" for group in match.groups()))
         common = {
             "code": quoted(live.code()) or "the script",
@@ -67,32 +68,17 @@ class Kind:
             "module": "",
             "tensor": "",
         }
-        message, cause, fix = (
-            template.format(*groups, **{**common, **found}) for template in (self.message, self.cause, self.fix)
-        )
+        texts = [one.format(*groups, **{**common, **found}) for one in (self.message, self.cause, self.fix)]
         file, line, code = found.get("at") or ("", 0, "")
         place = {"origin_file": file, "origin_line": line, "origin_code": code} if line else {}
-        return Told(
-            self.name, message, cause, fix, found.get("module", ""), tuple(found.get("parameters", ())),
-            found.get("tensor", ""), {**found.get("evidence", {}), **place},
+        return Crashed(
+            name=self.name, error="", text="", message=texts[0], cause=texts[1], fix=texts[2],
+            module=found.get("module", ""), parameters=tuple(found.get("parameters", ())),
+            tensor=found.get("tensor", ""), evidence={**found.get("evidence", {}), **place},
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What is said of a crash; the fields are those of ``anybatch.records.events.Crashed``."""
-
-    name: str = ""
-    message: str = ""
-    cause: str = ""
-    fix: str = ""
-    module: str = ""
-    parameters: tuple[str, ...] = ()
-    tensor: str = ""
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-
-def told_of(live: Live, table: Iterable[Kind]) -> Told:
+def told_of(live: Live, table: Iterable[Kind]) -> Crashed | None:
     """What the first row says that knows an error; a row whose question fails leaves the others their turn."""
     for kind in table:
         try:
@@ -104,7 +90,7 @@ def told_of(live: Live, table: Iterable[Kind]) -> Told:
             continue
         if told is not None:
             return told
-    return Told()
+    return None
 
 
 def shape(tensor: Any) -> str:
