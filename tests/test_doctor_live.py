@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import anybatch
-from anybatch.doctor import live
+from anybatch.doctor import judging, live
 from anybatch.doctor.judging import Judge, is_met
 from anybatch.doctor.live import AfterStep
 from anybatch.integrations import loggers
-from anybatch.records.events import Stepped
+from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
 from anybatch.records.tailing import Tail
@@ -116,11 +116,15 @@ def test_hooks_of_the_doctor_are_in_no_pickle() -> None:
         hook.detach()
 
 
-def test_a_step_that_has_begun_is_not_judged() -> None:
+def test_a_step_that_has_begun_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = anybatch.Doctor()
     train(doctor, 20, forgotten=False)
     facts = [one for one in doctor.run.facts if one.step < 19 or not isinstance(one, Stepped)]
+    assert any(isinstance(one, Backward) and one.step == 19 for one in facts)
+    seen: list[Run] = []
+    monkeypatch.setattr(judging, "diagnose", lambda run, policy: seen.append(run) or ())  # type: ignore[func-returns-value]
     assert Judge().news(Run(facts), 19) == ()
+    assert isinstance(seen[0].facts[-1], Stepped)
 
 
 @pytest.mark.parametrize(

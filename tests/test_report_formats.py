@@ -24,7 +24,7 @@ JUnitXml = pytest.importorskip("junitparser").JUnitXml
 SARIF = json.loads((Path(__file__).parent / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 OWN = json.loads((ROOT / "docs" / "static" / "diagnosis.schema.json").read_text(encoding="utf-8"))
 ODD = Finding(
-    "100 % of it,\nthe rest: \x1b[31mred\x00 <&> \ud800", Place("a", file="/a b/ü,:%.py", line=3), fix='x = "\n"',
+    "100 %0A of it,\nthe rest: \x1b[31mred\x00 <&> \ud800", Place("a", file="/a b/ü,:%.py", line=3), fix='x = "\n"',
     severity="warning", code="AB601", name="X",
 )  # fmt: skip
 RUNS: dict[str, tuple[Diagnosis, Run]] = {
