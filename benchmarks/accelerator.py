@@ -35,6 +35,10 @@ MIB = 2**20
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
 STEPS = 3
 LESS = 0.03
+COLUMNS = (
+    "model", "budget", "micro-batches", "traded", "refused", "planned, allocated", "planned, reserved", "allocated",
+    "reserved", "fewest", "refused there", "3 % below",
+)  # fmt: skip
 
 
 class Recurrent(nn.Module):
@@ -157,7 +161,8 @@ def run(device: Any, case: Case, limit: int, **settings: Any) -> Run:
 
 def row_of(device: Any, name: str, case: Case, budget: int) -> dict[str, str]:
     """Some steps under a budget, which is also the size of the device, and again on smaller devices."""
-    row, replays = {"model": name, "budget": f"{budget / MIB:.0f}"}, list[reserved.Replay]()
+    row, replays = dict.fromkeys(COLUMNS, ""), list[reserved.Replay]()
+    row |= {"model": name, "budget": f"{budget / MIB:.0f}"}
 
     class Kept(reserved.Replay):
         def needed(self, limit: int) -> int:
@@ -203,6 +208,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[])
     arguments = parser.parse_args()
     device = sim.load()
+    device.set_idle(True)  # only memory is looked at
     notes = (
         f"MiB; peaks of the first {STEPS} calls, planning included, on a device of the budget. The fewest bytes "
         "are those that the replay says the plan can be run with: on a device of that size nothing is refused, and on "

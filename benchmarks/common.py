@@ -35,8 +35,9 @@ def facts(device: torch.device) -> dict[str, str]:
     Returns:
         Device, versions, date and command, in the order in which a table shows them.
     """
-    if device.type == "cuda":
-        where = f"{torch.cuda.get_device_name(device)}, wall time, synchronized"
+    if device.type != "cpu":
+        tells = getattr(torch.get_device_module(device), "get_device_name", lambda _: f"{device.type}, on the host")
+        where = f"{tells(device)}, wall time, synchronized"
     else:
         where = f"{platform.machine()} CPU, one thread, CPU time"
     return {

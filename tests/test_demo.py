@@ -16,7 +16,7 @@ from anybatch.demo import budgeting, comparison, corpus, facts, footprint, prese
 from anybatch.errors import DoesNotFit
 from anybatch.memory import meter
 from anybatch.records.plans import Plan, PlanRow
-from anybatch.report import charts
+from anybatch.report.svg import Curve, bar_chart, line_chart
 
 SAMPLES = 19
 
@@ -343,8 +343,8 @@ def test_processes_have_a_column_where_they_were_measured(compared: facts.Gradie
 
 
 def test_charts_are_plain_svg() -> None:
-    line = charts.line_chart([charts.Line("a", [0, 1], [1.0, 2.0])], x_label="x", y_label="y")
-    bars = charts.bar_chart([("a", 1e-7), ("b", 1e-2)], label="z", level=charts.Level("l", 1e-5), is_logarithmic=True)
+    line = line_chart([Curve("a", [0, 1], [1.0, 2.0])], x_label="x", y_label="y")
+    bars = bar_chart([("a", 1e-7), ("b", 1e-2)], label="z", level=("l", 1e-5), is_logarithmic=True)
     for svg in (line, bars):
         assert svg.startswith("<svg")
         assert svg.rstrip().endswith("</svg>")

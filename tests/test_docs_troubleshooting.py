@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = re.findall(r'^### "(.+?)"', PAGE, re.MULTILINE)
 
 ELSEWHERE = {
-    "CUDA out of memory. Tried to allocate": "needs a GPU",
+    "CUDA out of memory": "needs a GPU",
     "Expected all tensors to be on the same device": "needs a GPU",
     "Expected to have finished reduction in the prior iteration": "needs two processes",
     "Expected to mark a variable ready only once": "needs two processes",

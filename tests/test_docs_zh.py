@@ -102,7 +102,8 @@ def half_width(section: Section) -> list[str]:
     """Where a line of Chinese has punctuation of another width."""
     found = []
     for line in without_targets(section.prose).splitlines():
-        text = re.sub(r"^\s*(?:[-*]|\d+\.)\s+|!(?=\[)|[\[\]|*]", "", line)
+        text = re.sub(r"“[^”\u4e00-\u9fff]*”", "“”", line)  # an English message keeps its own
+        text = re.sub(r"^\s*(?:[-*]|\d+\.)\s+|!(?=\[)|[\[\]|*]", "", text)
         if re.search(HAN, text):
             found += [text[max(0, hit.start() - 8) : hit.end() + 8] for hit in HALF_WIDTH.finditer(text)]
     return found

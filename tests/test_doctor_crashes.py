@@ -61,9 +61,18 @@ def test_the_line_to_be_changed_is_told_too(mark: str, tmp_path: Path) -> None:
 
 def test_the_table_is_whole() -> None:
     """Each row has a known name, and texts that its question can fill; each but the plain ones is given a question."""
-    for kind in TABLE:
+    *known, unknown = TABLE
+    assert unknown.name == ""
+    for kind in known:
         assert kind.name in CRASHES + OF_OTHER_FAMILIES, kind.name
         assert kind.message
         assert kind.fix
         for pattern in (kind.patterns,) if isinstance(kind.patterns, str) else kind.patterns:
             re.compile(pattern)
+
+
+def test_of_an_error_that_nobody_knows_the_tensors_of_its_line_are_told(tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, "x = torch.zeros(2, 3)\nx.new_odd_method_of_mine(x)  # CRASH\n")
+    assert (crashed.name, prefix(crashed)) == ("", "")
+    assert "x [2, 3] float32 on cpu" in crashed.message
+    assert crashed.fix == ""

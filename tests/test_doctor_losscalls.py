@@ -7,6 +7,7 @@ import pickle
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy as imported_before
 from torch.utils.checkpoint import checkpoint
 
+from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.samples.losscalls import DROPOUTS, LOSSES, CurrentRoot, patched
 from anybatch.records.events import DropoutCall
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.report.series import series_of
 
 
 @contextmanager
@@ -335,3 +338,28 @@ def test_targets_that_all_count_have_the_figures_of_those_beside_ignored_ones() 
     assert (all_count.target_mean, all_count.target_std) == (beside.target_mean, beside.target_std)
     assert all_count.target_mean == pytest.approx(float(labels.double().mean()))
     assert many.target_classes == 9
+
+
+def test_losses_of_an_evaluation_are_told_on_average_and_those_of_a_training_are_not() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    values = []
+    with Doctor(model, optimizer) as doctor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                F.cross_entropy(model(x), y)  # of a model in training: a baseline, say
+            model.eval()
+            with torch.no_grad():
+                values += [F.cross_entropy(model(x[half]), y[half]).item() for half in (slice(0, 4), slice(4, 8))]
+            model.train()
+    found = list(doctor.run.of(Evaluated))
+    assert [one.step for one in found] == [1, 2, 3]
+    assert [one.calls for one in found] == [2, 2, 2]
+    assert [one.value for one in found] == pytest.approx([sum(values[i : i + 2]) / 2 for i in (0, 2, 4)])
+    assert {Path(one.file).name for one in found} == {Path(__file__).name}
+    curves = series_of(doctor.run).losses
+    assert [curve.name.startswith("evaluation, ") for curve in curves] == [False, True]

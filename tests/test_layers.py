@@ -37,6 +37,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 ROOF = len(FLOORS)
+# A notebook asks a result itself how it looks, so that these import the report, when that is asked for.
+SHOWN = {"anybatch.records.showing", "anybatch.doctor.recorder"}
 WITHOUT_TORCH = frozenset({"", "_version", "errors", "units", "records", "report", "cli", "__main__"})
 # A module with the name of its only function is safe where nothing re-exports the function under the folder's name.
 NAMED_LIKE_ITS_EXPORT = {"anybatch.cli.main": "the console script is anybatch.cli.main:main, and cli exports nothing"}
@@ -62,7 +64,9 @@ def upward_imports(package: Path = PACKAGE) -> list[str]:
         if here is None:
             lines.append(f"{name}: has no floor; add {entry(name)!r} to FLOORS in tests/test_layers.py")
             continue
-        for target, line, _ in imports(path, package):
+        for target, line, at_load in imports(path, package):
+            if name in SHOWN and entry(target) == "report" and not at_load:
+                continue
             there = floor(target) if target.split(".")[0] == package.name else -1
             same_folder = here == there and here != ROOF and _folder(name, package) == _folder(target, package)
             if there is None or (there >= here and not same_folder):

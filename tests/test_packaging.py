@@ -25,7 +25,7 @@ def names(requirements: list[str]) -> set[str]:
 CORE = names(PROJECT["dependencies"])
 EXTRAS = set().union(*(names(lines) for lines in PROJECT["optional-dependencies"].values()))
 # What an optional peer brings along, or a user of an adapter has: it is there, or there is nothing to do.
-PEERS = {"numpy", "torchmetrics", "wandb"}
+PEERS = {"IPython", "numpy", "torchmetrics", "wandb"}
 
 
 def third_party(at_load: bool) -> dict[str, str]:

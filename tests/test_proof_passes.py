@@ -491,10 +491,16 @@ def test_it_is_let_through_and_nothing_is_left_of_it(name: str, size: int) -> No
 
 
 def test_what_could_not_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def with_penalty(model: Any, batch: Any) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)  # which a run without one can't take
+        penalty: torch.Tensor = gradient.square().sum(1).mean()
+        return penalty + mean(model, batch)
+
     model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), rows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    smallest = anybatch.plan(model, mean, batch, optimizer, memory="1GiB").smallest_bytes
-    step = anybatch.TrainStep(model, mean, optimizer, memory=smallest)
+    smallest = anybatch.plan(model, with_penalty, batch, optimizer, memory="1GiB").smallest_bytes
+    step = anybatch.TrainStep(model, with_penalty, optimizer, memory=smallest)
     outs = [step(batch), step(batch)]
     assert [out.micro_batches for out in outs] == [len(batch["x"])] * 2
     assert outs[0].proof is not None

@@ -15,8 +15,7 @@ from anybatch.records.events import Ended
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
-from anybatch.report.diagnosis_cells import Square, cells_lines, cells_table, squares_of
-from anybatch.report.diagnosis_names import modules_joined
+from anybatch.report.diagnosis import Square, cells_lines, cells_table, modules_joined, squares_of
 from anybatch.report.diagnosis_terminal import show
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 

@@ -12,9 +12,9 @@ from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root
-from anybatch.report.diagnosis_calls import MOST_CALLS, MOST_MODULES, calls_of, outputs_of
-from anybatch.report.diagnosis_flow import MOST_COLUMNS, MOST_ROWS, flow_of
-from anybatch.report.diagnosis_series import series_of, thinned
+from anybatch.report.flow import MOST_COLUMNS, MOST_ROWS, flow_of
+from anybatch.report.loop import MOST_CALLS, calls_of
+from anybatch.report.series import MOST_MODULES, outputs_of, series_of, thinned
 from diagnosis_samples import FILE, run_of
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from anybatch.cli.doctor_records import values_of
+from anybatch.doctor.rules.registry import all_rules
 from anybatch.records.diagnoses import Diagnosis, Suppressed
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -42,7 +43,7 @@ def found(request: pytest.FixtureRequest) -> tuple[Diagnosis, Run]:
 
 
 def test_sarif_is_valid(found: tuple[Diagnosis, Run]) -> None:
-    text = diagnosis_sarif.text_of(*found)
+    text = diagnosis_sarif.text_of(*found, all_rules().values())
     text.encode("utf-8")
     values = json.loads(text)
     jsonschema.Draft4Validator(SARIF, format_checker=jsonschema.FormatChecker()).validate(values)

@@ -25,6 +25,9 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "plateau": {"mode": "min", "name": "accuracy", "first": 0.4, "last": 0.9, "rate": 1e-5, "rate_first": 0.1},
     "method backward": {"cls": "Reverse"},
     "function gradient": {"cls": "Scaled"},
+    "softmax axis": {"dim": 1, "dims": 4, "summed": 3},
+    "hidden tokens": {"op": "masked_fill"},
+    "rewarded": {},
     "close copy": {"online": 0, "share": 0.97},
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
@@ -265,3 +268,15 @@ def test_ctc_targets_fires_where_the_answer_is_yes() -> None:
 
 def test_ctc_targets_is_quiet_without_an_answer() -> None:
     both("blank", "CTC_TARGETS", "error")
+
+
+@pytest.mark.parametrize(
+    ("probe", "name", "severity"),
+    [
+        ("softmax axis", "SOFTMAX_DIM", "error"),
+        ("hidden tokens", "MASK_INVERTED", "error"),
+        ("rewarded", "LOSS_SIGN", "warning"),
+    ],
+)
+def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:
+    both(probe, name, severity)

@@ -7,8 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 
 class Call(NamedTuple):
     """The arguments of a step that was about to run.
@@ -129,5 +127,7 @@ def unobserved() -> Iterator[None]:
             stack.callback(one.look_again)
         stack.callback(trial.reset, trial.set(True))
         if "torch._dynamo" in sys.modules:  # what is compiled for a trial counts towards the limit of recompilations
+            import torch
+
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -1,17 +1,25 @@
-"""For people's own tests: a loss that may be split stays so."""
+"""For people's own tests: a loss that may be split stays so, and a model that trains does."""
 
+import copy
+import io
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from anybatch.backpropagation import backward
 from anybatch.batch.counting import count_samples
 from anybatch.certificate import check
+from anybatch.doctor.diagnosing import diagnosis
+from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy
 from anybatch.records.certificates import Certificate
+from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.plans import Plan
 from anybatch.tensors.precision import AccumulatePolicy
 
@@ -81,3 +89,61 @@ def assert_exact(
     if not certificate.exact:
         raise AssertionError(str(certificate))
     return certificate
+
+
+def assert_trains(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    *,
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+    steps: int = 200,
+) -> Diagnosis:
+    """Fails if a copy of a model does not learn, or the doctor finds an error.
+
+    It has learned if its loss ends below that of the best constant guess, or has clearly fallen where no such guess is
+    known. Warnings alone are no failure.
+
+    Args:
+        model: stays as it is.
+        loss_fn: as for ``anybatch.backward``.
+        batches: gone through again and again; ``[batch]`` asks whether one batch can be fitted.
+        optimizer: makes one for the copy, as the training does; Adam with a rate of 0.003 without.
+        steps: at least 20, below which nothing shows.
+
+    Returns:
+        The diagnosis.
+
+    Raises:
+        AssertionError: it does not train; its text is the diagnosis.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.randn(64, 4)
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+        >>> def adam(model):
+        ...     return torch.optim.Adam(model.parameters(), lr=0.1)
+        >>> assert_trains(torch.nn.Linear(4, 1), loss_fn, [x], optimizer=adam).steps
+        200
+    """
+    trained = copy.deepcopy(model)
+    made = torch.optim.Adam(trained.parameters(), lr=3e-3) if optimizer is None else optimizer(trained)
+    kept = list(batches)
+    if not kept or steps < 1:
+        raise ValueError(f"got {len(kept)} batches and steps={steps}; expected at least one of each")
+    with Doctor(trained, made) as doctor:
+        for batch in itertools.islice(itertools.cycle(kept), steps):
+            made.zero_grad()
+            backward(trained, loss_fn, batch)
+            made.step()
+    found = diagnosis(doctor.run)
+    if outcome(doctor.run).word != "learning" or any(one.severity == "error" for one in found.findings):
+        from rich.console import Console
+
+        from anybatch.report.diagnosis_terminal import show
+
+        text = io.StringIO()
+        show(found, doctor.run, Console(file=text, width=100))
+        raise AssertionError(text.getvalue())
+    return found

@@ -1,6 +1,8 @@
 """The engine on an accelerator: the test device ``sim``, whose allocator refuses what does not fit."""
 
 import copy
+import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +35,7 @@ def _without_limits(device: Any) -> Iterator[None]:
         device.set_limit(index, 0)
         device.set_share(index, 0)
     device.set_expandable(False)
+    device.set_idle(False)
 
 
 def mlp(width: int = 32, *, dropout: float = 0.0) -> nn.Module:
@@ -409,3 +412,43 @@ def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
         out = step(batch_of(4096, torch.float32))
     assert out.micro_batches > 1
     assert [device.stats(index)["refusals"] for index in range(2)] == before
+
+
+def autoencoder() -> nn.Module:
+    """Widths that differ, so that blocks of many sizes come and go."""
+    widths = (512, 1024, 300, 2000, 64, 700, 512)
+    return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_allocator_refuses_nothing_under_a_plan(device: Any, share: float, optimizer: Any) -> None:
+    device.set_idle(True)  # only memory is looked at
+    torch.manual_seed(0)
+    model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
+    gc.collect()
+    device.empty_cache()
+    budget = int(share * 160) * MIB
+    device.set_limit(0, budget)
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, lambda m, b: F.mse_loss(m(b), b), optimizer(model.parameters()), memory=budget)
+    for _ in range(3):
+        plan = step(batch).plan
+    assert plan is not None
+    assert device.stats(0)["refusals"] == refused
+    assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
+    assert f"{plan.reserved_bytes / MIB:.1f} MiB reserved" in str(plan)
+
+
+def test_what_else_lies_on_the_device_is_not_taken_from_the_budget(device: Any) -> None:
+    device.set_idle(True)
+    others = torch.empty(40 * MIB, dtype=torch.uint8, device="sim")
+    torch.manual_seed(0)
+    model, budget = mlp(256).to("sim"), 24 * MIB
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), memory=budget)
+    out = step(batch_of(512, torch.float32))
+    assert out.plan is not None
+    assert out.plan.reserved_bytes <= budget
+    assert device.stats(0)["refusals"] == refused
+    assert len(others) == 40 * MIB

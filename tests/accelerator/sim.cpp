@@ -596,6 +596,41 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Products give zeros while the device is idle: what is only looked at for its memory need not be computed.
+bool idle = false;
+
+at::Tensor zeros_like_shape(at::IntArrayRef size, const at::Tensor& like) {
+  c10::OptionalDeviceGuard guard(like.device());
+  auto made = at::empty(size, like.options());
+  if (made.numel()) std::memset(made.data_ptr(), 0, made.nbytes());
+  return made;
+}
+
+void on_one_device(const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK(a.device() == b.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+              a.device(), " and ", b.device(), "! (when checking a product)");
+}
+
+at::Tensor sim_mm(const at::Tensor& a, const at::Tensor& b) {
+  on_one_device(a, b);
+  if (idle) return zeros_like_shape({a.size(0), b.size(1)}, a);
+  return to_device(at::mm(plain(a), plain(b)), a.device());
+}
+
+at::Tensor sim_bmm(const at::Tensor& a, const at::Tensor& b) {
+  on_one_device(a, b);
+  if (idle) return zeros_like_shape({a.size(0), a.size(1), b.size(2)}, a);
+  return to_device(at::bmm(plain(a), plain(b)), a.device());
+}
+
+at::Tensor sim_addmm(const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, const at::Scalar& beta,
+                     const at::Scalar& alpha) {
+  on_one_device(a, b);
+  on_one_device(self, a);
+  if (idle) return zeros_like_shape({a.size(0), b.size(1)}, a);
+  return to_device(at::addmm(plain(self), plain(a), plain(b), beta, alpha), a.device());
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   plain(to).copy_(plain(from));
   const int way = on_device(from) ? (on_device(to) ? 2 : 1) : 0;
@@ -681,6 +716,11 @@ at::Tensor& set_nothing(at::Tensor& self) {
 at::Tensor sim_convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
                        bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  if (idle) {
+    auto shape = at::convolution_symint(input.to(at::kMeta), weight.to(at::kMeta), std::nullopt, stride, padding, dilation,
+                                        transposed, output_padding, groups);
+    return zeros_like_shape(shape.sizes(), input);
+  }
   auto own = bias.has_value() && bias->defined() ? std::optional<at::Tensor>(plain(*bias)) : std::nullopt;
   return to_device(at::convolution_symint(plain(input), plain(weight), own, stride, padding, dilation, transposed,
                                           output_padding, groups), input.device());
@@ -690,6 +730,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sim_convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
     c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
     c10::SymInt groups, std::array<bool, 3> mask) {
+  if (idle) {
+    auto of = [&](bool wanted, const at::Tensor& like) {
+      return wanted ? zeros_like_shape(like.sizes(), like) : at::Tensor();
+    };
+    auto bias = mask[2] ? zeros_like_shape({gradient.size(1)}, gradient) : at::Tensor();
+    return {of(mask[0], input), of(mask[1], weight), bias};
+  }
   std::optional<std::vector<c10::SymInt>> sizes;
   if (mask[2]) sizes = std::vector<c10::SymInt>{gradient.sym_size(1)};
   auto made = at::convolution_backward_symint(
@@ -719,6 +766,18 @@ int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
 }
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// One kernel, as on CUDA; without it torch takes it apart into others, which need room.
+Three sim_group_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                     const std::optional<at::Tensor>& bias, c10::SymInt n, c10::SymInt c, c10::SymInt hxw, int64_t group,
+                     double eps) {
+  auto own = [](const std::optional<at::Tensor>& one) {
+    return one.has_value() && one->defined() ? std::optional<at::Tensor>(plain(*one)) : std::nullopt;
+  };
+  auto made = at::native_group_norm_symint(plain(input), own(weight), own(bias), n, c, hxw, group, eps);
+  auto device = input.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), to_device(std::get<2>(made), device)};
+}
 
 // Cells of recurrent layers; their backward needs what the workspace keeps, as on CUDA.
 Three sim_lstm_cell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cx,
@@ -799,6 +858,9 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &sim_empty_strided);
+  m.impl("mm", &sim_mm);
+  m.impl("bmm", &sim_bmm);
+  m.impl("addmm", &sim_addmm);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
@@ -815,6 +877,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &sim_dropout);
   m.impl("native_dropout_backward", &sim_dropout_backward);
   m.impl("_fused_sdp_choice", &sdp_choice);
+  m.impl("native_group_norm", &sim_group_norm);
   m.impl("record_stream", &sim_record_stream);
   m.impl("_thnn_fused_lstm_cell", &sim_lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &sim_lstm_cell_backward);
@@ -843,6 +906,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return found;
   });
+  m.def("set_idle", [](bool value) { idle = value; });
   m.def("set_expandable", [](bool value) { allocator().set_expandable(value); });
   m.def("fail_at", [](int index, int64_t number) { allocator().fail_at(index, number); });
   m.def("stats", [](int index) { return allocator().stats(index); });

@@ -67,7 +67,7 @@ EXPECTED = {
     "wrapped keys": ("STATE_NOT_LOADED", {"fix": "removeprefix('module.')"}),
     "optimizer groups": ("STATE_NOT_LOADED", {"tensor": "opt", "message": "[2, 2]"}),
     "optimizer sizes": ("STATE_NOT_LOADED", {"tensor": "opt", "message": "[4]"}),
-    "no memory": ("OUT_OF_MEMORY", {"message": "4096.0 TiB", "fix": "TrainStep(model, loss_fn, optimizer, memory="}),
+    "no memory": ("OUT_OF_MEMORY", {"message": "4.0 PiB", "fix": "TrainStep(model, loss_fn, optimizer, memory="}),
     "lengths differ": ("SHAPE_MISMATCH", {"message": "[3] and [5]", "fix": "pad_sequence"}),
     "no super": ("MODULE_NOT_READY", {"module": "Net", "fix": "super().__init__()"}),
     "too many steps": ("SCHED_PAST_END", {"tensor": "sched", "message": "total_steps=2"}),

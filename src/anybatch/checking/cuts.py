@@ -1,5 +1,6 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ _ANY = 12  # cuts of any groups: a mean over other items may by chance be the sa
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
-_ENTRIES = 4096  # of a tensor in floating point that are added up
+_ENTRIES = 512  # of a tensor in floating point that are added up
 _WAVES = (0.7, 1.9)  # along which they are added up, so that samples of one sum differ
 
 
@@ -128,10 +129,10 @@ def _cuts(splittable: Splittable, batch: int, units: Units, choices: Iterable[Ch
 def _choices(columns: torch.Tensor, units: Units, first: int, second: int) -> Iterator[Choice]:
     """Two groups of units, as often as it takes to see all kinds of numbers.
 
-    They are as little alike as there are, so that a mean over other items than samples shows. But some samples that
-    have a number in common, such as those of one class, user or length, are in both, so that a loss that compares
-    these, or that shares statistics of theirs, shows too. What few samples can't hold at once is left to later turns,
-    each for those numbers that no choice before had in common.
+    They are unlike, so that a mean over other items than samples shows. But some samples that have a number in common,
+    such as those of one class, user or length, are in both, so that a loss that compares these, or that shares
+    statistics of theirs, shows too. What few samples can't hold at once is left to later turns, each for those numbers
+    that no choice before had in common.
 
     Args:
         columns: numbers of samples.
@@ -139,89 +140,94 @@ def _choices(columns: torch.Tensor, units: Units, first: int, second: int) -> It
         first: units of the first group.
         second: of the second.
     """
-    sizes = torch.tensor([list(map(len, units))], dtype=torch.float64)
-    alone = sizes.numel() == sizes.sum()
-    rows = [row for unit in units for row in unit]
-    means = columns[:, rows] if alone else torch.stack([columns[:, unit].mean(1) for unit in units], 1)
-    apart = _far_apart(torch.cat([means, sizes / sizes.max()]), first, second)
-    common = _in_common(columns, units)
-    lacking = common.flatten(1).any(1)
+    kinds = _Kinds(columns, units)
+    lacking = kinds.common.flatten(1).any(1)
     for turn in range(_TURNS):
-        chosen = _with_kin(common, apart, lacking, all_of_it=turn > 0)
+        chosen = kinds.chosen(first, second, lacking & (turn > 0 or second > 1))  # two units are first unlike
         yield chosen
-        lacking = lacking & ~_held(common, chosen)
+        lacking = lacking & ~kinds.in_both(chosen)
         if not lacking.any():
             return
 
 
-def _in_common(columns: torch.Tensor, units: Units) -> torch.Tensor:
-    """Which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``."""
-    kinds = 1 + (columns.sort(1).values.diff(dim=1) != 0).sum(1)
-    repeated = columns[(kinds > 1) & (kinds < columns.shape[1])]
-    longest = max(map(len, units))
-    values = repeated[:, torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units])]
-    common = (values[:, :, None, :, None] == values[:, None, :, None, :]).flatten(3).any(3)
-    return common & ~torch.eye(len(units), dtype=torch.bool)
-
-
-def _held(common: torch.Tensor, chosen: Choice) -> torch.Tensor:
-    """Which numbers a unit of one group has in common with one of the other."""
-    one, other = chosen
-    return common[:, one][:, :, other].flatten(1).any(1)
-
-
-def _with_kin(common: torch.Tensor, apart: Choice, lacking: torch.Tensor, *, all_of_it: bool) -> Choice:
-    """Replaces units by ones that have a lacking number in common with the other group's.
+class _Kinds:
+    """Units by kinds of numbers.
 
     Args:
-        common: which numbers two units have in common.
-        apart: the groups as they are.
-        lacking: the numbers that are wanted.
-        all_of_it: whether all units may be replaced; else up to half of the second group, so that they stay unlike.
+        columns: of each sample, of shape ``[kinds, samples]``.
+        units: the rows of each unit.
+
+    Attributes:
+        common: which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``.
     """
-    one, other = (list(some) for some in apart)
-    kept: set[int] = set()
-    for _ in range(len(other) if all_of_it else len(other) // 2):
-        wanted = common[lacking & ~_held(common, (one, other))].sum(0, dtype=torch.float64)
-        for own, rest, pairs in ((one, other, wanted), (other, one, wanted.T)):
-            pairs[rest] = 0  # nothing changes sides
-            pairs[own] += 0.5 * (pairs[own] > 0)  # as little as possible is replaced
-            if all(unit in kept for unit in own) or (own is one and not all_of_it):
-                pairs[[unit for unit in range(len(pairs)) if unit not in own]] = 0
-        if not wanted.any():
-            break
-        for own, unit in zip((one, other), divmod(int(wanted.argmax()), wanted.shape[1]), strict=True):
-            if unit not in own:
-                own[next(at for at in reversed(range(len(own))) if own[at] not in kept)] = unit
-            kept.add(unit)
-    return one, other
 
+    def __init__(self, columns: torch.Tensor, units: Units) -> None:
+        longest = max(map(len, units))
+        rows = torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units])
+        held = columns[:, rows]  # [kinds, units, longest]
+        sizes = torch.tensor([[float(len(unit)) for unit in units]], dtype=torch.float64)
+        self._largest = torch.cat([held.amax(2), sizes])
+        means = [columns[:, unit].mean(1) for unit in units] if longest > 1 else []
+        self._means = torch.cat([torch.stack(means, 1), sizes]) if means else self._largest
+        spread = self._means.amax(1, keepdim=True) - self._means.amin(1, keepdim=True)
+        self._varies = spread[:, 0] > 0
+        self._rank = ((self._means - self._means.amin(1, keepdim=True)) / spread)[self._varies].mean(0).nan_to_num() / 3
+        self.common = (held[:, :, None, :, None] == held[:, None, :, None, :]).flatten(3).any(3)
+        self.common &= ~torch.eye(len(units), dtype=torch.bool)
+        self.common &= (columns != columns[:, :1]).any(1)[:, None, None]
 
-def _far_apart(columns: torch.Tensor, first: int, second: int) -> Choice:
-    """Two groups of units that are as little alike as can be found one after the other."""
-    rows = columns.shape[1]
-    start, end = divmod(int(_distance(columns[:, :, None], columns[:, None, :]).argmax()), rows)
-    end = end if start != end else rows - 1  # where all are alike
-    one, other = [start], [end]
-    taken = torch.zeros(rows, dtype=torch.bool)
-    taken[[start, end]] = True
-    for own, rest, wanted in (turn for _ in range(second) for turn in ((other, one, second), (one, other, first))):
-        if len(own) < wanted:
-            means = (columns[:, own].sum(1, keepdim=True) + columns) / (len(own) + 1)
-            distances = _distance(means, columns[:, rest].mean(1, keepdim=True))
-            own.append(int(distances.masked_fill(taken, -1).argmax()))
-            taken[own[-1]] = True
-    return one, other
+    def in_both(self, chosen: Choice) -> torch.Tensor:
+        """Which numbers a unit of one group has in common with one of the other."""
+        one, other = chosen
+        return self.common[:, one][:, :, other].flatten(1).any(1)
 
+    def chosen(self, first: int, second: int, lacking: torch.Tensor) -> Choice:
+        """Two units with as much of what is lacking in common as there are, and unlike ones beside them."""
+        one, other = self._together(lacking)
+        fixed = len(other)
+        self._fill_apart(one, first, other, second)
+        for at in range(second - 1, fixed - 1, -1):
+            rest = other[:at] + other[at + 1 :]
+            unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != self._mean_of(one)
+            longer = torch.maximum(self._highest(rest), self._largest) != self._highest(one)
+            shared = (self.in_both((one, rest)) | ~lacking)[:, None] | self.common[:, one].any(1)
+            worth = torch.cat([unlike, longer, shared]).sum(0)
+            worth[[*one, *rest]] = -1
+            best, now = int(worth.argmax()), int(worth[other[at]])
+            if int(worth[best]) > now:
+                other[at] = best
+            elif now >= 2 * int(self._varies.sum()) + int(lacking.sum()):
+                break
+        return one, other
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How far numbers of two samples or groups are apart, over all kinds; that one differs at all counts most."""
-    difference = (one - other).abs()
-    return difference.sum(0) + (difference > 0).sum(0)
+    def _together(self, lacking: torch.Tensor) -> Choice:
+        """Two units with as much of what is lacking in common as there are, the lowest of them, but no copies."""
+        found = self.common[lacking].sum(0, dtype=torch.float64) * (self.common.sum(0) < len(self.common))
+        found -= self._rank[:, None] + self._rank
+        pair = divmod(int(found.argmax()), len(found))
+        return ([pair[0]], [pair[1]]) if found[pair] > 0 else ([], [])
+
+    def _mean_of(self, some: list[int]) -> torch.Tensor:
+        return self._means[:, some].mean(1, keepdim=True)
+
+    def _highest(self, some: list[int]) -> torch.Tensor:
+        return self._largest[:, some or [0]].amax(1, keepdim=True)
+
+    def _fill_apart(self, one: list[int], first: int, other: list[int], second: int) -> None:
+        """Adds the units with the lowest numbers of each kind in turn to one group, to the other the highest."""
+        counts = (self._means[self._varies].sort(1).values.diff(dim=1) != 0).sum(1)
+        fewest = counts.argsort()  # numbers are the soonest alike
+        order = self._means[self._varies][fewest].argsort(1).tolist() or [list(range(self._means.shape[1]))]
+        for lowest in itertools.cycle(order):
+            for own, wanted, turn in ((other, second, lowest[::-1]), (one, first, lowest)):
+                if len(own) < wanted:
+                    own.append(next(unit for unit in turn if unit not in one and unit not in other))
+            if len(one) == first and len(other) == second:
+                return
 
 
 def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.Tensor:
-    """Numbers from 0 to 1 that tell the first samples apart, of shape ``[kinds, samples]``."""
+    """Numbers that tell the first samples apart, of shape ``[kinds, samples]``."""
     if splittable.is_collated:
         rows = min(splittable.rows, max(among, _RAW) if among != _AMONG else _RAW)
         found = _of_items([splittable.sample(i) for i in range(rows)])
@@ -229,12 +235,7 @@ def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.T
         rows = min(splittable.layouts[batch].rows, among)
         nodes = [node for node in splittable.nodes(batch) if isinstance(node, Rows)]
         found = [column for node in nodes for column in _of_leaf(node.value, rows)]
-    columns = torch.tensor([[0.0] * rows, *found], dtype=torch.float64)
-    low, high = columns.amin(1, keepdim=True), columns.amax(1, keepdim=True)
-    told = ((low < high) & high.isfinite() & low.isfinite()).flatten()
-    told[0] = True  # so that there is one kind
-    spread = torch.where(low < high, high - low, 1.0)
-    return ((columns - low) / spread)[told]
+    return torch.tensor([[0.0] * rows, *found], dtype=torch.float64)
 
 
 def _of_leaf(value: Any, rows: int) -> list[list[float]]:
@@ -253,15 +254,14 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
     if flat.is_complex():
         return []
     if flat.is_floating_point():
-        flat = flat.nan_to_num()
-        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64)
+        numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
         along = torch.arange(numbers.shape[1], dtype=torch.float64)
         return [
             flat.count_nonzero(1).tolist(),
             numbers.sum(1).tolist(),
             *((numbers @ (k * along).sin()).tolist() for k in _WAVES),
         ]
-    return [flat.count_nonzero(1).tolist(), flat.sum(1, dtype=torch.float64).tolist(), (flat < 0).sum(1).tolist()]
+    return [flat.count_nonzero(1).tolist(), flat.sum(1, dtype=torch.float64).tolist(), (flat >= 0).sum(1).tolist()]
 
 
 def _of_items(items: Sequence[Any]) -> list[list[float]]:

@@ -31,6 +31,7 @@ from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import Reducer
 from anybatch.loss.sums import values_of
+from anybatch.memory.meter import LiveBytes, OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate, Reason
@@ -236,8 +237,34 @@ class Trial:
             draws,
         )
 
+    def of_losses(self, cut: Cut) -> Difference:
+        """Compares the losses of samples that together fit only without their gradients.
+
+        Args:
+            cut: the samples.
+
+        Raises:
+            OverBudget: they take more than one does with its gradient, which is measured.
+        """
+        for row in range(cut.splittable.rows):
+            alone = Cut(cut.splittable.chosen([row]), (1, 0))
+            with LiveBytes() as live:
+                self._run(alone, alone.whole, None)
+            if live.peak:  # else it counts nothing, and was not run
+                break
+        substitution = _StandIns(in_single=False)
+        with Recording(limit=live.peak):
+            *_, values, moved = self._run(cut, cut.whole, substitution, differentiate=False)
+        draws = bool(substitution.draws) or moved[1]
+        *_, in_parts, _ = self._run(cut, cut.parts, substitution if draws else None, differentiate=False)
+        error = max((_relative(in_parts.get(name, 0.0), value) for name, value in values.items()), default=math.inf)
+        kinds = [one.dtype for one in self.parameters if one.is_floating_point() or one.is_complex()]
+        lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
+        is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
+        return Difference(error if math.isfinite(error) else math.inf, error, lowest, not is_low, draws)
+
     def _run(
-        self, cut: Cut, parts: list[Part], substitution: _StandIns | None
+        self, cut: Cut, parts: list[Part], substitution: _StandIns | None, *, differentiate: bool = True
     ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[bool, bool]]:
         """The gradient of a cut in parts, the leaves that have one, the losses, and which generators have moved."""
         task, outside = self._task, OutsideLeaves(self.parameters)
@@ -255,7 +282,9 @@ class Trial:
         no_dropout = _without_dropout(self._every_module)
         with self.undisturbed(outside), substitution or contextlib.nullcontext(), no_dropout:
             with self._levers():
-                _, sums = run_pass(own, parts, self.parameters, Progress(), outside=outside)
+                _, sums = run_pass(
+                    own, parts, self.parameters, Progress(), outside=outside, differentiate=differentiate
+                )
             leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
             with unwatched():
                 return Sketch(leaves), leaves, values_of(sums), self._moved()
@@ -407,8 +436,34 @@ def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reas
         if found is not None:
             return found
     uncut = task.splittable.obstacle
+    if task.is_planned and uncut is None and not notes:
+        return _by_losses(trial, task, parts)
     alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
     return Proof("undecided", note=next(iter(notes), alone)), None
+
+
+def _by_losses(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
+    """What the losses of two samples say, where a plan has room for the gradient of one only."""
+    found, note = None, "a micro-batch has one sample"
+    if any(map(is_scripted, task.every_module)):
+        return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
+    failure = None
+    try:
+        for cut in cuts_between(task.splittable, parts, most=2):
+            difference = trial.of_losses(cut)
+            shown = _proof("exact", "losses", cut, difference, note="the gradient of two samples does not fit")
+            proof, reason = (shown, None) if difference.is_none else _decided(trial, cut, difference)
+            if reason is not None:
+                return proof, reason
+            found = found or proof
+    except OverBudget:
+        note = f"{note}, and two samples do not fit, not even without their gradient"
+    except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
+        note = f"{note}, and two can't be run without their gradient ({type(error).__name__})"
+        failure = Failure(error)
+    if failure is not None:
+        failure.release()
+    return found or Proof("undecided", note=note), None
 
 
 def _judged(
@@ -487,16 +542,26 @@ def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, 
     if task.is_planned or task.micro_batch_size is None:
         return None
     for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
-        first: tuple[Cut, Difference] | None = None
-        for tried in _compared(trial, task, parts, partial(cuts_of_groups, group=group)):
-            if isinstance(tried, str) or not tried[1].is_none:
-                break
-            first = first or tried
-        else:
-            if first is not None:
-                note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-                return _proof("exact", "comparison", *first, note=note), None
+        in_groups = _all_the_same(_compared(trial, task, parts, partial(cuts_of_groups, group=group)))
+        if in_groups is not None and _all_the_same(_compared(trial, task, parts, partial(_of_own, most=4 * size))):
+            note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+            return _proof("exact", "comparison", *in_groups, note=note), None
     return None
+
+
+def _of_own(splittable: Splittable, parts: Sequence[Part], _: int, *, most: int) -> Iterator[Cut]:
+    """The user's own micro-batches, which may be of several groups each, whatever their size."""
+    return cuts_between(splittable, parts, most)
+
+
+def _all_the_same(compared: Iterator[tuple[Cut, Difference] | str]) -> tuple[Cut, Difference] | None:
+    """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""
+    first: tuple[Cut, Difference] | None = None
+    for tried in compared:
+        if isinstance(tried, str) or not tried[1].is_none:
+            return None
+        first = first or tried
+    return first
 
 
 def _certified(trial: Trial, cut: Cut) -> Certificate | None:

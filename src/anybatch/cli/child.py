@@ -6,6 +6,7 @@ belongs to it; what happened is written to the file RESULT.
 
 import importlib.machinery
 import json
+import logging
 import os
 import signal
 import sys
@@ -121,14 +122,29 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
             call.model, call.loss_fn, call.batch, memory=memory, device=question["device"], **options
         )
     except DoesNotFit as error:
-        facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
-        return {"status": "too-large", "error": str(error), **facts}
-    facts = {
+        needs = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)}
+        return {"status": "too-large", "error": str(error), **needs}
+    facts: dict[str, Any] = {
         "micro_batch_size": call.options.get("micro_batch_size"),
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
+        "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
+
+
+def _timelines(
+    made: Any, call: interception.Call, question: Mapping[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a step holds from operation to operation, for the page; none is better than no plan."""
+    from anybatch.planning.stepmemory import timelines
+
+    try:
+        found = timelines(made, call.model, call.loss_fn, call.batch, device=question["device"], **options)
+    except Exception as error:  # noqa: BLE001 - the plan is there already
+        logging.getLogger(__name__).info("no timeline of the step: %s", error)
+        return {}
+    return {name: one.to_dict() for name, one in found.items()}
 
 
 def _planner(question: Mapping[str, Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ class Watcher:
         self._record, self._ranks, self._policy = record, ranks, policy
         self._stop_on, self._is_quiet, self._report = stop_on, is_quiet, report
         self._tails: dict[int, tuple[Tail, Judge]] = {}
+        self._told: set[str] = set()
         self.stopped: Finding | None = None
 
     def look(self, report_now: bool) -> bool:
@@ -52,7 +53,8 @@ class Watcher:
         for rank, path in paths.items():
             tail, judge = self._tails.setdefault(rank, (Tail(path), Judge(self._policy)))
             tail.read()
-            if judge.is_due(tail.step, not_finite=tail.not_finite) and tail.ended is None:
+            step = tail.step if rank == min(paths) else 0  # of the others, what is not finite is looked at
+            if judge.is_due(step, not_finite=tail.not_finite) and tail.ended is None:
                 self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if self._ranks else "")
         if report_now and self._tails:
             self._report(self._tails[min(self._tails)][0])
@@ -67,7 +69,9 @@ class Watcher:
 
     def _tell(self, found: Sequence[Finding], whose: str) -> None:
         for one in found:
-            if not self._is_quiet:
-                click.echo(f"anybatch doctor: {whose}{sentence_of(one)}", err=True)
+            sentence = sentence_of(one)
+            if not self._is_quiet and sentence not in self._told:  # by another rank
+                click.echo(f"anybatch doctor: {whose}{sentence}", err=True)
+            self._told.add(sentence)
             if self.stopped is None and is_met(one, self._stop_on):
                 self.stopped = one

@@ -5,13 +5,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anybatch.cli.plan_loops import FoundStep
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.records.events import Crashed
 from anybatch.records.plans import Plan
 from anybatch.units import format_bytes
+
+if TYPE_CHECKING:
+    from anybatch.cli.plan_loops import FoundStep
 
 _RARELY_LESS = 2**20
 
@@ -45,7 +47,7 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
 
 
 def _let_go(trace: TracebackType | None) -> None:
-    """Empties the frames that have ended below the step: what they hold fills the memory, of which planning needs some."""
+    """Empties the frames that have ended below the step: planning needs some of the memory that they hold."""
     frames = [frame for frame, _ in _frames(trace)]
     for frame in frames[_deepest_user(frames) + 1 :]:
         frame.clear()
@@ -57,7 +59,7 @@ def _deepest_user(frames: list[Any]) -> int:
     return max((place for place, frame in enumerate(frames) if _optimizers(frame)), default=len(frames))
 
 
-def _planned(crashed: Crashed, found: FoundStep, budget: int) -> Crashed:
+def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
     evidence = {**crashed.evidence, "budget": budget}
     try:
         plan = _plan(found, budget)
@@ -84,7 +86,7 @@ def _way(plan: Plan) -> str:
     return f"{many}, {plan.chosen.levers}" if plan.chosen.levers else many
 
 
-def _plan(found: FoundStep, budget: int) -> Plan:
+def _plan(found: "FoundStep", budget: int) -> Plan:
     """A plan without any run for its time: the device is full."""
     from anybatch.interception import unobserved
     from anybatch.planning.entrance import subject_of
@@ -99,8 +101,9 @@ def _plan(found: FoundStep, budget: int) -> Plan:
         return Planner(subject, replace(target, is_present=False)).plan(budget)
 
 
-def _step_of(trace: TracebackType | None) -> tuple[FoundStep | None, str]:
+def _step_of(trace: TracebackType | None) -> "tuple[FoundStep | None, str]":
     """The step that the innermost of the user's frames stands in that has one, or why none has."""
+    from anybatch.cli.plan_loops import FoundStep
     from anybatch.doctor.crashing.live import whose
 
     why = ""

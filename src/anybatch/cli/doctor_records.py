@@ -19,7 +19,7 @@ from anybatch.records.findings import SEVERITIES
 from anybatch.records.lines import from_line, to_line
 from anybatch.records.runs import Run
 from anybatch.records.tables import Started
-from anybatch.report.diagnosis_series import series_of
+from anybatch.report.series import series_of
 
 VERSION = 1
 """Of the form of the JSON."""

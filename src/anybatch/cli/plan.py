@@ -21,6 +21,7 @@ from anybatch.cli.options import (
 from anybatch.cli.plan_ranks import show_rank_plan
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.report.pages import is_own_page, missing_extra
@@ -133,6 +134,7 @@ def plan_command(
     check_folder(patch)
     question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
     question["output"] = None if output is None else str(output)
+    question["timeline"] = html is not None
     try:
         ending = run_until_first_call(script, arguments, timeout, question)
     except KeyboardInterrupt:
@@ -158,7 +160,8 @@ def plan_command(
     if html is not None:
         from anybatch.report.frontier import plan_page
 
-        html.write_text(plan_page(plan, script.name, notes), encoding="utf-8")
+        steps = {name: Timeline.from_dict(one) for name, one in ending.facts["steps"].items()}
+        html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
         console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
 
 

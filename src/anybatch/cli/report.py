@@ -1,5 +1,7 @@
 """``anybatch report``: what the doctor has recorded, shown again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,26 @@ from rich.console import Console
 from anybatch.cli.doctor_records import MOST, damage_of, is_record
 from anybatch.cli.options import check_folder, json_option
 from anybatch.cli.reporting import Wanted, reporting_options
+from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
 from anybatch.report.pages import is_own_page, missing_extra
 
 
 @click.command("report", short_help="Show what the doctor has recorded.")
 @click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @json_option("the diagnosis")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
 )
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @reporting_options
-def report_command(record: Path, json_path: Path | None, output: Path | None, force: bool, **reporting: Any) -> None:
+def report_command(
+    record: Path, other: Path | None, json_path: Path | None, output: Path | None, force: bool, **reporting: Any
+) -> None:
     """Diagnoses a RECORD, which anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) has written.
+
+    With the record of an OTHER run, -o writes a page of both side by side, on the same axes.
 
     Nothing runs, and torch is not needed. The rules are those of this version, which may find more than the version
     that recorded the run.
@@ -34,14 +42,29 @@ def report_command(record: Path, json_path: Path | None, output: Path | None, fo
         raise click.UsageError(missing)
     if output is not None and output.is_file() and not force and not is_own_page(output):
         raise click.UsageError(f"{output} exists and is no page of anybatch; name another or add --force")
+    if other is not None and (output is None or json_path is not None):
+        raise click.UsageError("two records are shown side by side on a page; add -o FILE, and leave --json out")
+    wanted = Wanted(Path(), json_path=json_path, **reporting)
+    with _readable(record) as run:
+        found = _diagnosed(run, wanted)
+        if other is None:
+            # JSON has standard output for itself.
+            wanted.write(found, run, Console(stderr=wanted.takes_stdout, highlight=False), output)
+    if other is not None and output is not None:
+        with _readable(other) as second:
+            _show_both((record, found, run), (other, _diagnosed(second, wanted), second), output)
+
+
+@contextmanager
+def _readable(record: Path) -> Iterator[Run]:
+    """The run of a record; what does not fit together is an error with a remedy."""
     if not is_record(record):
         raise click.UsageError(
             f"{record} is no record of a run; anybatch doctor --record {record.stem}.jsonl makes one"
         )
-    wanted = Wanted(Path(), json_path=json_path, **reporting)
     run = load_run(record)
     try:
-        _show(run, wanted, output)
+        yield run
     except (AttributeError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         what = "".join(f"\n  {one}" for one in run.damaged[:MOST])
         raise click.ClickException(
@@ -50,10 +73,22 @@ def report_command(record: Path, json_path: Path | None, output: Path | None, fo
         ) from error
 
 
-def _show(run: Run, wanted: Wanted, output: Path | None) -> None:
+def _diagnosed(run: Run, wanted: Wanted) -> Diagnosis:
     from anybatch.doctor.diagnosing import diagnosis
 
     found = wanted.diagnosed(lambda policy: diagnosis(run, policy))
-    found = replace(found, notes=(*damage_of(run), *found.notes))
-    # JSON has standard output for itself.
-    wanted.write(found, run, Console(stderr=wanted.takes_stdout, highlight=False), output)
+    return replace(found, notes=(*damage_of(run), *found.notes))
+
+
+def _show_both(first: tuple[Path, Diagnosis, Run], second: tuple[Path, Diagnosis, Run], output: Path) -> None:
+    from anybatch.report.comparison import Recorded, comparison_page
+    from anybatch.report.diagnosis import verdict_of
+
+    names = [path.stem for path, *_ in (first, second)]
+    names = names if names[0] != names[1] else [str(path) for path, *_ in (first, second)]
+    both = [Recorded(name, found, run) for name, (_, found, run) in zip(names, (first, second), strict=True)]
+    output.write_text(comparison_page(*both), encoding="utf-8")
+    console = Console(highlight=False)
+    for one in both:
+        console.print(f"{one.name}: {verdict_of(one.diagnosis, one.run)}.", markup=False, soft_wrap=True)
+    console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)

@@ -192,5 +192,10 @@ class Wanted:
 
 
 def _text(name: str, diagnosis: Diagnosis, run: Run) -> str:
-    text: str = import_module(f"anybatch.report.diagnosis_{name}").text_of(diagnosis, run)
+    described = {}
+    if name == "sarif":
+        from anybatch.doctor.rules.registry import all_rules
+
+        described["rules"] = all_rules().values()
+    text: str = import_module(f"anybatch.report.diagnosis_{name}").text_of(diagnosis, run, **described)
     return text

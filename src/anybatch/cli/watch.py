@@ -15,8 +15,10 @@ from anybatch.cli.doctor_ranks import records_of_ranks
 from anybatch.doctor.judging import Judge, sentence_of
 from anybatch.records.findings import Finding
 from anybatch.records.tailing import Tail
-from anybatch.report.diagnosis import clean, number_text, title_of_run
-from anybatch.report.diagnosis_series import Curve, Series, series_of, thinned
+from anybatch.report.diagnosis import title_of_run
+from anybatch.report.series import Series, series_of, thinned
+from anybatch.report.svg import Curve
+from anybatch.report.tables import clean, number_text
 from anybatch.units import format_bytes, format_seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -78,9 +80,11 @@ class Frames:
                 tail, judge = self._tails.setdefault(rank, (Tail(path), Judge()))
                 is_first = not tail.step
                 tail.read()
-                if judge.is_due(tail.step, not_finite=tail.not_finite) or tail.ended is not None:
+                is_leading = rank == min(ranks, default=0)
+                step = tail.step if is_leading else 0  # of the others, what is not finite is looked at
+                if judge.is_due(step, not_finite=tail.not_finite) or (is_leading and tail.ended is not None):
                     self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if ranks else "")
-                if rank == min(self._tails):
+                if is_leading:
                     self._draw(series_of(tail.whole() if is_first else tail.recent()))
         if not self._tails:
             return Group(Text(f"{self._record} is not there yet; waiting for the run to write it."))
@@ -88,8 +92,11 @@ class Frames:
         return Group(Text(self._head(tail), style="bold"), self._table(), *self._findings(tail))
 
     def _tell(self, found: Sequence[Finding], whose: str) -> None:
-        self._found += [f"{whose}{sentence_of(one)}" for one in found]
-        self._styles += [_STYLES.get(one.severity, "") for one in found]
+        for one in found:
+            sentence = sentence_of(one)
+            if not any(known.endswith(sentence) for known in self._found):  # told by another rank
+                self._found.append(f"{whose}{sentence}")
+                self._styles.append(_STYLES.get(one.severity, ""))
 
     def _draw(self, series: Series) -> None:
         """Adds what is new to the curves."""
@@ -102,7 +109,7 @@ class Frames:
             for curve in curves:
                 known = self._curves.setdefault(kind, {}).setdefault(curve.name, [])
                 last = known[-1][0] if known else -1
-                known += [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if step > last]
+                known += [(int(at), value) for at, value in zip(curve.steps, curve.values, strict=True) if at > last]
                 known[:] = thinned(known, _MOST_POINTS)
 
     def _head(self, tail: Tail) -> str:

@@ -4,9 +4,9 @@ import math
 
 from anybatch.demo.facts import CurvePoint, DemoRecord, GradientComparison, TextFacts, TrainingCurve
 from anybatch.records.plans import Plan
-from anybatch.report.charts import Level, Line, bar_chart, line_chart
 from anybatch.report.frontier import facts_of, frontier_picture, rows_notes, rows_of, rows_table, summary_of
-from anybatch.report.pages import render_page
+from anybatch.report.pages import Picture, render_page
+from anybatch.report.svg import Curve, bar_chart, line_chart
 from anybatch.report.tables import TextTable
 from anybatch.units import format_bytes, format_seconds
 
@@ -114,7 +114,7 @@ def demo_page(record: DemoRecord) -> str:
         HTML that loads nothing.
 
     Raises:
-        ImportError: jinja2 or matplotlib is not installed.
+        ImportError: jinja2 is not installed.
     """
     comparison, training, text = record.comparison, record.training, record.text
     rows = rows_of(record.plan)
@@ -149,31 +149,31 @@ def _summary(comparison: GradientComparison) -> str:
     )
 
 
-def _comparison_charts(comparison: GradientComparison) -> list[dict[str, str]]:
+def _comparison_charts(comparison: GradientComparison) -> list[Picture]:
     methods = (comparison.whole, comparison.split, comparison.loop)
-    memory = Level(f"pretended memory, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE)
+    memory = f"pretended memory, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
     bytes_chart = bar_chart(
         [(method.name, method.peak_bytes / _MEBIBYTE) for method in methods], label="live tensors, MiB", level=memory
     )
     # A loss that happens to give a bitwise equal gradient has no place on a logarithmic axis.
     errors = [(method.name, max(method.error, 1e-17)) for method in methods]
-    bound = Level(f"bound for anybatch, {comparison.bound:.1e}", comparison.bound)
+    bound = f"bound for anybatch, {comparison.bound:.1e}", comparison.bound
     error_chart = bar_chart(errors, label="relative gradient error against float64", level=bound, is_logarithmic=True)
-    return [
-        {"svg": bytes_chart, "caption": "Most bytes of live tensors in one forward and backward of the logical batch."},
-        {"svg": error_chart, "caption": "Error of the gradient, on a logarithmic axis: left is better."},
-    ]
+    said = "Most bytes of live tensors in one forward and backward of the logical batch."
+    errors_said = "Error of the gradient, on a logarithmic axis: left is better."
+    return [Picture("", bytes_chart, said, said), Picture("", error_chart, errors_said, errors_said)]
 
 
-def _training_chart(text: TextFacts, training: TrainingCurve) -> dict[str, str]:
+def _training_chart(text: TextFacts, training: TrainingCurve) -> Picture:
     points = training.points
     lines = (
-        Line("training, each update", range(1, len(training.losses) + 1), training.losses),
-        Line("validation", [p.updates for p in points], [p.validation_bits for p in points], is_marked=True),
+        Curve("training, each update", range(1, len(training.losses) + 1), training.losses),
+        Curve("validation", [p.updates for p in points], [p.validation_bits for p in points]),
     )
-    level = Level("entropy of a single byte", text.unigram_bits)
-    svg = line_chart(lines, x_label="updates", y_label="loss, bits per byte", level=level)
-    return {"svg": svg, "caption": "Loss on training text and on files that were held out."}
+    levels = [("entropy of a single byte", text.unigram_bits)]
+    svg = line_chart(lines, x_label="updates", y_label="loss, bits per byte", levels=levels)
+    said = "Loss on training text and on files that were held out."
+    return Picture("", svg, said, said)
 
 
 def _run_facts(record: DemoRecord) -> list[tuple[str, str]]:

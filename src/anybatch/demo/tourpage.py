@@ -25,7 +25,7 @@ def tour_page(stops: Sequence[tuple[Chapter, Sequence[CommandRun]]], folder: Pat
         HTML that loads nothing.
 
     Raises:
-        ImportError: jinja2 or matplotlib is not installed.
+        ImportError: jinja2 is not installed.
     """
     from anybatch.doctor.diagnosing import diagnosis
 

@@ -1,6 +1,7 @@
 """The recorder: what a run does is seen by global hooks, and written down as facts."""
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from anybatch.records.runs import Run
 from anybatch.records.tables import Started
 
 if TYPE_CHECKING:
+    from anybatch.records.diagnoses import Diagnosis
     from anybatch.records.findings import Finding
 
 _LONGEST = 2000
@@ -288,6 +290,49 @@ class Doctor:
         from anybatch.doctor.diagnosing import diagnose
 
         return diagnose(self.run)
+
+    def report(self, path: str | Path | None = None) -> "Diagnosis":
+        """All that is to be said of what was recorded so far.
+
+        Args:
+            path: a file for the page; ``None`` for none.
+
+        Returns:
+            The diagnosis.
+
+        Raises:
+            ImportError: a page is asked for, and jinja2 is not installed.
+        """
+        from anybatch.doctor.diagnosing import diagnosis
+
+        found = diagnosis(self.run)
+        if path is not None:
+            Path(path).write_text(self._page(found), encoding="utf-8")
+        return found
+
+    def _page(self, found: "Diagnosis") -> str:
+        from anybatch.report.diagnosis_page import page
+
+        return page(found, self.run)
+
+    def _repr_html_(self) -> str | None:
+        from anybatch.report.notebook import framed
+        from anybatch.report.pages import missing_extra
+
+        return None if missing_extra() else framed(self._page(self.report()))
+
+    def show(self) -> None:
+        """Shows the diagnosis: as a page in a notebook, as text elsewhere."""
+        if "ipykernel" in sys.modules:
+            from IPython.display import display
+
+            display(self)  # type: ignore[no-untyped-call]
+            return
+        from rich.console import Console
+
+        from anybatch.report.diagnosis_terminal import show
+
+        show(self.report(), self.run, Console(highlight=False))
 
     @property
     def step(self) -> int:

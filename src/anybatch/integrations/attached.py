@@ -1,5 +1,6 @@
 """A doctor that a trainer's callback attaches at the beginning of a run, and that reports at its end."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from anybatch.errors import BatchError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from anybatch.records.findings import Finding
+
 
 class AttachedDoctor:
     """What the doctor's callbacks share.
@@ -19,6 +22,7 @@ class AttachedDoctor:
         path: a file of JSON lines that is written as the run goes, see ``anybatch.Doctor``.
         every: steps between two samples, see ``anybatch.Doctor``.
         console: where the report is written; ``None`` for the terminal.
+        on_finding: is given findings while the run goes on, see ``anybatch.Doctor``.
 
     Attributes:
         doctor: the one that watched the last run, whose ``findings`` can be read; ``None`` before.
@@ -42,11 +46,12 @@ class AttachedDoctor:
         path: str | Path | None = None,
         every: int | None = None,
         console: "Console | None" = None,
+        on_finding: "Callable[[Finding], None] | None" = None,
     ) -> None:
         self._output = None if output is None else Path(output)
         if self._output is not None and not self._output.parent.is_dir():
             raise BatchError(f"output={str(output)!r}; expected a file in a folder that exists")
-        self._path, self._every, self._console = path, every, console
+        self._path, self._every, self._console, self._on_finding = path, every, console, on_finding
         self.doctor: Doctor | None = None
 
     def begin(self, *subjects: Any) -> None:
@@ -57,7 +62,7 @@ class AttachedDoctor:
         """
         if self.doctor is not None:
             self.doctor.detach()
-        self.doctor = Doctor(*subjects, path=self._path, every=self._every)
+        self.doctor = Doctor(*subjects, path=self._path, every=self._every, on_finding=self._on_finding)
         self.doctor.attach()
 
     def end(self, *, error: BaseException | None = None, is_reporting: bool = True) -> None:

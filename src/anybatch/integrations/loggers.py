@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anybatch.doctor.judging import sentence_of
 from anybatch.errors import BatchError
 from anybatch.integrations.progress import is_first_rank
 from anybatch.observing import Observer
+from anybatch.records.findings import Finding
 from anybatch.records.results import StepResult
 
 if TYPE_CHECKING:
@@ -128,6 +130,15 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def alert(self, finding: Finding) -> None:
+        """Writes a finding as text, for ``Doctor(on_finding=...)``.
+
+        Args:
+            finding: of the doctor.
+        """
+        self.writer.add_text("anybatch/findings", sentence_of(finding), finding.step)
+        self.writer.flush()
+
 
 class WandB:
     """A sink that sends numbers to Weights & Biases.
@@ -149,6 +160,15 @@ class WandB:
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         """Sends the numbers."""
         self.run.log(dict(metrics), step=step)
+
+    def alert(self, finding: Finding) -> None:
+        """Sends a finding as an alert, for ``Doctor(on_finding=...)``.
+
+        Args:
+            finding: of the doctor.
+        """
+        level = {"error": "ERROR", "warning": "WARN"}.get(finding.severity, "INFO")
+        self.run.alert(title=f"{finding.code} {finding.name}", text=sentence_of(finding), level=level)
 
 
 class Csv:

@@ -1,6 +1,7 @@
 """``anybatch.measure``: the bytes that are alive while something runs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from anybatch.accelerators import forget_peaks, in_use, is_accelerator, memory_of, synchronize
 from anybatch.batch.trees import leaves
 from anybatch.memory.meter import Recording
+from anybatch.memory.timeline import LinedRecording
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS, Memory
 from anybatch.tensors.optimizers import state_tensors
 
@@ -42,7 +44,7 @@ def measure(
     """
     home = next(model.parameters(), None) if model is not None else None
     device = home.device if home is not None else next(iter(in_use()), None)
-    recording = Recording(device_type=device.type if device is not None and is_accelerator(device) else None)
+    recording = LinedRecording(device_type=device.type if device is not None and is_accelerator(device) else None)
     optimizers = _as_list(optimizer)
     handles = _register_all(recording, model, optimizers, batch)
     if device is not None and is_accelerator(device):
@@ -55,14 +57,14 @@ def measure(
         for handle in handles:
             handle.remove()
     _assign_all(recording, model, optimizers)
-    memory = recording.memory()
+    memory = replace(recording.memory(), timeline=recording.timeline())
     if device is None or not is_accelerator(device):
         return memory
     synchronize(device)
     counted = memory_of(device)
     return Memory(
         counted.peak_allocated, counted.allocated, memory.at_peak, memory.at_end, memory.operation,
-        counted.peak_reserved,
+        counted.peak_reserved, memory.timeline,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    excess = smallest.peak_bytes - usable(budget)
+    excess = smallest.needed_bytes - usable(budget)
     if peak.floor > usable(budget) and peak.is_count:
         remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER} helps"
     elif history is not None and (history.largest_within(excess) or peak.floor > usable(budget)):
@@ -132,6 +132,8 @@ def _begun(smallest: PlanRow, budget: int, needed: int, usable: Callable[[int], 
     way = f"the smallest way ({smallest.levers or 'nothing traded'}, micro-batches of {smallest.micro_batch_size:g})"
     text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
     text += format_bytes(smallest.peak_bytes + beside)
+    if smallest.reserved_bytes:
+        text += f" of tensors, for which the allocator reserves {format_bytes(smallest.reserved_bytes)}"
     return text if needed == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(needed)} at least"
 
 

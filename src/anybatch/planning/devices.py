@@ -163,11 +163,11 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
     """The share of a budget that is kept free, since a plan knows less than the whole truth.
 
     On the CPU live tensors are what is counted. An allocator of a device reserves more than is allocated; where that
-    was not found by a replay of the allocations, it is guessed.
+    was not found by a replay of the allocations, it is guessed. Of segments that grow it knows no pages.
     """
     if target.device_type == "cpu":
         return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
-    allocator = 0.0 if replays else 0.03 if expandable else 0.1
+    allocator = 0.03 if expandable else 0.0 if replays else 0.1
     return allocator + {"predicted": 0.0, "measured": 0.0, "estimated": 0.1}[confidence]
 
 

@@ -102,7 +102,7 @@ class Tracer:
     """
 
     def __init__(
-        self, subject: Subject, blocks: Sequence[str], kind: type[Recording], *, is_fake: bool, may_probe: bool
+        self, subject: Subject, blocks: Sequence[str], kind: Callable[..., Recording], *, is_fake: bool, may_probe: bool
     ) -> None:
         self.is_fake = is_fake
         self.limit: int | None = None
@@ -193,7 +193,7 @@ def _first_line(error: Exception) -> str:
 
 def trace_pass(
     subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, split: bool, fake: bool,
-    kind: type[Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
+    kind: Callable[..., Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and rolls everything back.
 
@@ -226,7 +226,7 @@ class _Run:
         self._subject, self._part, self._recipe, self._blocks, self._split = subject, part, recipe, blocks, split
         self._settings = settings_for(subject, recipe)
 
-    def on_fakes(self, kind: type[Recording], fakes: Fakes) -> PassTrace:
+    def on_fakes(self, kind: Callable[..., Recording], fakes: Fakes) -> PassTrace:
         """Runs it on fake tensors in the place of all parameters and buffers."""
         subject, recording = self._subject, kind(counts_fakes=True)
         settings = replace(self._settings, device=torch.device("cpu"))
@@ -244,7 +244,7 @@ class _Run:
         trace.leaves_fakes = recording.has_survivors
         return trace
 
-    def for_real(self, kind: type[Recording], limit: int | None) -> PassTrace:
+    def for_real(self, kind: Callable[..., Recording], limit: int | None) -> PassTrace:
         """Runs it for real, and stops it before it goes over a limit."""
         subject = self._subject
         with undisturbed(subject) as outside:

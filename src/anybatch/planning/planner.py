@@ -293,7 +293,7 @@ class Planner:
         except AnyBatchError as error:
             logger.info("the smallest way can't be traced: %s", error)
             rows = [search.smallest() for search in self._least_searches]
-            return self._budget_for(min(rows, key=lambda row: row.peak_bytes))
+            return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
 
     def _budget_for(self, row: PlanRow) -> int:
         """The smallest budget in which the way with the least memory is found."""

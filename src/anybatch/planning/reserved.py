@@ -9,6 +9,7 @@ from anybatch.memory.allocator import CachingAllocator, Segment
 from anybatch.memory.meter import BEFORE, Allocation, storages_of
 from anybatch.planning.curve import Profile, Size
 from anybatch.planning.devices import Target, segments_expand
+from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER
 
@@ -47,7 +48,8 @@ def held_on(subject: Subject, target: Target) -> Held | None:
     found = segments_of(subject.settings.device) if is_there else None
     if found is None:
         return None
-    own = {s.data_ptr() for tensor in subject.tensors_held for s in storages_of(tensor)}
+    batches = [tensor for batch in subject.splittable.batches for tensor in tensors_in(batch)]
+    own = {s.data_ptr() for tensor in (*subject.tensors_held, *batches) for s in storages_of(tensor)}
     others = sum(b.size for _, _, blocks in found for b in blocks if b.is_used and b.address not in own)
     segments = (Segment(small, stream, tuple((b.size, b.is_used) for b in blocks)) for small, stream, blocks in found)
     return Held(tuple(segments), others, segments_expand(target))

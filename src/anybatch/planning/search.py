@@ -243,9 +243,15 @@ class Search:
                 continue
             profile, size = self.profile(Recipe(), splitting)
             most = profile.peak(size, splitting.count) + self.subject.behaviour.written_bytes
-            if most <= budget and self.profiles.may_collate(part):
+            if most <= budget and self._is_served(profile, size, splitting) and self.profiles.may_collate(part):
                 grid.append(part)
         return grid
+
+    def _is_served(self, profile: Profile, size: Size, splitting: Splitting) -> bool:
+        """Whether the allocator gives a micro-batch what it takes; one that takes far less than there is does."""
+        if self.held is None or 2 * profile.peak(size, splitting.count) <= self.limit:
+            return True
+        return Replay(self.subject, self.held, profile, size, splitting.count).needed(self.limit) <= self.limit
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with everything traded, without the time of that."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from anybatch.records.showing import Shown
+
 _WIDTH = 80
 
 
@@ -80,7 +82,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class Certificate(Shown):
     """What ``anybatch.check`` found out about a model, a loss and a batch.
 
     Args:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
+from anybatch.records.showing import Shown
 
 CELLS = {
     1: "gradients change, parameters change",
@@ -140,7 +141,7 @@ class Suppressed:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """What the doctor says about one run.
 
     Args:

@@ -198,3 +198,23 @@ class Replicas(Fact):
     wrapper: str = ""
     bypassed: tuple[str, ...] = ()
     differ: tuple[str, ...] = ()
+
+
+@fact("evaluated")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Fact):
+    """Losses without a gradient while a model was in evaluation, between two steps of its training.
+
+    Args:
+        function: such as ``"cross_entropy"``.
+        value: of them, on average.
+        calls: how many there were.
+        file: of the user's line.
+        line: its number.
+    """
+
+    function: str
+    value: float = 0.0
+    calls: int = 1
+    file: str = ""
+    line: int = 0

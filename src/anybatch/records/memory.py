@@ -1,9 +1,11 @@
 """Where the bytes of a step lie."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from anybatch.records.reading import read
+from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
 PARAMETERS = "parameters"
@@ -17,7 +19,72 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, INPUTS, OT
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Moment:
+    """One place of a timeline.
+
+    Args:
+        operation: that had just run.
+        line: of the user's that called it, such as ``"train.py:12"``; empty if it is not known.
+        module: that it ran in, qualified; empty outside and in the backward.
+        largest: the largest of what was alive: its bytes, its category, and the line that allocated it.
+    """
+
+    operation: str
+    line: str = ""
+    module: str = ""
+    largest: tuple[tuple[int, str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What was alive from operation to operation; of many, those with the most bytes.
+
+    Args:
+        moments: in order.
+        layers: by category the bytes at each of these moments, in the order of ``CATEGORIES``.
+        operations: how many there were in all.
+    """
+
+    moments: tuple[Moment, ...] = ()
+    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    operations: int = 0
+
+    @property
+    def totals(self) -> list[int]:
+        """The bytes at each moment."""
+        return [sum(column) for column in zip(*self.layers.values(), strict=True)]
+
+    @property
+    def peak(self) -> int:
+        """The number of the moment with the most bytes."""
+        totals = self.totals
+        return max(range(len(totals)), key=totals.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes."""
+        return max(self.totals, default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The timeline as plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Timeline":
+        """Reads what ``to_dict`` gave.
+
+        Args:
+            values: the fields by name.
+
+        Returns:
+            The timeline.
+        """
+        found: Timeline = read(cls, values)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Shown):
     """How many bytes of tensors were alive while something ran, by what they are for.
 
     Args:
@@ -27,6 +94,7 @@ class Memory:
         at_end: bytes at the end by category.
         operation: after which operation the peak was reached; empty if nothing was seen.
         reserved_bytes: the most that a caching allocator held, 0 where there is none.
+        timeline: what was alive from operation to operation, with the lines that allocated it.
 
     Example:
         >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
@@ -39,6 +107,7 @@ class Memory:
     at_end: Mapping[str, int] = field(default_factory=dict)
     operation: str = ""
     reserved_bytes: int = 0
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from anybatch.records.branches import Branch, branches_of, drawn, names_joined
+from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(Shown):
     """What ``anybatch.why`` found out about a loss and the parameters of a model.
 
     Args:

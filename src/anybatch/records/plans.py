@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
 from anybatch.records.reading import read
+from anybatch.records.showing import Shown
 from anybatch.units import format_bytes, format_seconds
 
 Confidence = Literal["predicted", "measured", "estimated"]
@@ -140,7 +141,7 @@ class ModuleShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Shown):
     """The fastest way found to run a logical batch within a budget, and what it was chosen from.
 
     Args:

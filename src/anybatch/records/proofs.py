@@ -11,7 +11,8 @@ class Proof:
 
     Args:
         outcome: ``"exact"``, ``"not exact"``, or ``"undecided"`` where they could not be compared.
-        by: how it was found: by ``"comparison"`` in the precision of the step, or by a ``"certificate"`` in float64.
+        by: how it was found: by ``"comparison"`` in the precision of the step, of the ``"losses"`` only where
+            the gradient of two samples does not fit, or by a ``"certificate"`` in float64.
         samples: that were run.
         parts: the samples of each part.
         error: the norm of the difference of the gradients over the norm of the whole's.
@@ -26,7 +27,7 @@ class Proof:
     """
 
     outcome: Literal["exact", "not exact", "undecided"]
-    by: Literal["comparison", "certificate", ""] = ""
+    by: Literal["comparison", "losses", "certificate", ""] = ""
     samples: int = 0
     parts: tuple[int, ...] = ()
     error: float = math.nan
@@ -48,8 +49,9 @@ class Proof:
     def __str__(self) -> str:
         if self.outcome == "undecided":
             return f"not proved: {self.note}"
-        what = "the same gradient" if self.exact else "not the same gradient"
+        what, by = ("loss", "comparison") if self.by == "losses" else ("gradient", self.by)
+        what = f"the same {what}" if self.exact else f"not the same {what}"
         numbers = f"error {self.error:.2g}, tolerance {self.tolerance:.2g}"
         note = f"; {self.note}" if self.note else ""
         shown = " + ".join(map(str, self.parts))
-        return f"{self.samples} samples whole and as {shown}: {what}, by {self.by} in {self.dtype} ({numbers}){note}"
+        return f"{self.samples} samples whole and as {shown}: {what}, by {by} in {self.dtype} ({numbers}){note}"

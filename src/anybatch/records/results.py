@@ -124,6 +124,11 @@ class StepResult:
         self.proof: Proof | None = None
         self.layout: BatchLayout | None = None
 
+    def _repr_html_(self) -> str | None:
+        from anybatch.records.showing import page_of
+
+        return page_of(self)
+
     @property
     def loss(self) -> float:
         """The sum of ``losses``."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from anybatch.records.lines import Fact, fact
 
+PERCENTILES = (5, 25, 50, 75, 95)
+
 
 @fact("norms")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class ModuleSample:
         input_dead: share of its units that are zero for the whole batch.
         input_always_dead: share that was zero in all samples so far, at least 3 of them.
         input_saturated: share within 1e-3 of a limit, if it was made by a tanh or sigmoid.
+        percentiles: of the entries, ``PERCENTILES``.
     """
 
     module: str
@@ -95,6 +98,7 @@ class ModuleSample:
     input_dead: float | None = None
     input_always_dead: float | None = None
     input_saturated: float | None = None
+    percentiles: tuple[float, ...] = ()
 
 
 @fact("activations")

@@ -1,17 +1,21 @@
 """A diagnosis in words: the verdict, findings with their consequences, evidence, and what changed in which layers."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
+from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.runs import Run
+from anybatch.report.tables import TextTable, number_text
 from anybatch.units import format_seconds
 
+_MOST_NAMES = 12
+_SHORTEST_ROW = 3
+_WHOLE = "(the model)"
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
 _DEAR, _SHORT_RUN, _FEW_SECONDS = 0.03, 200, 20.0
@@ -200,23 +204,6 @@ def value_text(value: Any) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
 
 
-def number_text(value: float | None) -> str:
-    """A number with three significant digits.
-
-    Args:
-        value: of any size; ``None`` gives a dash.
-
-    Example:
-        >>> [number_text(value) for value in (0.0, 0.5, 12345.6, 3.2e-9, float("nan"), None)]
-        ['0', '0.5', '12346', '3.2e-09', 'nan', '-']
-    """
-    if value is None:
-        return "-"
-    if not math.isfinite(value) or value == 0:
-        return "0" if value == 0 else str(value)
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
 def _listed(texts: Sequence[str]) -> str:
     more = f" and {len(texts) - _MOST_ENTRIES} more" if len(texts) > _MOST_ENTRIES else ""
     return ", ".join(texts[:_MOST_ENTRIES]) + more
@@ -259,27 +246,6 @@ def title_of_run(script: str, arguments: Sequence[str]) -> str:
     return " ".join([PurePath(script).name or "this run", *arguments])
 
 
-def clean(text: str) -> str:
-    """A text without control characters and halves of characters, which no terminal or page should get.
-
-    Args:
-        text: such as a name that the user's code gave.
-
-    Example:
-        >>> clean("a\\x1b[31mb\\ud800")
-        'a\\\\x1b[31mb\\\\ud800'
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    if character.isspace():
-        return " "
-    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
-
-
 def _steps(diagnosis: Diagnosis) -> str:
     return _count(diagnosis.steps, "step")
 
@@ -297,3 +263,197 @@ def _first_sentence(text: str) -> str:
 
 def _ends(line: str) -> Iterable[int]:
     return (index for index in range(len(line)) if line.startswith(". ", index))
+
+
+def cells_table(diagnosis: Diagnosis) -> TextTable:
+    """Lays out which gradients and parameters change: a row for all modules of which the same is true.
+
+    Args:
+        diagnosis: has the cells.
+
+    Returns:
+        The table; rows that are not as they should be are marked.
+    """
+    groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
+    for cell in diagnosis.cells:
+        groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
+    names_of = _Names(diagnosis)
+    among = [name for cell in diagnosis.cells for name in names_of(cell)]
+    rows: list[tuple[str, ...]] = []
+    marked = set()
+    for key in sorted(groups):
+        kind, shrinking, frozen, why = key
+        members = groups[key]
+        if _is_odd(members[0]):
+            marked.add(len(rows))
+        names = modules_joined([name for cell in members for name in names_of(cell)], among)
+        numel = f"{sum(cell.numel for cell in members):,}"
+        reason = why or ("frozen" if frozen else "")
+        rows.append((*_yes_no(kind, shrinking), numel, f"{names}: {reason}" if reason else names))
+    return TextTable(("gradients", "parameters", "numbers", "where"), tuple(rows), frozenset(marked))
+
+
+class _Names:
+    """Names of cells: the module, or its parameters where others of the same module are in another cell."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self._cells = Counter(cell.module for cell in diagnosis.cells)
+
+    def __call__(self, cell: Cell) -> tuple[str, ...]:
+        """The names for one."""
+        if self._cells[cell.module] > 1 and cell.parameters:
+            return cell.parameters
+        return (cell.module or _WHOLE,)
+
+
+def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
+    texts = {1: ("change", "change"), 2: ("change", "stay"), 3: ("stay", "stay"), 4: ("stay", "change")}
+    gradients, parameters = texts.get(kind, ("?", "?"))
+    return ("shrink" if shrinking else gradients), parameters
+
+
+def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
+    """Lays out each module's gradients and changes, those that are not as they should be first.
+
+    Args:
+        diagnosis: has the cells.
+        most: rows.
+
+    Returns:
+        The table, and how many rows were left out.
+    """
+    order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
+    rows = tuple(
+        (
+            cell.module or _WHOLE,
+            *_yes_no(cell.cell, cell.shrinking),
+            _from_to(cell.first_gradient, cell.last_gradient),
+            _from_to(cell.first_ratio, cell.last_ratio),
+            f"{cell.numel:,}",
+            cell.why or ("frozen" if cell.frozen else ""),
+        )
+        for cell in order[:most]
+    )
+    header = ("module", "gradients", "parameters", "norm of gradient", "change / weight", "numbers", "why")
+    marked = (index for index, cell in enumerate(order[:most]) if _is_odd(cell))
+    return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
+
+
+@dataclass(frozen=True, slots=True)
+class Square:
+    """One of the four cells.
+
+    Args:
+        names: of its modules, empty where it has none.
+        reasons: why they are in it.
+        odd: whether that is not as it should be for some of them.
+    """
+
+    names: str
+    reasons: str
+    odd: bool
+
+
+def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
+    """Each of the four cells, and as number 0 that of which too little was seen.
+
+    Args:
+        diagnosis: has the cells.
+    """
+    names_of = _Names(diagnosis)
+    among = [name for cell in diagnosis.cells for name in names_of(cell)]
+    squares = {}
+    for kind in (*CELLS, 0):
+        cells = [cell for cell in diagnosis.cells if cell.cell == kind]
+        names = modules_joined([name for cell in cells for name in names_of(cell)], among)
+        groups: dict[str, list[str]] = {}
+        for cell in cells:
+            groups.setdefault(_reason(cell), []).extend(names_of(cell))
+        reasons = [
+            f"{reason}: {modules_joined(members, among)}" if len(groups) > 1 else reason
+            for reason, members in groups.items()
+            if reason
+        ]
+        squares[kind] = Square(names, "; ".join(reasons), any(_is_odd(cell) for cell in cells))
+    return squares
+
+
+def _reason(cell: Cell) -> str:
+    shrunk = "gradients shrink to less than a thousandth" if cell.shrinking else ""
+    return ", ".join(text for text in (cell.why or ("frozen" if cell.frozen else ""), shrunk) if text)
+
+
+def _is_odd(cell: Cell) -> bool:
+    return cell.shrinking or (cell.cell in (2, 3, 4) and not cell.frozen)
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    if first is None and last is None:
+        return "-"
+    return number_text(first) if first == last else f"{number_text(first)} to {number_text(last)}"
+
+
+def modules_joined(names: Collection[str], among: Collection[str]) -> str:
+    """Lists modules.
+
+    Args:
+        names: of the modules, in order.
+        among: all modules that there are.
+
+    Returns:
+        The names; where all modules of a part are listed, the part and how many they are.
+
+    Example:
+        >>> modules_joined(["a.0", "a.1", "b.0", "c"], ["a.0", "a.1", "b.0", "b.1", "c"])
+        'a.* (2), b.0, c'
+        >>> modules_joined(["1.fc", "2.fc", "3.fc", "4.fc"], [f"{number}.fc" for number in range(9)])
+        '1.fc to 4.fc'
+    """
+    chosen = dict.fromkeys(names)
+    there = Counter(part for name in dict.fromkeys(among) for part in _parts(name))
+    listed = Counter(part for name in chosen for part in _parts(name))
+    shown: dict[str, None] = {}
+    for name in chosen:
+        whole = next((part for part in _parts(name) if listed[part] == there[part] > 1), None)
+        shown[name if whole is None else f"{whole}.* ({there[whole]})"] = None
+    texts = list(_rows(list(shown)))
+    more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
+    return ", ".join(texts[:_MOST_NAMES] + more)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """The parts of a model that a module is in, the largest first."""
+    pieces = name.split(".")
+    return (".".join(pieces[:length]) for length in range(1, len(pieces)))
+
+
+def _rows(texts: Sequence[str]) -> Iterator[str]:
+    """The texts; three or more that count on by one become the first and the last."""
+    start = 0
+    while start < len(texts):
+        end, place = start + 1, -1
+        while end < len(texts) and (next_place := _counted(texts[end - 1], texts[end])) >= 0:
+            if place not in (-1, next_place):
+                break
+            end, place = end + 1, next_place
+        if end - start < _SHORTEST_ROW:
+            yield texts[start]
+            start += 1
+        else:
+            first, counted, _ = texts[start].partition(" (")
+            last = texts[end - 1]
+            yield f"{first} to {last[:-1]} each)" if counted else f"{first} to {last}"
+            start = end
+
+
+def _counted(first: str, second: str) -> int:
+    """Which piece of the second name is the number after that in the first, all else equal; -1 for none."""
+    pieces, others = first.split("."), second.split(".")
+    if len(pieces) != len(others):
+        return -1
+    differing = [place for place, pair in enumerate(zip(pieces, others, strict=True)) if pair[0] != pair[1]]
+    if len(differing) != 1:
+        return -1
+    before, after = pieces[differing[0]], others[differing[0]]
+    counts = before.isdecimal() and after.isdecimal() and int(after) == int(before) + 1
+    return differing[0] if counts else -1

@@ -8,6 +8,7 @@ from anybatch.records.runs import Run
 from anybatch.records.sources import Sources
 from anybatch.report import diagnosis as words
 from anybatch.report.spots import spot_of
+from anybatch.report.tables import clean
 
 
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
@@ -23,22 +24,22 @@ def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """
     sources = Sources()
     suites = Element("testsuites", name="anybatch doctor")
-    suite = SubElement(suites, "testsuite", name=words.clean(words.title_of(diagnosis)))
+    suite = SubElement(suites, "testsuite", name=clean(words.title_of(diagnosis)))
     run_case = SubElement(suite, "testcase", classname="anybatch.doctor", name="run", time=f"{diagnosis.seconds:.3f}")
-    SubElement(run_case, "system-out").text = words.clean(words.verdict_of(diagnosis, run))
+    SubElement(run_case, "system-out").text = clean(words.verdict_of(diagnosis, run))
     if diagnosis.exit_code not in (None, 0, INTERRUPTED) and not diagnosis.faulty:
-        SubElement(run_case, "error", message=words.clean(words.verdict_of(diagnosis, run)))
+        SubElement(run_case, "error", message=clean(words.verdict_of(diagnosis, run)))
     for one in diagnosis.findings:
         case = _case(suite, one, diagnosis, sources)
         if one.severity != "info":
-            failure = SubElement(case, "failure", message=words.clean(one.message), type=str(one.severity))
+            failure = SubElement(case, "failure", message=clean(one.message), type=str(one.severity))
             said = (str(one.place), one.cause, f"{words.fix_term(one)}: {one.fix}" if one.fix else "")
-            failure.text = words.clean("\n".join(text for text in said if text))
+            failure.text = clean("\n".join(text for text in said if text))
         else:
-            SubElement(case, "system-out").text = words.clean(one.message)
+            SubElement(case, "system-out").text = clean(one.message)
     for other in diagnosis.suppressed:
         case = _case(suite, other.finding, diagnosis, sources)
-        SubElement(case, "skipped", message=words.clean(f"{other.by} {other.reason}".strip()))
+        SubElement(case, "skipped", message=clean(f"{other.by} {other.reason}".strip()))
     for element in (suites, suite):
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             element.set(name, str(sum(1 for _ in suite.iter(kind))))
@@ -49,5 +50,5 @@ def text_of(diagnosis: Diagnosis, run: Run) -> str:
 
 def _case(suite: Element, one: Finding, diagnosis: Diagnosis, sources: Sources) -> Element:
     spot = spot_of(one, diagnosis.script, sources)
-    name = words.clean(" ".join(filter(None, (one.code, one.name, str(one.place)))))
+    name = clean(" ".join(filter(None, (one.code, one.name, str(one.place)))))
     return SubElement(suite, "testcase", classname="anybatch.doctor", name=name, file=spot.file, line=str(spot.line))

@@ -1,50 +1,37 @@
 """A diagnosis as one page: what to change first, then everything that was measured, as pictures and tables."""
 
+import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed
-from anybatch.records.findings import Finding, is_code
+from anybatch.records.findings import Finding, Place, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
-from anybatch.report.diagnosis_calls import Call, Output
-from anybatch.report.diagnosis_cells import cells_lines, squares_of
-from anybatch.report.diagnosis_drawing import Band, line_picture
-from anybatch.report.diagnosis_flow import Flow
-from anybatch.report.diagnosis_heat import heat_picture, norm_text
-from anybatch.report.diagnosis_series import Curve, Series, series_of
-from anybatch.report.tables import TextTable
+from anybatch.report.flow import Flow
+from anybatch.report.loop import Call, StepOfLoop, step_of_loop
+from anybatch.report.pages import Picture, render_page, unit_of_bytes
+from anybatch.report.series import Output, Series, series_of
+from anybatch.report.source import Source, link_to, source_of
+from anybatch.report.svg import Axis, Curve, fan_chart, heat_chart, line_chart
+from anybatch.report.tables import TextTable, clean, number_text
 from anybatch.units import format_bytes
 
 MOST_FINDINGS = 60
 MOST_CELLS = 200
 _COLUMNS_OF_NUMBERS = 6
+_FEWEST_MOMENTS = 2
+_MOST_MARKS = 3
 _MOST_FIX = 4000
 
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-
+SHADES = 10
+_LEAST_DECADES = 6  # a range of less would make small differences look large
+_ODD = (("zero", "exactly zero"), ("none", "no gradient"), ("odd", "not finite"))
 # About a thousandth of the weights is the usual size of an update (Karpathy, "A recipe for training neural networks");
 # the first steps of Adam are larger, the end of a schedule smaller.
-_USUAL = Band(1e-4, 1e-2, "usual, about 0.001")
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture of the page.
-
-    Args:
-        title: its heading.
-        svg: the text of an ``svg`` element.
-        caption: below it.
-        alternative: what it shows, in words, for those who can't see it.
-    """
-
-    title: str
-    svg: str
-    caption: str
-    alternative: str
+_RATIOS = (1e-5, 1e-4, 1e-2, 1e-1, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +46,8 @@ class Card:
         fix: what to change.
         is_code: whether that is code; otherwise it is a sentence.
         follows: what follows from it.
+        source: the user's line, if it is known.
+        link: opens it in an editor; empty if its path is not known.
     """
 
     finding: Finding
@@ -68,6 +57,8 @@ class Card:
     fix: str
     is_code: bool
     follows: tuple["Card", ...]
+    source: Source | None
+    link: str
 
 
 def page(diagnosis: Diagnosis, run: Run) -> str:
@@ -83,48 +74,65 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
     Raises:
         ImportError: jinja2 is not installed.
     """
-    from anybatch.report.pages import render_page
-
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
     crash = words.crash_of(run)
-    lines, left_out = cells_lines(diagnosis, MOST_CELLS)
+    lines, left_out = words.cells_lines(diagnosis, MOST_CELLS)
+    axis = axis_of_run(series)
     text = render_page(
         "diagnosis.html.j2",
         title=f"anybatch doctor: {words.title_of(diagnosis)}",
-        verdict=_sentence(words.verdict_of(diagnosis, run)),
+        verdict=sentence(words.verdict_of(diagnosis, run)),
         mood=words.mood_of(diagnosis, run),
-        facts=_facts(diagnosis, run),
+        facts=facts_of(diagnosis, run),
         crash=crash,
         crash_place=_crash_place(crash),
+        crash_link=link_to(Place(file=crash.file, line=crash.line)) if crash else "",
         crash_known=crash is not None and any(one.name == crash.name for one in diagnosis.findings if crash.name),
-        cards=[_card(knot) for knot in grave[:MOST_FINDINGS]],
+        cards=[_card(knot, run) for knot in grave[:MOST_FINDINGS]],
         left_out=max(0, len(grave) - MOST_FINDINGS),
-        notes=[_card(knot) for knot in notes[:MOST_FINDINGS]],
-        squares=squares_of(diagnosis),
+        notes=[_card(knot, run) for knot in notes[:MOST_FINDINGS]],
+        step=_loop_of(step_of_loop(run, [knot.finding for knot in grave])),
+        squares=words.squares_of(diagnosis),
         cells=lines,
         cells_left_out=left_out,
-        flow=_flow_picture(series.flow),
+        flows=flow_pictures(series.flow, axis),
         flow_numbers=_flow_numbers(series.flow),
-        pictures=_pictures(series),
-        outputs=_outputs_table(series.outputs),
+        pictures=_pictures(series, axis, [knot.finding for knot in grave]),
+        outputs=_outputs_table(series.outputs, axis),
         outputs_caption=_outputs_caption(series),
         calls=_calls_table(series.calls, diagnosis.steps),
         remarks=_remarks(diagnosis, run),
     )
-    return words.clean(text)
+    return clean(text)
 
 
-def _card(knot: words.Knot) -> Card:
+def axis_of_run(*runs: Series) -> Axis:
+    """The axis of steps that all charts of a page have in common."""
+    last = [step for one in runs for step in (*one.flow.steps, *(step for curve in one.losses for step in curve.steps))]
+    return Axis(0, max(1, *last, 1))
+
+
+def _card(knot: words.Knot, run: Run) -> Card:
     finding = knot.finding
     fix = textwrap.dedent(finding.fix).strip("\n")[:_MOST_FIX]
     return Card(
         finding, words.label_of(finding), words.place_of(finding), words.evidence_of(finding), fix,
-        "\n" in fix or is_code(fix), tuple(_card(one) for one in knot.follows),
+        "\n" in fix or is_code(fix), tuple(_card(one, run) for one in knot.follows),
+        source_of(finding, run.started.time), link_to(finding.place),
     )  # fmt: skip
 
 
-def _facts(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
+def _loop_of(loop: StepOfLoop | None) -> dict[str, object] | None:
+    """What the template needs to draw a step."""
+    if loop is None or len(loop.moments) < _FEWEST_MOMENTS:
+        return None
+    links = [link_to(Place(file=one.file, line=one.line)) for one in loop.moments]
+    return {"loop": loop, "links": links}
+
+
+def facts_of(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
+    """What was run, in terms and texts."""
     started = run.started
     trained = [one for one in run.parameters.values() if one.root >= 0]
     numel = sum(one.numel for one in trained)
@@ -145,16 +153,45 @@ def _crash_place(crash: Crashed | None) -> str:
 
 def _remarks(diagnosis: Diagnosis, run: Run) -> list[str]:
     cost = words.cost_of(diagnosis, run)
-    return [*([_sentence(cost)] if cost else []), *diagnosis.notes]
+    return [*([sentence(cost)] if cost else []), *diagnosis.notes]
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """A text with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _flow_picture(flow: Flow) -> Picture | None:
+def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
+    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen.
+
+    Args:
+        flow: what to draw.
+        axis: of the steps.
+        others: whose shades are to mean the same.
+    """
     if not flow.rows or not flow.steps:
-        return None
+        return []
+    caption = (
+        "One row for each layer, in the order of the forward; a cell for each step that was sampled, on the axis that "
+        "all charts share. Equal shades are equal powers of ten."
+    )
+    if flow.layers > len(flow.rows):
+        caption += f" {flow.layers} layers were put together into {len(flow.rows)} rows."
+    if flow.total > len(flow.steps):
+        caption += f" {len(flow.steps)} of {flow.total} sampled steps are shown."
+    low, high = decades_of(value for one in (flow, *others) for row in one.rows for value in row.values)
+    legend = [(f"h{shade}", {0: f"1e{low}", SHADES - 1: f"1e{high}"}.get(shade, "")) for shade in range(SHADES)]
+    svg = heat_chart(
+        [(row.name, row.values) for row in flow.rows], flow.steps, axis=axis,
+        shade=lambda value: shade_of(value, low, high), said=norm_text,
+    )  # fmt: skip
+    found = [Picture("The flow of the gradient", svg, caption, _flow_said(flow), (*legend, *_ODD))]
+    if any(value is not None for row in flow.rows for value in row.ratios):
+        found.append(_moves_picture(flow, axis))
+    return found
+
+
+def _flow_said(flow: Flow) -> str:
     dark = [row.name for row in flow.rows if all(value is None for value in row.values)]
     zero = [row.name for row in flow.rows if not any(row.values) and row.name not in dark]
     odd = next(
@@ -169,16 +206,76 @@ def _flow_picture(flow: Flow) -> Picture | None:
              for row in dict.fromkeys((first, last))]  # fmt: skip
     said += [f"No gradient in {words.value_text(dark)}."] if dark else []
     said += [f"Exactly zero in {words.value_text(zero)}."] if zero else []
-    said += [f"The first gradient that is not finite: {odd}."] if odd else []
-    caption = (
-        "One row for each layer, in the order of the forward, and one column for each step that was sampled. "
-        "Equal shades are equal powers of ten."
+    return " ".join(said + ([f"The first gradient that is not finite: {odd}."] if odd else []))
+
+
+def _moves_picture(flow: Flow, axis: Axis) -> Picture:
+    svg = heat_chart(
+        [(row.name, row.ratios) for row in flow.rows], flow.steps, axis=axis, shade=shade_of_ratio, said=ratio_text
     )
-    if flow.layers > len(flow.rows):
-        caption += f" {flow.layers} layers were put together into {len(flow.rows)} rows."
-    if flow.total > len(flow.steps):
-        caption += f" {len(flow.steps)} of {flow.total} sampled steps are shown."
-    return Picture("The flow of the gradient", heat_picture(flow), caption, " ".join(said))
+    last = [(row.ratios[-1], row.name or "the model") for row in flow.rows if row.ratios[-1] is not None]
+    least = ""
+    if last:
+        (low, lowest), (high, highest) = min(last), max(last)
+        ends = f"least in {lowest} ({ratio_text(low)}), most in {highest} ({ratio_text(high)})"
+        least = f" At the last sampled step: {ends}."
+    still = [row.name for row in flow.rows if not any(row.ratios) and any(value == 0 for value in row.ratios)]
+    said = f"How far each of {len(flow.rows)} layers moved in a step, relative to its weights.{least}"
+    said += f" Never moved: {words.value_text(still)}." if still else ""
+    caption = f"Norm of the change of a step over the norm of the weights. About 0.001 is usual.{least}"
+    named = {0: "below 1e-5", 2: "usual", len(_RATIOS): "above 1"}
+    legend = [(f"r{shade}", named.get(shade, "")) for shade in range(len(_RATIOS) + 1)]
+    legend += [("zero", "does not move"), ("none", "unknown")]
+    return Picture("Update over weight", svg, caption, said, tuple(legend))
+
+
+def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
+    """The powers of ten at which the shades of some norms begin and end."""
+    found = [value for value in norms if value is not None and 0 < value < math.inf]
+    if not found:
+        return -_LEAST_DECADES, 0
+    high = math.ceil(math.log10(max(found)) - 1e-9)
+    return min(math.floor(math.log10(min(found))), high - _LEAST_DECADES), high
+
+
+def shade_of(value: float | None, low: int, high: int) -> str:
+    """The class of a cell.
+
+    Args:
+        value: the norm, ``None`` where there was no gradient.
+        low: the power of ten at which the shades begin.
+        high: at which they end.
+
+    Example:
+        >>> [shade_of(value, -6, 0) for value in (1e-6, 0.9, 0.0, None, float("nan"), float("inf"))]
+        ['h0', 'h9', 'zero', 'none', 'odd', 'odd']
+    """
+    odd = _odd_shade(value)
+    if odd or not value:
+        return odd
+    return f"h{min(SHADES - 1, max(0, int(SHADES * (math.log10(value) - low) / (high - low))))}"
+
+
+def shade_of_ratio(value: float | None) -> str:
+    """The class of a cell: by how much a layer moved relative to its weights."""
+    odd = _odd_shade(value)
+    return odd if odd or not value else f"r{sum(value >= limit for limit in _RATIOS)}"
+
+
+def _odd_shade(value: float | None) -> str:
+    if value is None:
+        return "none"
+    return "odd" if not math.isfinite(value) else "" if value else "zero"
+
+
+def norm_text(value: float | None) -> str:
+    """A norm in words: no gradient and exactly zero are told apart."""
+    return "no gradient" if value is None else "exactly 0" if value == 0 else number_text(value)
+
+
+def ratio_text(value: float | None) -> str:
+    """A relative change in words."""
+    return "unknown" if value is None else "does not move" if value == 0 else number_text(value)
 
 
 def _flow_numbers(flow: Flow) -> TextTable | None:
@@ -191,46 +288,49 @@ def _flow_numbers(flow: Flow) -> TextTable | None:
     return TextTable(header, tuple(rows))
 
 
-def _pictures(series: Series) -> list[Picture]:
-    drawn: list[Picture] = []
-    _add(drawn, "Loss", series.losses, "What was given to backward, for each line that did; the mean within a step.")
-    if series.ratios:
-        drawn.append(_ratio_picture(series))
-    _add(drawn, "Learning rate", series.rates, "Of each group of the optimizers that differs from the others.")
+def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[Picture]:
+    levels = [("the best constant guess", series.guess)] if series.guess is not None else []
+    marks = [(f"{one.code or one.name} from here", one.step) for one in findings[:_MOST_MARKS] if one.step <= axis.last]
+    caption = "What was given to backward, for each line that did, and what evaluations gave; the mean within a step."
+    caption += " A dashed upright line is where a finding was first seen." if marks else ""
+    drawn = curve_picture("Loss", series.losses, axis, caption, levels, marks)
+    changing = [one for one in series.rates if len(set(one.values)) > 1]
+    drawn += curve_picture("Learning rate", changing, axis, "Of each group of the optimizers that differs from others.")
     clips = [(f"clipped to {limit:g}", limit) for limit in series.clips]
-    _add(drawn, "Norm of the gradient", series.norms, "Of all parameters together.", clips)
-    drawn += _memory_picture(series.memory)
+    drawn += curve_picture("Norm of the gradient", series.norms, axis, "Of all parameters together.", clips, marks)
+    drawn += _memory_picture(series.memory, axis)
     if any(any(curve.values) for curve in series.graphs):
-        _add(drawn, "Graphs kept alive", series.graphs, "Losses of earlier steps whose graph could not be freed.")
-    _add(drawn, "Watched modules", series.watched, "Norms of what was asked for with watch.")
-    return drawn
+        caption = "Losses of earlier steps whose graph could not be freed."
+        drawn += curve_picture("Graphs kept alive", series.graphs, axis, caption)
+    return drawn + curve_picture("Watched modules", series.watched, axis, "Norms of what was asked for with watch.")
 
 
-def _add(
-    drawn: list[Picture], title: str, curves: Sequence[Curve], caption: str, levels: Sequence[tuple[str, float]] = (),
-) -> None:  # fmt: skip
+def curve_picture(
+    title: str, curves: Sequence[Curve], axis: Axis, caption: str, levels: Sequence[tuple[str, float]] = (),
+    marks: Sequence[tuple[str, float]] = (), *, log: bool | None = None,
+) -> list[Picture]:  # fmt: skip
+    """A picture of curves over steps; nothing without curves."""
     if not curves:
-        return
-    svg = line_picture(curves, x_label="step", levels=levels)
+        return []
+    svg = line_chart(curves, x_label="step", axis=axis, is_logarithmic=log, levels=levels, marks=marks)
     said = [f"{curve.name}: {_course(curve)}." for curve in curves]
-    drawn.append(Picture(title, svg, caption, f"{title} over steps. {' '.join(said)}"))
+    said += [f"{name}: {number_text(value)}." for name, value in levels]
+    said += [f"{name}: step {step:g}." for name, step in marks]
+    return [Picture(title, svg, caption, f"{title} over steps. {' '.join(said)}")]
 
 
-def _memory_picture(curves: Sequence[Curve]) -> list[Picture]:
-    largest = max((value for curve in curves for value in curve.values), default=0.0)
-    factor, unit = next((one for one in _UNITS if largest >= one[0]), _UNITS[-1])
+def _memory_picture(curves: Sequence[Curve], axis: Axis) -> list[Picture]:
+    if not curves:
+        return []
+    factor, unit = unit_of_bytes(max((value for curve in curves for value in curve.values), default=0.0))
     scaled = [Curve(one.name, one.steps, tuple(value / factor for value in one.values)) for one in curves]
     said = [f"{curve.name}: {_course(curve, format_bytes)}." for curve in curves]
     caption = f"Of the process, and of the device if there is one, in {unit}."
-    title = f"Memory, {unit}"
-    return (
-        [Picture(title, line_picture(scaled, x_label="step", least_span=0.1), caption, " ".join([title, *said]))]
-        if curves
-        else []
-    )
+    svg = line_chart(scaled, x_label="step", axis=axis, least_span=0.1)
+    return [Picture(f"Memory, {unit}", svg, caption, " ".join([f"Memory, {unit}", *said]))]
 
 
-def _course(curve: Curve, number: Callable[[float], str] = words.number_text) -> str:
+def _course(curve: Curve, number: Callable[[float], str] = number_text) -> str:
     finite = [value for value in curve.values if value - value == 0]
     odd = [step for step, value in zip(curve.steps, curve.values, strict=True) if value - value != 0]
     ends = f"{number(curve.values[0])} at step {curve.steps[0]}, {number(curve.values[-1])} at step {curve.steps[-1]}"
@@ -238,51 +338,45 @@ def _course(curve: Curve, number: Callable[[float], str] = words.number_text) ->
     return f"{ends}, between {number(min(finite))} and {number(max(finite))}{lost}" if finite else f"not finite{lost}"
 
 
-def _ratio_picture(series: Series) -> Picture:
-    steps = tuple(one.step for one in series.ratios)
-    low, middle, high = (
-        Curve(name, steps, tuple(getattr(one, entry) for one in series.ratios))
-        for name, entry in (("least", "low"), ("median of the matrices", "middle"), ("most", "high"))
-    )
-    svg = line_picture([middle], x_label="step", is_logarithmic=True, area=(low, high), band=_USUAL)
-    last = series.ratios[-1]
-    said = (
-        f"Median of update over weight: {_course(middle)}. At the last sampled step the least is "
-        f"{words.number_text(last.low)} in {last.lowest}, the most {words.number_text(last.high)} in {last.highest}."
-    )
-    caption = (
-        f"Norm of the change over the norm of the weight, for each weight matrix; the shaded area goes from the least "
-        f"to the most. Last: least in {last.lowest} ({words.number_text(last.low)}), most in {last.highest} "
-        f"({words.number_text(last.high)})."
-    )
-    return Picture("Update over weight", svg, caption, said)
-
-
-def _outputs_table(outputs: Sequence[Output]) -> TextTable | None:
+def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, list[str]] | None:
     if not outputs:
         return None
-    number = words.number_text
     rows = tuple(
         (
             one.module or "(the model)",
             one.cls,
-            number(one.first_std) if one.samples == 1 else f"{number(one.first_std)} to {number(one.last_std)}",
-            number(one.absmax),
+            number_text(one.first_std)
+            if one.samples == 1
+            else f"{number_text(one.first_std)} to {number_text(one.last_std)}",
+            number_text(one.absmax),
             f"{one.zeros:.0%}",
             f"{one.dead:.0%}",
             "-" if one.saturated is None else f"{one.saturated:.0%}",
-            number(one.spread),
+            number_text(one.spread),
+            ", ".join(map(number_text, one.percentiles[-1][::2])) if one.percentiles else "-",
         )
         for one in outputs
     )
-    header = ("module", "class", "standard deviation", "largest", "zeros", "dead units", "saturated", "spread")
-    return TextTable(header, rows, frozenset(index for index, one in enumerate(outputs) if one.stands_out))
+    header = (
+        "module",
+        "class",
+        "standard deviation",
+        "largest",
+        "zeros",
+        "dead units",
+        "saturated",
+        "spread",
+        "percentiles",
+    )
+    fans = [fan_chart(one.steps, one.percentiles, axis) if one.percentiles else "" for one in outputs]
+    return TextTable(header, rows, frozenset(index for index, one in enumerate(outputs) if one.stands_out)), fans
 
 
 def _outputs_caption(series: Series) -> str:
     caption = (
         "What the modules put out on sampled steps. Dead units were zero in every sample; saturated entries lie within "
-        "0.001 of a limit; spread is how much the output differs over the batch."
+        "0.001 of a limit; spread is how much the output differs over the batch; percentiles are the 5th, 25th, "
+        "50th, 75th and 95th over the steps; as numbers the 5th, 50th and 95th at the last sampled one."
     )
     rest = series.modules - len(series.outputs)
     return f"{caption} {rest} modules are not shown." if rest else caption
@@ -292,7 +386,6 @@ def _calls_table(calls: Sequence[Call], steps: int) -> TextTable | None:
     if not calls:
         return None
     rows = [
-        (call.what, call.where, str(call.times), words.number_text(call.times / steps) if steps else "-")
-        for call in calls
+        (call.what, call.where, str(call.times), number_text(call.times / steps) if steps else "-") for call in calls
     ]
     return TextTable(("what", "line", "times", "for each step"), tuple(rows))

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
 from anybatch._version import __version__
-from anybatch.doctor.rules.registry import all_rules
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis, Suppressed
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
@@ -19,19 +19,20 @@ _LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 _KINDS = {"line": "inSource", "settings": "external", "baseline": "external"}
 
 
-def text_of(diagnosis: Diagnosis, run: Run) -> str:
+def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     """The log: all rules of the doctor, its findings, and what the user did not want to hear of as suppressed.
 
     Args:
         diagnosis: what to write.
         run: its facts.
+        rules: all that the doctor has, each with its code, name, title, page and severity.
 
     Example:
         >>> values = json.loads(text_of(Diagnosis(script="train.py"), Run([])))
         >>> values["version"], values["runs"][0]["results"]
         ('2.1.0', [])
     """
-    rules = list(all_rules().values())
+    rules = list(rules)
     numbers = {rule.code: number for number, rule in enumerate(rules)}
     sources = Sources()
     everything = [*((one, None) for one in diagnosis.findings), *((one.finding, one) for one in diagnosis.suppressed)]

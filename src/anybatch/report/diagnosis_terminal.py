@@ -7,11 +7,11 @@ from rich.text import Text
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Crashed
-from anybatch.records.findings import is_code
+from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
-from anybatch.report.diagnosis_cells import cells_table
-from anybatch.report.tables import TextTable
+from anybatch.report.source import source_of
+from anybatch.report.tables import TextTable, clean
 
 _TEXT_WIDTH = 100
 _TERM_WIDTH = 12
@@ -19,7 +19,7 @@ _MOST_FULL = 3
 _MOST_SHORT = 6
 _MOST_NOTES = 5
 _MOST_EVIDENCE = 8
-_MOST_FIX_LINES = 12
+_MOST_FIX_LINES = 40
 _LONGEST_VALUE = 200
 _GAP = "  "
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan", "healthy": "bold green", "unknown": "bold"}
@@ -33,7 +33,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
         run: its facts.
         console: where to.
     """
-    screen = _Screen(console)
+    screen = _Screen(console, run.started.time)
     verdict = words.verdict_of(diagnosis, run)
     screen.words(f"{words.title_of(diagnosis)}: {verdict}.", style=_STYLES[words.mood_of(diagnosis, run)])
     crash = words.crash_of(run)
@@ -46,7 +46,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     screen.notes(notes)
     if diagnosis.cells:
         screen.heading("Do gradients change, do parameters change?")
-        screen.table(cells_table(diagnosis))
+        screen.table(words.cells_table(diagnosis))
     cost = words.cost_of(diagnosis, run)
     code = grave[0].finding.code if grave else ""
     hint = [f"What it means, and when it is fine: anybatch explain {code}"] if code else []
@@ -58,8 +58,8 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
 class _Screen:
     """Writes lines that can be copied: words are wrapped, code and tables are not."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, since: float) -> None:
+        self._console, self._since = console, since
         self._parted = False
         ascii_only = console.options.ascii_only
         self._tee, self._corner, self._bar = ("|- ", "`- ", "|  ") if ascii_only else ("├─ ", "└─ ", "│  ")
@@ -70,8 +70,9 @@ class _Screen:
         place = words.place_of(finding)
         self._console.print()
         head = f"{number}. " if number else ""
-        line = Text(words.clean(f"{head}{words.label_of(finding)}"), style=_STYLES[finding.severity or "info"])
-        self._console.print(line.append(words.clean(f"  {place}") if place else "", style="bold"), soft_wrap=True)
+        line = Text(clean(f"{head}{words.label_of(finding)}"), style=_STYLES[finding.severity or "info"])
+        self._console.print(line.append(clean(f"  {place}") if place else "", style="bold"), soft_wrap=True)
+        self._source(finding)
         if number or finding.message.strip().rstrip(".") not in verdict:
             self.words(finding.message, indent="   ")
         if finding.cause:
@@ -87,6 +88,12 @@ class _Screen:
         if knot.follows:
             self.line("   it leads to", "dim")
             self._branches(knot.follows, "   ")
+
+    def _source(self, finding: Finding) -> None:
+        """Writes the user's line with carets below what is meant."""
+        source = source_of(finding, self._since)
+        for line in source.marked.splitlines() if source is not None else ():
+            self.line(f"   {line}")
 
     def _fix(self, fix: str, term: str = "suggestion") -> None:
         lines = textwrap.dedent(fix).strip("\n").splitlines()
@@ -179,9 +186,9 @@ class _Screen:
         """Writes a sentence in as many lines as it takes; names are never cut."""
         width = min(self._console.width, max(_TEXT_WIDTH, len(indent) + 50))
         start = indent if first is None else first
-        text = " ".join(words.clean(text).split())
+        text = " ".join(clean(text).split())
         lines = textwrap.wrap(
-            text, width, initial_indent=words.clean(start), subsequent_indent=indent, break_long_words=False,
+            text, width, initial_indent=clean(start), subsequent_indent=indent, break_long_words=False,
             break_on_hyphens=False, drop_whitespace=True,
         )  # fmt: skip
         for line in lines or [start.rstrip()]:
@@ -189,7 +196,7 @@ class _Screen:
 
     def line(self, text: str, style: str = "") -> None:
         """Writes a line that is not wrapped."""
-        self._console.print(Text(words.clean(text).rstrip(), style=style), soft_wrap=True)
+        self._console.print(Text(clean(text).rstrip(), style=style), soft_wrap=True)
 
 
 def _clipped(text: str) -> str:

@@ -1,10 +1,16 @@
 """A plan as sentences, tables and a page: what was chosen, from what, and what the memory is for."""
 
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
+from anybatch.records.memory import CATEGORIES, Timeline
 from anybatch.records.plans import Confidence, Plan, PlanRow
+from anybatch.report.pages import Picture, render_page, unit_of_bytes
+from anybatch.report.svg import bar_chart, dot_chart, stack_chart
 from anybatch.report.tables import TextTable
 from anybatch.units import format_bytes, format_seconds
 
@@ -13,32 +19,17 @@ _CONFIDENCES: dict[Confidence, str] = {
     "measured": "the bytes were extrapolated from steps that were measured",
     "estimated": "some of the bytes can't be seen; they are bounded, or left out",
 }
-_UNITS_OF_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _UNITS_OF_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_LEAST_CHOICE = 2
 _FAR = 4.0  # a budget that is this many times what any way needs would press the ways together in a picture
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A chart and what is said about it.
-
-    Args:
-        svg: the text of an ``svg`` element.
-        caption: below it.
-        alternative: what it shows, in words, for those who can't see it.
-    """
-
-    svg: str
-    caption: str
-    alternative: str
-
-
 def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
-    """All ways of a plan, each once: those within the budget, the fastest first, then the others."""
+    """All ways of a plan, each once: the chosen one, others within the budget, the fastest first, then the rest."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
-        rows.setdefault(replace(row, peak_bytes=0, seconds=None, confidence="estimated"), row)
-    return tuple(sorted(rows.values(), key=lambda row: (not _fits(row, plan), *_speed(row))))
+        rows.setdefault(replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="estimated"), row)
+    return tuple(sorted(rows.values(), key=lambda row: (row != plan.chosen, not _fits(row, plan), *_speed(row))))
 
 
 def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
@@ -55,6 +46,8 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if chosen.chunk_length is not None:
         facts.append(("time steps", f"{chosen.chunk_length} in a chunk"))
     facts.append(("peak", f"{format_bytes(chosen.peak_bytes)} predicted, {format_bytes(plan.budget)} allowed"))
+    if chosen.reserved_bytes:
+        facts.append(("reserved", f"{format_bytes(chosen.reserved_bytes)} by the device's allocator"))
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
     if plan.smallest_bytes:
@@ -199,22 +192,23 @@ def time_of_block(plan: Plan, seconds: float) -> str:
     return f"{seconds / (sum(share.seconds or 0.0 for share in plan.modules) or 1.0):.0%}"
 
 
-def plan_page(plan: Plan, script: str, notes: Iterable[str] = ()) -> str:
+def plan_page(
+    plan: Plan, script: str, notes: Iterable[str] = (), steps: Mapping[str, Timeline] = MappingProxyType({})
+) -> str:
     """Renders the page of a plan; the same plan gives the same text.
 
     Args:
         plan: what to show.
         script: what it was made for, for the title.
         notes: more sentences about it.
+        steps: what a step holds from operation to operation, by what is written over it.
 
     Returns:
         HTML that loads nothing.
 
     Raises:
-        ImportError: jinja2 or matplotlib is not installed.
+        ImportError: jinja2 is not installed.
     """
-    from anybatch.report.pages import render_page
-
     rows = rows_of(plan)
     return render_page(
         "plan.html.j2",
@@ -222,48 +216,39 @@ def plan_page(plan: Plan, script: str, notes: Iterable[str] = ()) -> str:
         summary=" ".join([f"{summary_of(plan)}.", *notes]),
         facts=facts_of(plan),
         frontier=frontier_picture(plan),
+        explorer=_explorer(plan),
         ways=rows_table(plan, rows),
         ways_caption="; ".join(rows_notes(plan, rows)) + ".",
         binding=plan.binding,
         shares=_shares_picture(plan),
+        steps=timeline_pictures(steps),
         modules=modules_table(plan, len(plan.modules)),
         modules_caption="The blocks of the model, the largest first; activations of one micro-batch.",
         fingerprint=[(name, value) for name, value in plan.fingerprint.items()],
     )
 
 
+def _timed(plan: Plan) -> list[PlanRow]:
+    return [row for row in rows_of(plan) if row.seconds is not None]
+
+
 def frontier_picture(plan: Plan) -> Picture | None:
-    """Draws the least time that each amount of memory allows, and what was chosen.
-
-    Args:
-        plan: has the ways.
-
-    Returns:
-        The picture; ``None`` where no time is known.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from anybatch.report.charts import Dot, Level, frontier_chart
-
-    timed = [row for row in rows_of(plan) if row.seconds is not None]
+    """Draws the least time that each amount of memory allows, and what was chosen; none where no time is known."""
+    timed = _timed(plan)
     if plan.chosen.seconds is None:
         return None
     is_far = plan.budget > _FAR * max(row.peak_bytes for row in timed)
-    factor, unit = _unit(max(row.peak_bytes for row in timed), _UNITS_OF_BYTES)
+    factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
     second, unit_of_time = _unit(max(row.seconds or 0.0 for row in timed), _UNITS_OF_SECONDS)
     if plan.relative_time:
         second, unit_of_time = _reference(plan), "relative to the chosen way"
-    dots = [Dot(row.peak_bytes / factor, (row.seconds or 0.0) / second) for row in timed]
-    chosen = Dot(
-        plan.chosen.peak_bytes / factor, plan.chosen.seconds / second, f"chosen: {_micro_batches(plan.chosen)}"
-    )
-    budget = Level(f"budget, {format_bytes(plan.budget)}", plan.budget / factor)
-    svg = frontier_chart(
-        dots, chosen, x_label=f"predicted peak memory, {unit}", y_label=f"time, {unit_of_time}",
-        budget=None if is_far else budget,
+    svg = dot_chart(
+        [(row.peak_bytes / factor, (row.seconds or 0.0) / second) for row in timed],
+        chosen=timed.index(plan.chosen), x_label=f"predicted peak memory, {unit}", y_label=f"time, {unit_of_time}",
+        names=[str(row) for row in timed],
+        level=None if is_far else (f"budget, {format_bytes(plan.budget)}", plan.budget / factor),
     )  # fmt: skip
-    caption = "The least time that each amount of memory allows. "
+    caption = "The least time that each amount of memory allows; the large dot is chosen. "
     caption += (
         f"The budget, {format_bytes(plan.budget)}, is far to the right of the picture."
         if is_far
@@ -278,7 +263,65 @@ def frontier_picture(plan: Plan) -> Picture | None:
         f"{time_text(plan, plan.chosen.seconds)} with {format_bytes(plan.chosen.peak_bytes)}; the budget is "
         f"{format_bytes(plan.budget)}. The table below has the numbers."
     )
-    return Picture(svg, caption, alternative)
+    return Picture("", svg, caption, alternative)
+
+
+def _explorer(plan: Plan) -> dict[str, Any] | None:
+    """What the page's script needs to choose among the ways by another budget; nothing where there is no choice."""
+    timed = _timed(plan)
+    if plan.chosen.seconds is None or len(timed) < _LEAST_CHOICE:
+        return None
+    factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
+    rows = rows_of(plan)
+    known = [
+        {"index": rows.index(row), "peak": row.peak_bytes, "seconds": row.seconds, "text": _said(plan, row)}
+        | {"untaken": _mark(row, plan) == "~"}
+        for row in timed
+    ]
+    peaks = [row.peak_bytes for row in timed]
+    values = {"rows": known, "unit": factor, "name": unit, "budget": plan.budget, "chosen": rows.index(plan.chosen)}
+    said = f"budget {format_bytes(plan.budget)}: {_said(plan, plan.chosen)}"
+    ends = {"least": int(0.95 * min(peaks)), "most": int(1.05 * max(peaks)), "budget": plan.budget}
+    return {"plan": json.dumps(values), "said": said, "step": max(1, (max(peaks) - min(peaks)) // 500), **ends}
+
+
+def _said(plan: Plan, row: PlanRow) -> str:
+    parts = [_micro_batches(row), row.levers, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
+    return ", ".join(part for part in parts if part)
+
+
+def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]]:
+    """What steps hold from operation to operation, all to one scale, and for each place what is largest there.
+
+    Args:
+        steps: by what is written over each.
+
+    Returns:
+        The pictures, each with the details of its places as JSON.
+    """
+    most = max((timeline.peak_bytes for timeline in steps.values()), default=0)
+    factor, unit = unit_of_bytes(most)
+    found = []
+    for name, timeline in steps.items():
+        nothing = (0,) * len(timeline.moments)
+        layers = {kind: [count / factor for count in timeline.layers.get(kind, nothing)] for kind in CATEGORIES}
+        svg = stack_chart(layers, x_label="operations", y_label=unit, along=timeline.operations, most=most / factor)
+        caption = (
+            f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by what they are for; a place "
+            "that is pointed at shows what is largest there, with the line that allocated it."
+        )
+        details = [_details(timeline, place) for place in range(len(timeline.moments))]
+        said = f"{name}: at the peak {'; '.join(details[timeline.peak]) if details else 'nothing'}."
+        found.append((Picture(name, svg, caption, said), json.dumps(details)))
+    return found
+
+
+def _details(timeline: Timeline, place: int) -> list[str]:
+    moment = timeline.moments[place]
+    where = f" at {moment.line}" if moment.line else ""
+    where += f", in {moment.module}" if moment.module else ""
+    held = (f"{format_bytes(count)} {kind}, {line or 'there before'}" for count, kind, line in moment.largest)
+    return [f"{format_bytes(timeline.totals[place])} after {moment.operation}{where}", *held]
 
 
 def summary_of(plan: Plan) -> str:
@@ -338,15 +381,13 @@ def _follows(name: str, after: str) -> bool:
 
 def _shares_picture(plan: Plan) -> Picture | None:
     """The picture of what the memory is for; none where that is not known."""
-    from anybatch.report.charts import bar_chart
-
     shares = shares_of(plan)
     if not shares:
         return None
-    factor, unit = _unit(max(count for _, count, _ in shares), _UNITS_OF_BYTES)
+    factor, unit = unit_of_bytes(max(count for _, count, _ in shares))
     svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
     said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
-    return Picture(svg, "What the tensors are for that are alive at the predicted peak.", f"At the peak: {said}.")
+    return Picture("", svg, "What the tensors are for that are alive at the predicted peak.", f"At the peak: {said}.")
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

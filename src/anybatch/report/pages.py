@@ -1,15 +1,40 @@
 """Pages from templates: one file each, which loads nothing from anywhere."""
 
 import json
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_NEEDED = ("jinja2", "matplotlib")
 _MARK = '<meta name="generator" content="anybatch">'
 _HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a page.
+
+    Args:
+        title: its heading; empty for none.
+        svg: its markup.
+        caption: below it.
+        alternative: what it shows, in words, for those who can't see it.
+        legend: classes of cells with their names, which may be empty within a range.
+    """
+
+    title: str
+    svg: str
+    caption: str
+    alternative: str
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+def unit_of_bytes(largest: float) -> tuple[float, str]:
+    """The largest unit in which a number of bytes is at least one."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+    return next((one for one in units if largest >= one[0]), units[-1])
 
 
 def missing_extra() -> str:
@@ -18,10 +43,9 @@ def missing_extra() -> str:
     Returns:
         The sentence with the command, or nothing if all is there.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if not missing:
+    if find_spec("jinja2") is not None:
         return ""
-    return f"The page needs {' and '.join(missing)}. To install what is missing:\n  {install_command('report')}"
+    return f"The page needs jinja2. To install what is missing:\n  {install_command('report')}"
 
 
 def install_command(extra: str) -> str:

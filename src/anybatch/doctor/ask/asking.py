@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import axes, copies, fitting, functions, labels, relating, rows, schedules, source
+from anybatch.doctor.ask import axes, copies, fitting, functions, labels, relating, rows, schedules, source, weighing
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
@@ -22,6 +22,7 @@ OBSERVED: tuple[Question, ...] = (
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
+    ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

@@ -1,6 +1,7 @@
 """What is given to a net and its loss, looked at entry by entry: torn axes, targets among inputs, padding, blanks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import MOVING, replayed, rows_of, slots_of
 from anybatch.doctor.ask.tape import Operation, Tape, slots
 from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _CHANNELS = (2, 3, 4)
-_SMOOTHER = 0.7  # times as rough from row to row of an image
-_NEARLY_ALL = 0.9  # of the samples
+_MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of an image
+_MOST = 0.6  # of the samples: some may have one colour
 _LEAST_PADDED = 0.1  # of the tokens
 _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 
@@ -51,7 +53,7 @@ def _told(operation: Operation, before: list[int], after: list[int]) -> Probed:
 
 
 def _is_torn(image: torch.Tensor) -> bool:
-    """Whether nearly all images are smooth, and their channels alike, only if their entries are read in another order.
+    """Whether the channels of most images are alike, and images smoother, only if read in another order.
 
     Rows, columns, channels are what a picture is stored as.
     """
@@ -61,8 +63,8 @@ def _is_torn(image: torch.Tensor) -> bool:
     given = image.double()
     other = given.reshape(count, height, width, channels).permute(0, 3, 1, 2)
     (rough, alike), (rough_other, alike_other) = _texture(given), _texture(other)
-    better = (rough_other < _SMOOTHER * rough) & (alike_other > alike)
-    return float(better.double().mean()) > _NEARLY_ALL
+    better = alike_other > alike + _MORE_ALIKE
+    return float(better.double().mean()) > _MOST and bool(rough_other.mean() < rough.mean())
 
 
 def _texture(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,12 +84,16 @@ def given_away(tape: Tape) -> Probed:
     Raises:
         Unknown: it can't be told.
     """
-    rows = rows_of(tape)
-    for operation in tape.operations[: tape.losses[-1].before]:
-        found = [tape.leaves[one] for one in slots((operation.args, operation.kwargs)) if one in tape.leaves]
-        for target in found if operation.name in _REGRESSIONS else ():
-            for leaf in tape.leaves.values():
-                if leaf is target or leaf.dim() < 2 or not leaf.shape[0] == target.shape[0] == rows:
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run = replayed(tape, loss, lambda one: one)
+    for operation in tape.operations[: loss.before]:
+        if operation.name not in _REGRESSIONS:
+            continue
+        for slot in slots((operation.args, operation.kwargs)):
+            target, made_of = run.values[slot], slots_of(tape, replace(loss, slot=slot))
+            others = [leaf for one, leaf in tape.leaves.items() if one not in made_of and leaf.dim() > 1]
+            for leaf in others if not target.requires_grad and target.dim() else ():
+                if not leaf.shape[0] == target.shape[0] == rows:
                     continue
                 place = _column(leaf.reshape(rows, -1), target.reshape(rows, -1))
                 if place >= 0:
@@ -144,7 +150,7 @@ def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
         run: its facts.
     """
     for root, batches in kept.batches.items():
-        padded = total = 0
+        padded, total, seen = 0, 0, set[int]()
         for tokens, name, given in batches:
             if (
                 name != "cross_entropy"
@@ -155,15 +161,15 @@ def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
                 break
             if given["target"].numel() != tokens.numel():
                 break
-            value = int(tokens[:, -1].mode().values)
-            behind = (tokens == value).flip(1).long().cumprod(1).flip(1).bool()
-            target = given["target"].reshape(tokens.shape)
-            at_end = target[behind]
-            if bool((tokens == value)[~behind].any()) or bool(behind.all(1).any()) or len(at_end.unique()) > 1:
-                break  # no value that only fills up
+            behind = padding_of(tokens)
+            at_end = given["target"].reshape(tokens.shape)[behind] if behind is not None else given["target"][:0]
+            seen |= set(at_end.tolist())
+            if len(seen) > 1:
+                break
             total += tokens.numel()
-            padded += int((at_end != given.get("ignore_index", -100)).sum()) if len(behind.sum(1).unique()) > 2 else 0
+            padded += int((at_end != given.get("ignore_index", -100)).sum())
         else:
             if total and padded > _LEAST_PADDED * total:
-                evidence = {"share": padded / total, "value": int(at_end[0]), "tokens": total}
+                value = seen.pop()
+                evidence = {"share": padded / total, "value": value, "tokens": total}
                 yield Probed(probe="padding", root=root, answer="yes", evidence=evidence)

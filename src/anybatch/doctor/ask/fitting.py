@@ -23,7 +23,7 @@ _SECONDS = 1.5  # for each rate
 _FITTED = 0.5  # of the first loss
 _LITTLE = 0.2  # of what is gained at the best rate
 _MUCH = 0.3  # of the first loss
-_FACTORS = (10.0, 0.1, 100.0, 0.01)
+_MOST_POWERS = 4  # of ten
 
 
 def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> Probed:
@@ -46,21 +46,27 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
         raise Unknown("the step is not of one optimizer of torch")
     momentum = max((group.momentum for group in facts.groups), default=0.0)
     options = {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}
-    rate, gains = max(rates), dict[float, float]()
-    for factor in (1.0, *_FACTORS):
+    rate, gains, first = max(rates), dict[float, float](), 0.0
+
+    def gained(factor: float) -> float:
+        nonlocal first
         start = {
             slot: kept.initial.get(id(one), one).detach().clone().requires_grad_()
             for slot, one in tape.parameters.items()
             if isinstance(one, torch.nn.Parameter) and one.requires_grad
         }
-        optimizer = kind(start.values(), lr=rate * factor, **options)
-        first, last = _fitted(tape, start, optimizer, until)
+        first, last = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
         gains[factor] = first - last if math.isfinite(last) else -math.inf
-        if first <= 0 or (factor == 1.0 and last < _FITTED * first):
-            break
+        return gains[factor]
+
+    if gained(1.0) < (1 - _FITTED) * first:
+        toward = 10.0 if gained(10.0) > gained(0.1) else 0.1
+        for power in range(2, _MOST_POWERS + 1):
+            if gained(toward**power) < max(gains.values()):
+                break
     best = max(gains, key=lambda one: gains[one])
     told = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
-    evidence = {"optimizer": number, "lr": rate, "other_lr": rate * best, "loss": first,
+    evidence = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
                 "after": first - gains[1.0], "other_after": first - gains[best], "steps": _STEPS}  # fmt: skip
     return Probed(probe="rate", root=-1, answer="yes" if told else "no", evidence=evidence)
 

@@ -22,7 +22,7 @@ _MOST_TRIES = 6  # for each root
 _ENOUGH = 2  # steps of each optimizer: an early one, and a later one by when caches and states of the user's are there
 _MOST_LOSSES = 64
 _MOST_NETS = 24
-_MOST_WENT = 12  # looks at the weights of each net
+_MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
@@ -233,9 +233,10 @@ class Kept:
             state = self.states[id(module)] = self._state(module, root, name, step)
         if state is not None:
             state.modes.add(mode)
-            if not is_new and self._sampled() and step not in state.inputs:
+            is_early = step - state.steps < _MOST_WENT
+            if not is_new and (is_early or self._sampled()) and step not in state.inputs:
                 state.last = marks(module)
-                if len(state.went) < _MOST_WENT:
+                if is_early:
                     state.went[step] = state.last
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))

@@ -3,9 +3,10 @@
 import ast
 import builtins
 import functools
+import inspect
 import re
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +70,12 @@ class _Scope(NamedTuple):
 
     Args:
         source: of them.
-        frame: in which they ran, if it is still alive.
-        owner: the module or function that they belong to otherwise.
+        frame: in which they ran; of a call that has ended it knows what was there before.
+        owner: the module or function of a call that has ended.
     """
 
     source: Source
-    frame: Frame | None = None
+    frame: Frame
     owner: Any = None
 
 
@@ -197,7 +198,7 @@ class _Search:
 
     def __init__(self, live: Live, frame: Frame) -> None:
         self.live, self.frame = live, frame
-        self.seen: set[Any] = set()
+        self.seen: set[int] = set()
         held = [one for user in live.users for value in list(user.values.values()) for one in _optimizers(value)]
         given = [p for one in held for group in one.param_groups for p in group["params"]]
         self.trained = {id(p) for p in given if held} or {id(p) for p in live.parameters().values() if p.requires_grad}
@@ -255,7 +256,7 @@ class _Search:
                 name = called(head) or path_of(head).rpartition(".")[2]
                 if name in OFF and (name != "set_grad_enabled" or "False" in ast.unparse(head)):
                     reach = self._reach(statement, scope)
-                    sure = 0 if reach is False else 1 if reach is None and scope.frame is not None else 2
+                    sure = 0 if reach is False else 1 if reach is None and scope.owner is None else 2
                     at = (scope.source.file, head.lineno, scope.source.lines[head.lineno - 1].strip())
                     yield Cut(name, at, "", self.live.module_name(scope.owner), sure, predicted)
             if isinstance(above, ast.FunctionDef):
@@ -279,45 +280,43 @@ class _Search:
         """How sure it is that an operation ends a graph; ``None`` where its tensor is known to have had none."""
         if op in ("requires_grad_", "grad", "once_differentiable"):
             return int(op != "once_differentiable")
+        if scope.owner is not None:
+            return 1
         replaced = of is not None and path_of(of) in targets(statement)  # what it was is gone
-        known = None if scope.frame is None or of is None or replaced else self.live.value(scope.frame, of)
+        known = None if of is None or replaced else self.live.value(scope.frame, of)
         if isinstance(known, torch.Tensor):
             return 2 if known.requires_grad else None
         if known is not None:
             return 0
-        return 2 if scope.frame is not None and self._reach(of or node, scope) else 1
+        return 2 if self._reach(of or node, scope) else 1
 
     def _inside(self, node: ast.Call, scope: _Scope) -> Iterator[Cut]:
         """Cuts within what a call runs, where that is the user's."""
-        path, target = path_of(node.func), None
-        if path.startswith("self.") and isinstance(scope.owner, torch.nn.Module):
-            target = dict(scope.owner.named_modules()).get(path.removeprefix("self."))
-        elif scope.frame is not None:
-            target = self.live.value(scope.frame, node.func)
+        target = self.live.value(scope.frame, node.func)
         waiting: list[Any] = [target] if isinstance(target, torch.nn.Module | FunctionType) else []
         while waiting and len(self.seen) < _MOST:
             one = waiting.pop(0)
-            code = type(one).forward if isinstance(one, torch.nn.Module) else one
-            key = one if isinstance(one, torch.nn.Module) else one.__code__
-            source, function = function_of(self.live, code)
-            if source is not None and function is not None and whose(source.file) != "ours" and key not in self.seen:
-                self.seen.add(key)
-                yield from self._slice(_Scope(source, None, one), function, function.end_lineno or 0, {})
+            function = type(one).forward if isinstance(one, torch.nn.Module) else one
+            source, code = function_of(self.live, function)
+            if source is not None and code is not None and whose(source.file) != "ours" and id(one) not in self.seen:
+                self.seen.add(id(one))
+                names = {"self": one} if isinstance(one, torch.nn.Module) else _names_of(one)
+                known = getattr(function, "__globals__", {}) if isinstance(one, torch.nn.Module) else {}
+                frame = Frame(source.file, code.lineno, code.name, names, known, "user")
+                yield from self._slice(_Scope(source, frame, one), code, code.end_lineno or 0, {})
             elif isinstance(one, torch.nn.Sequential | torch.nn.ModuleList):
                 waiting.extend(one)
 
     def _reach(self, node: ast.AST, scope: _Scope) -> bool | None:
         """Whether trained parameters, or what was computed from them, go into code; ``None`` if a name is not known."""
-        stored, read = (
-            set(targets(node)),
-            {one.id for one in ast.walk(node) if _is_read(one) and isinstance(one, ast.Name)},
-        )
+        stored = set(targets(node))
+        read = {one.id for one in ast.walk(node) if _is_read(one) and isinstance(one, ast.Name)}
         unknown = isinstance(node, ast.AugAssign) or bool(stored & read)  # the old value is gone
         waiting = [node]
         while waiting:
             one = waiting.pop()
             if isinstance(one, ast.Name | ast.Attribute) and _is_read(one):
-                value, name = self._value(one, scope), one.id if isinstance(one, ast.Name) else ""
+                value, name = self.live.value(scope.frame, one), one.id if isinstance(one, ast.Name) else ""
                 if name in stored | _names_within(node) or (value is None and hasattr(builtins, name or " ")):
                     continue
                 if self._has(value):
@@ -327,17 +326,6 @@ class _Search:
                     continue
             waiting.extend(ast.iter_child_nodes(one))
         return None if unknown else False
-
-    def _value(self, node: ast.AST, scope: _Scope) -> Any:
-        if scope.frame is not None:
-            return self.live.value(scope.frame, node)
-        if isinstance(node, ast.Attribute):
-            return dict(attributes(self._value(node.value, scope))).get(node.attr)
-        if isinstance(node, ast.Name) and isinstance(scope.owner, torch.nn.Module):
-            names = getattr(type(scope.owner).forward, "__globals__", {})
-            return scope.owner if node.id == "self" else names.get(node.id)
-        known = isinstance(node, ast.Name) and isinstance(scope.owner, FunctionType)
-        return dict(_names_of(scope.owner)).get(node.id) if known else None  # type: ignore[attr-defined]
 
     def _has(self, value: Any, depth: int = 0) -> bool:
         """Whether a value is or holds something trained."""
@@ -357,7 +345,7 @@ def _inner(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        return [one for _, one in _names_of(value)]
+        return list(_names_of(value).values())
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict | list | tuple):
@@ -365,23 +353,13 @@ def _inner(value: Any) -> list[Any]:
     return [] if type(value).__module__ == "builtins" else [one for _, one in attributes(value)][:_MOST]
 
 
-def _names_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals and the closure that a function and those within it read."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not yet filled
-            yield name, None
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _global_names(one)
+def _names_of(function: FunctionType) -> dict[str, Any]:
+    """The names of its closure and of its file that a function reads."""
+    try:
+        found = inspect.getclosurevars(function)
+    except ValueError:  # one is not yet filled
+        return {}
+    return {**found.globals, **found.nonlocals}
 
 
 def _optimizers(value: Any) -> list[torch.optim.Optimizer]:

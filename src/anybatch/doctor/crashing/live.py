@@ -130,6 +130,11 @@ class Live:
         source = None if self.user is None else self.source(self.user)
         return [] if self.user is None or source is None else simple_statements(source.round(self.user.line))
 
+    def scope(self) -> list[ast.stmt]:
+        """The statements of the function around the user's line."""
+        source = None if self.user is None else self.source(self.user)
+        return [] if self.user is None or source is None else simple_statements(source.function(self.user.line))
+
     def at(self, node: Any, file: str = "") -> tuple[str, int, str]:
         """The file, line and code of a node of the user's file, or of a line's number."""
         file = file or (self.user.file if self.user is not None else "")
@@ -225,7 +230,7 @@ class Live:
 
     def variable_of(self, value: Any) -> str:
         """The plain variable or attribute that holds any value, such as an optimizer; empty if there is none."""
-        for frame in reversed(self.users):
+        for frame in reversed(self.users) if value is not None else ():
             for name, one in frame.values.items():
                 if one is value:
                     return str(name)

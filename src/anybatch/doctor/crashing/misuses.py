@@ -1,6 +1,7 @@
 """What a tensor, a module, a function or a loader was asked for that it can't give."""
 
 import ast
+import difflib
 import inspect
 import re
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.crashing.kinds import Answer, answer, first_line, quoted, shape
-from anybatch.doctor.crashing.live import Live, tensors_in
+from anybatch.doctor.crashing.live import Live, attributes, tensors_in
 from anybatch.doctor.crashing.usercode import called, loads, targets
 from anybatch.doctor.graphs import nodes_behind
 
@@ -89,17 +90,20 @@ def _without(live: Live, path: str, tensor: torch.Tensor) -> Answer:
     )  # fmt: skip
 
 
-def none_of_call(live: Live, match: "re.Match[str]") -> Answer | None:
-    """A name of the user's line that is None, and the line that made it."""
-    for path, value in live.line_reads():
-        base = path.rpartition(".")[0]
-        for name in filter(None, (path, base)):
-            made = [one for one in live.round() if name in targets(one) and isinstance(one, ast.Assign)]
-            if (value if name == path else live.read(name)) is None and made and isinstance(made[-1].value, ast.Call):
-                return answer(
-                    path=quoted(name), by=quoted(ast.unparse(made[-1].value)), at=live.at(made[-1]), tensor=name
-                )
-    return None
+def whole_parameter(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The name of an ``nn.Parameter`` that the user's line makes."""
+    statement = live.statement()
+    path = next(iter(targets(statement)), "") if statement is not None and live.called("Parameter") else ""
+    return answer(path=path, name=path.rpartition(".")[2], tensor=path) if path else None
+
+
+def unknown_attribute(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The attributes of the user's object that has not the one that was asked for, and the nearest of them."""
+    cls, name = match.groups()
+    values = [one for frame in live.users for one in frame.values.values() if type(one).__name__ == cls]
+    own = [key for key, _ in attributes(values[-1]) if not key.startswith("_")] if values else []
+    near = difflib.get_close_matches(name, own, 1)
+    return answer(names=", ".join(own[:8]), nearest=near[0], module=cls) if near else None
 
 
 def unused_input(live: Live, match: "re.Match[str]") -> Answer:
@@ -251,23 +255,36 @@ def distribution(live: Live, match: "re.Match[str]") -> Answer:
 
 def not_a_tensor(live: Live, match: "re.Match[str]") -> Answer | None:
     """What the user's line gave to a function of torch instead of a tensor, and where it comes from."""
-    wanted = match.groupdict().get("kind")
+    wanted = match.groupdict()["kind"].rpartition(".")[2]
     for path, value in live.line_reads():
-        if type(value).__name__ != wanted or not isinstance(value, list | tuple | dict):
+        if type(value).__name__ != wanted:
             continue
-        inner = [key for key, _ in tensors_in(path, value)]
-        made = [one for one in live.round() if path in targets(one)]
-        source = next((loads(one.value) for one in made if isinstance(one, ast.Assign)), [])
+        made = [one for one in live.round() if path in targets(one) and isinstance(one, ast.Assign)]
+        source = loads(made[-1].value) if made else []
         owner = live.read(source[0]) if source else None
-        by = f"{type(owner).__name__} gives a {wanted}" if isinstance(owner, torch.nn.Module) else f"it is a {wanted}"
-        names = ", ".join([path, *"_" * (len(value) - 1)]) if isinstance(owner, torch.nn.Module) else "x, y"
-        change = f"{names} = {path}  # before the line; or {inner[0] if inner else path} in it"
-        if isinstance(value, dict):
-            change = f"{inner[0] if inner else path} instead of {path}"
-        return answer(path=quoted(path), kind=wanted, by=by, count=len(value), change=change, tensor=path,
-                    at=live.at(made[-1]) if made and owner is not None else None,
-                    module=live.module_name(owner) if isinstance(owner, torch.nn.Module) else "")  # fmt: skip
+        by = f"it is a {wanted}"
+        if isinstance(owner, torch.nn.Module):
+            by = f"{type(owner).__name__} gives a {wanted}"
+        return answer(
+            path=quoted(path), kind=wanted, by=by, count=len(value), tensor=path,
+            change=_as_tensor(path, value, "'to'" in live.text, isinstance(owner, torch.nn.Module)),
+            at=live.at(made[-1]) if isinstance(owner, torch.nn.Module) else None,
+            module=live.module_name(owner) if isinstance(owner, torch.nn.Module) else "",
+        )  # fmt: skip
     return None
+
+
+def _as_tensor(path: str, value: Any, moves: bool, is_output: bool) -> str:
+    """How the tensor is had from what holds it."""
+    inner = next((key for key, _ in tensors_in(path, value)), path)
+    if isinstance(value, dict):
+        moved = f"{path} = {{key: part.to(device) for key, part in {path}.items()}}"
+        return moved if moves else f"{inner} instead of {path}"
+    if not isinstance(value, list | tuple):
+        return f"{path} = torch.from_numpy({path})"
+    names = ", ".join([path, *"_" * (len(value) - 1)]) if is_output else "x, y"
+    parts = f"(part.to(device) for part in {path})" if moves else path
+    return f"{names} = {parts}  # before the line; or {inner} in it"
 
 
 def not_a_loss(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -275,14 +292,18 @@ def not_a_loss(live: Live, match: "re.Match[str]") -> Answer | None:
     call = live.called("backward")
     if call is None or not isinstance(call.func, ast.Attribute):
         return None
-    path = ast.unparse(call.func.value)
-    made = [one for one in live.round() if path in targets(one)]
-    item = next((one for one in made for node in ast.walk(one) if called(node) in ("item", "tolist", "float")), None)
-    by = item or (made[-1] if made else None)
+    path, statements = ast.unparse(call.func.value), live.scope()
+    made = [one for one in statements if path in targets(one)]
+    sources = {path, *(name for one in made for name in loads(getattr(one, "value", None)))}
+    numbers = [
+        one for one in statements for node in ast.walk(one)
+        if called(node) in ("item", "tolist", "float") and sources & {*targets(one), *loads(one)}
+    ]  # fmt: skip
+    by = next(reversed(numbers or made), None)
     code = live.at(by)[2] if by is not None else ""
     return answer(path=quoted(path), kind=match.group(1), at=live.at(by) if by is not None else None, tensor=path,
-                by=f" by {quoted(code)}" if code else "", name=path,
-                change=code.replace(".item()", "") if ".item()" in code else f"{path} as a tensor")  # fmt: skip
+                  by=f" by {quoted(code)}" if code else "", name=path,
+                  change=code.replace(".item()", "") if ".item()" in code else f"{path} as a tensor")  # fmt: skip
 
 
 def class_itself(live: Live, match: "re.Match[str]") -> Answer | None:

@@ -365,3 +365,45 @@ def joined(live: Live, match: "re.Match[str]") -> Answer | None:
         return None
     (first, _), (_, size) = shapes[:2]
     return {**known, "names": f"{first}, size={size[2:]}"}
+
+
+def target_dims(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Class indices that have a dim too many."""
+    target, scores = live.local("cross_entropy", "target"), live.local("cross_entropy", "input")
+    if not isinstance(target, torch.Tensor) or not isinstance(scores, torch.Tensor):
+        return None
+    name, wanted = live.label(target, "target"), [scores.shape[0], *scores.shape[2:]]
+    squeezed = target.dim() > 1 and target.shape[1] == 1
+    change = f"{name} = {name}.squeeze(1)" if squeezed else f"{name} = {name}.argmax(1)  # of one-hot targets"
+    return answer(path=quoted(name), size=shape(target), scores=shape(scores), wanted=wanted, change=change,
+                  tensor=f"{name} {shape(target)}")  # fmt: skip
+
+
+def transposed(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Two operands of a product whose last dims agree."""
+    found = live.tensors_in_line()
+    if len(found) != 2 or found[0][1].shape[-1] != found[1][1].shape[-1]:
+        return None
+    (first, one), (second, other) = found
+    change = f"{second}.transpose(-2, -1) instead of {second} in {quoted(live.code())}"
+    listed = f"{first} {shape(one)}, {second} {shape(other)}"
+    return answer(first=f"{first} {shape(one)}", second=f"{second} {shape(other)}", change=change, tensor=listed)
+
+
+def sequences(live: Live, match: "re.Match[str]") -> Answer | None:
+    """What a Transformer was given."""
+    src, tgt = live.local("forward", "src"), live.local("forward", "tgt")
+    return None if src is None or tgt is None else answer(src=shape(src), tgt=shape(tgt))
+
+
+def heads(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The features and the heads of an attention that is being made."""
+    size, count = live.local("__init__", "embed_dim"), live.local("__init__", "num_heads")
+    return answer(size=size, heads=count, change=-(-size // count) * count) if size and count else None
+
+
+def unknown(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The tensors of a line that raised by itself."""
+    found = live.tensors_in_line() if not isinstance(live.statement(), ast.Raise | ast.Assert) else []
+    listed = [f"{path} {shape(one)} {dtype(one)} on {one.device}" for path, one in found[:5]]
+    return answer(listed=", ".join(listed), tensor=", ".join(listed)) if listed else None

@@ -195,6 +195,22 @@ def state_of_a_wrapper(live: Live, match: "re.Match[str]") -> Answer | None:
     return None
 
 
+def state_of_the_inside(live: Live, match: "re.Match[str]") -> Answer | None:
+    """What the keys of a model begin with besides those of the state."""
+    known = state_keys(live, match)
+    for one in known["unexpected"][:1]:
+        for other in known["missing"]:
+            if other.endswith(f".{one}"):
+                return {**known, "prefix": other.removesuffix(one), "key": one}
+    return None
+
+
+def given_state(live: Live, match: "re.Match[str]") -> Answer:
+    """What was given instead of a state."""
+    given, own = live.local("load_state_dict", "state_dict"), live.local("load_state_dict", "self")
+    return answer(given=live.variable_of(given) or "model", variable=live.variable_of(own) or "model")
+
+
 def state_within(live: Live, match: "re.Match[str]") -> Answer | None:
     """The key under which a checkpoint holds the state that fits."""
     known, own = state_keys(live, match), live.local("load_state_dict", "self")

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest, outputs
-from anybatch.doctor.views.naming import first_call, root_variable
+from anybatch.doctor.views.naming import first_call, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
@@ -111,6 +112,14 @@ def loss_sign(
 ) -> Iterator[Found]:  # fmt: skip
     """Losses below their bound, and losses that are maximised."""
     yield from _negative(run)
+    for probed in answers(run, "rewarded"):
+        yield Found(
+            text=f"The loss rises with log-probability times reward{near(probed)}: what was rewarded becomes less "
+            "likely with each step.",
+            fix="loss = -(log_prob * advantage).mean()",
+            cause="An optimizer minimises, and what is expected of the rewards is to be large.",
+            since=probed,
+        )
     if not adversarial(run):
         yield from _turned(run)
         yield from _likelihood(run)

@@ -288,12 +288,19 @@ def _repeated(run: Run, loader: Epoch, samples: list[InputSample], why: str, fix
 
 @rule(
     "AB654", "MASK_INVERTED", "error", explains=("INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "NAN_IN_FORWARD"),
-    needs=(Activations,),
 )  # fmt: skip
 def mask_inverted(
     run: Run, *, share: float = Limit(0.9, "of the tokens: some padding is a token, too")
 ) -> Iterator[Found]:
     """Masks whose sign is the wrong one."""
+    for probed in answers(run, "hidden tokens"):
+        yield Found(
+            text=f"What {probed.evidence['op']} hides{near(probed)} are tokens, and no padding: the mask is the wrong "
+            "way round.",
+            fix="scores.masked_fill(tokens == PAD, -inf)  # True is what is left out",
+            cause="A mask of what is kept was taken for one of what is hidden.",
+            since=probed,
+        )
     for root, samples in latest(run):
         looked = [(one, *one.hidden) for one in samples if one.hidden is not None]
         wrong = [entry for entry in looked if entry[1] >= share and entry[2] <= 1 - share]

@@ -212,11 +212,20 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 
 
 @rule(
-    "AB603", "SOFTMAX_DIM", "error", needs=(Walk,),
+    "AB603", "SOFTMAX_DIM", "error",
     explains=("BATCH_MIXING", "LOSS_CONSTANT", "CANNOT_FIT_BATCH", "DOUBLE_ACTIVATION"),
 )  # fmt: skip
 def softmax_dim(run: Run) -> Iterator[Found]:
-    """Softmaxes along the batch."""
+    """Softmaxes along the batch, and along another axis than the one that is summed over."""
+    for probed in answers(run, "softmax axis"):
+        seen = probed.evidence
+        yield Found(
+            text=f"The softmax{near(probed)} runs along dim {seen['dim']} of {seen['dims']}, and the values that it "
+            f"weighs are summed up along dim {seen['summed']}: their weights do not sum to 1.",
+            fix="softmax(dim=-1)",
+            cause="The weights of a sum have to be those of what is summed.",
+            since=probed,
+        )
     walks = [(walk, [one for one in walk.softmaxes if _along_batch(run, walk, *one)]) for walk in run.of(Walk)]
     wrong = [(walk, found) for walk, found in walks if found]
     if not wrong or len(wrong) < sum(bool(walk.softmaxes) for walk, _ in walks):

@@ -71,8 +71,7 @@ def _holds_frozen_only(run: Run, wanted: list[int]) -> bool:
     roots = {run.parameters[one].root for one in wanted}
     for one in optimizers(run):
         own = [run.parameters[number] for number in one.own if number in run.parameters]
-        frozen = all(not each.requires_grad for each in own) and not any(step.with_grad for step in one.steps)
-        if own and frozen and {each.root for each in own} <= roots:
+        if own and one.steps and not any(step.with_grad for step in one.steps) and {each.root for each in own} <= roots:
             return True
     return False
 

@@ -331,6 +331,7 @@ def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSam
         input_dead=None if of_input is None else of_input.dead,
         input_always_dead=None if of_input is None else of_input.always_dead,
         input_saturated=None if of_input is None else of_input.saturated,
+        percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
     )  # fmt: skip
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from anybatch.records.samples import PERCENTILES
+
 _NEAR = 1e-3
 _LEAST_SAMPLES = 3
 _ROWS, _COLUMNS = 16, 32  # of the sample of an output
 _READ = 1 << 16  # entries of an output among which the largest and smallest are looked for
+_ORDERED = 128  # entries of a sample whose percentiles are taken
 _COPIED = 1 << 11  # entries up to which all are copied, which takes less time than the operations that it saves
 
 
@@ -127,6 +130,7 @@ class Figures:
         dead: share of units that are zero for the whole batch.
         always_dead: share of units that were zero in all samples; 0 before there are enough of them.
         finite: whether all entries are.
+        percentiles: of the sample, as ``records.samples.PERCENTILES``.
     """
 
     mean: float
@@ -134,6 +138,7 @@ class Figures:
     zeros: float
     spread: float | None
     saturated: float | None
+    percentiles: tuple[float, ...]
     absmax: float = 0.0
     dead: float = 0.0
     always_dead: float = 0.0
@@ -147,18 +152,27 @@ def _figures(group: list[Taken]) -> Iterator[Figures]:
     limits = []
     if any(one.limit for one in group):
         limits = [torch.gt(size, 1 - _NEAR, out=room).mean((1, 2)), torch.lt(size, _NEAR, out=room).mean((1, 2))]
+    percentiles = _percentiles(samples.flatten(1))
     among = torch.sub(samples, samples.mean(1, keepdim=True), out=room)
     deviation = samples.sub_(mean[:, None, None]).square_().mean((1, 2)).sqrt()
     spread = among.square_().mean(1).sqrt_().mean(1) / size.mean((1, 2))
     columns = torch.stack([mean, deviation, zeros, spread, *limits], 1)
-    for one, row in zip(group, columns.tolist(), strict=True):
+    for one, row, percents in zip(group, columns.tolist(), percentiles, strict=True):
         saturated = None
         if one.limit == "softmax":
             saturated = min(1.0, row[4] * one.classes)
         elif one.limit:
             saturated = row[4] + (row[5] if one.limit == "sigmoid" else 0.0)
         spread_of_it = row[3] if one.several and row[3] == row[3] else 0.0 if one.several else None
-        yield Figures(row[0], row[1], row[2], spread_of_it, saturated)
+        yield Figures(row[0], row[1], row[2], spread_of_it, saturated, tuple(percents))
+
+
+def _percentiles(samples: torch.Tensor) -> list[list[float]]:
+    """Percentiles of some evenly spaced entries of each row."""
+    some = samples[:, :: -(-samples.shape[1] // _ORDERED)].to(torch.get_default_dtype()).sort(1).values
+    places = [round((some.shape[1] - 1) * percent / 100) for percent in PERCENTILES]
+    found: list[list[float]] = some[:, places].tolist()
+    return found
 
 
 def _alike(taken: Mapping[Any, torch.Tensor]) -> dict[Any, list[Any]]:

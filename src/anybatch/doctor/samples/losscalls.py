@@ -21,7 +21,7 @@ from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.tensors.dispatch import is_watched, item_of, nobody_looks
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import (
@@ -122,6 +122,7 @@ def patched(
         yield calls
     finally:
         patches.restore()
+        calls._own(calls.end_evaluation)
 
 
 def _seeing(see: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +167,7 @@ class Calls:
         self._known: dict[Any, dict[str, Any]] = {}  # what is the same in calls with arguments of the same kind
         self._with_ignored: set[str] = set()
         self._guesses = Guesses()
+        self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
         self.seconds = 0.0
         self.failed: BaseException | None = None
 
@@ -176,8 +178,15 @@ class Calls:
         inside, recording = self._inside, self._recording
         if _compiler.get("_is_compiling_flag") or is_jit_tracing() or in_transform():
             return function(*arguments)
-        if inside.depth or not torch.is_grad_enabled() or number_of_backward() >= 0:
+        if inside.depth or number_of_backward() >= 0:
             return function(*arguments)
+        if not torch.is_grad_enabled():
+            result = function(*arguments)
+            if recording is not None and type(result) in _PLAIN and result.numel() == 1:
+                self._own(self._evaluated, recording, name, result)
+            return result
+        if self._evaluation:
+            self._own(self.end_evaluation)
         first = arguments[0]
         if type(first) not in _PLAIN or type(arguments[1]) not in _PLAIN or first.is_meta:
             return function(*arguments)
@@ -194,6 +203,28 @@ class Calls:
         if recording is None or not is_usual or not self._again(recording, name, arguments, result):
             self._own(self._loss, name, function, arguments, result)
         return result
+
+    def _evaluated(self, recording: "Recording", name: str, result: torch.Tensor) -> None:
+        """Adds a loss without a gradient, of a model in evaluation; it is read when the training goes on."""
+        if recording.threads.ident != get_ident() and recording.threads.elsewhere():
+            return
+        models = self._numbering.models if self._numbering is not None else []
+        model = models[recording.root].module() if 0 <= recording.root < len(models) else None
+        if model is None or model.training:
+            return
+        value = item_of(result) if result.device.type == "cpu" else result.detach()
+        if self._evaluation and self._evaluation[0] != name:
+            self.end_evaluation()
+        if self._evaluation:
+            self._evaluation[2:] = self._evaluation[2] + 1, self._evaluation[3] + value
+        else:
+            self._evaluation = [name, user_place(3), 1, value]
+
+    def end_evaluation(self) -> None:
+        """Writes down what the losses of an evaluation were on average."""
+        if self._evaluation:
+            (name, (file, line), count, total), self._evaluation = self._evaluation, []
+            self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line))
 
     def _again(self, recording: "Recording", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:
         """Records a call that is like one before; whether it is."""

@@ -2,35 +2,25 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from anybatch.records.events import Backward, Clipped, Stepped
+from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.runs import Run
-from anybatch.records.samples import Memory, Norms, Watched
-from anybatch.report.diagnosis_calls import Call, Output, calls_of, outputs_of
-from anybatch.report.diagnosis_flow import Flow, flow_of, plain
+from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
+from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, plain
+from anybatch.report.loop import Call, calls_of, root_name
+from anybatch.report.svg import Curve
 
 _MOST_POINTS = 240
 _MOST_CURVES = 4
-_STD_OF_ZERO = 1e-3  # a weight whose root mean square is below this has just begun at zero: its ratio says nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Values over steps.
-
-    Args:
-        name: in the legend.
-        steps: ascending, not always distinct.
-        values: one for each step; some may not be finite.
-    """
-
-    name: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+_NEARLY_ALL = 0.9
+_MOST_SAMPLES = 48
+MOST_MODULES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +45,49 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """What one module put out, at the first and the last sampled step.
+
+    Args:
+        module: its name; empty for the model itself.
+        cls: its class.
+        first_std: the standard deviation of the output at the first sampled step.
+        last_std: at the last one.
+        absmax: the largest absolute value, over all sampled steps.
+        zeros: share of entries that are zero, last.
+        dead: share of units that were zero in all samples.
+        saturated: share of entries at a limit, last; ``None`` where there are none.
+        spread: over the batch, relative to the mean absolute value, last; ``None`` for a batch of one.
+        samples: how many steps.
+        steps: some of them.
+        percentiles: at each of these, ``PERCENTILES`` of the entries; none in records that have none.
+    """
+
+    module: str
+    cls: str
+    first_std: float
+    last_std: float
+    absmax: float
+    zeros: float
+    dead: float
+    saturated: float | None
+    spread: float | None
+    samples: int
+    steps: tuple[int, ...] = ()
+    percentiles: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether nearly all of it is dead or saturated, or some of it is not finite."""
+        return self.dead > _NEARLY_ALL or (self.saturated or 0) > _NEARLY_ALL or not math.isfinite(self.absmax)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        fields = {name: plain(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return fields | {"percentiles": [[plain(value) for value in row] for row in self.percentiles]}
+
+
+@dataclass(frozen=True, slots=True)
 class Series:
     """All series of a run; each may be empty.
 
@@ -64,6 +97,7 @@ class Series:
         losses: one curve for each line that called a backward.
         rates: one curve for each learning rate that differs from the others.
         norms: of the whole gradient.
+        guess: the loss of the best constant guess, where the first of the losses is one that has such.
         clips: limits that gradients were clipped to.
         memory: in bytes.
         graphs: losses of earlier steps whose graph was still alive.
@@ -76,6 +110,7 @@ class Series:
     flow: Flow
     ratios: tuple[Ratio, ...]
     losses: tuple[Curve, ...]
+    guess: float | None
     rates: tuple[Curve, ...]
     norms: tuple[Curve, ...]
     clips: tuple[float, ...]
@@ -96,6 +131,7 @@ class Series:
                 | {"lowest": one.lowest, "highest": one.highest}
                 for one in self.ratios
             ],
+            "guess": plain(self.guess),
             "clips": [plain(limit) for limit in self.clips],
             "outputs": [one.to_dict() for one in self.outputs],
             "modules": self.modules,
@@ -128,6 +164,7 @@ def series_of(run: Run) -> Series:
         flow=flow_of(run),
         ratios=_thinned_ratios(_ratios(run)),
         losses=_curves(_losses(run)),
+        guess=_guess(run),
         rates=_curves(_rates(run)),
         norms=_curves(_norms(run)),
         clips=tuple(dict.fromkeys(limit for limit in _limits(run) if math.isfinite(limit)))[:3],
@@ -152,14 +189,31 @@ def _curves(points: Mapping[str, Points]) -> tuple[Curve, ...]:
     return tuple(curves[:_MOST_CURVES])
 
 
+def _guess(run: Run) -> float | None:
+    """What the loss would be for the best constant prediction, if backward was given what one loss function gave."""
+    calls = {one.at: one for one in run.of(LossCall) if one.guess is not None and one.value is not None}
+    passes = [one for one in run.of(Backward) if one.value is not None and one.function == "backward"]
+    lines = Counter((one.file, one.line) for one in passes).most_common(1)
+    for one in reversed(passes):
+        found = [calls[at] for at in one.loss_calls if at in calls]
+        if len(found) == 1 and (one.file, one.line) == lines[0][0] and found[0].value is not None:
+            return found[0].guess if math.isclose(one.value or 0.0, found[0].value, rel_tol=1e-3) else None
+    return None
+
+
 def _losses(run: Run) -> dict[str, Points]:
-    """The mean over the backwards of a step, for each line that called some; the busiest lines first."""
+    """The mean within a step for each line: the busiest backward, the evaluations, then other backwards."""
     sites: dict[str, dict[int, list[float]]] = {}
     for one in run.of(Backward):
         if one.value is not None and one.function == "backward":
             name = f"{PurePath(one.file).name}:{one.line}" if one.file else "loss"
             sites.setdefault(name, {}).setdefault(one.step, []).append(one.value)
     ranked = sorted(sites.items(), key=lambda item: -len(item[1]))
+    held_out: dict[str, dict[int, list[float]]] = {}
+    for found in run.of(Evaluated):
+        name = f"evaluation, {PurePath(found.file).name}:{found.line}"
+        held_out.setdefault(name, {}).setdefault(found.step, []).append(found.value)
+    ranked[1:1] = held_out.items()  # beside the busiest line
     return {name: [(step, sum(v) / len(v)) for step, v in steps.items()]
             for name, steps in ranked}  # fmt: skip
 
@@ -218,7 +272,7 @@ def _ratios(run: Run) -> list[Ratio]:
         for number, weight, update in zip(one.parameters, one.weight, one.update, strict=False):
             facts = run.parameters.get(number)
             is_matrix = facts is not None and len(facts.shape) >= 2 and facts.requires_grad
-            if facts is not None and is_matrix and weight > _STD_OF_ZERO * math.sqrt(facts.numel or 1):
+            if facts is not None and is_matrix and weight > STD_OF_ZERO * math.sqrt(facts.numel or 1):
                 moved.append((update / weight, facts.name))
         if moved and _all_finite(ratio for ratio, _ in moved):
             (low, lowest), (high, highest) = min(moved), max(moved)
@@ -279,3 +333,39 @@ def _all_finite(values: Iterable[float]) -> bool:
 
 def _curve_dict(curve: Curve) -> dict[str, Any]:
     return {"name": curve.name, "steps": list(curve.steps), "values": [plain(value) for value in curve.values]}
+
+
+def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
+    """What each module put out, in forward order.
+
+    Args:
+        run: its facts.
+
+    Returns:
+        At most ``MOST_MODULES``, those that stand out always among them; and how many there are in all.
+    """
+    seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
+    for one in run.of(Activations):
+        for module in one.modules:
+            seen.setdefault((one.root, module.module), []).append((one.step, module))
+    several = len({root for root, _ in seen}) > 1
+    outputs = [_output(f"{root_name(run, root)}.{name}".rstrip(".") if several else name, samples)
+               for (root, name), samples in seen.items()]  # fmt: skip
+    ranked = sorted(range(len(outputs)), key=lambda index: not outputs[index].stands_out)[:MOST_MODULES]
+    return tuple(outputs[index] for index in sorted(ranked)), len(outputs)
+
+
+def _output(name: str, samples: list[tuple[int, ModuleSample]]) -> Output:
+    first, last = samples[0][1], samples[-1][1]
+    known = {step: sample.percentiles for step, sample in samples if sample.percentiles}
+    every = max(1, -(-len(known) // _MOST_SAMPLES))
+    steps = tuple(step for place, step in enumerate(known) if place % every == 0 or place == len(known) - 1)
+    return Output(
+        name, last.cls, first.std, last.std, _largest(sample.absmax for _, sample in samples), last.zeros,
+        last.always_dead, last.saturated, last.spread, len(samples), steps, tuple(known[step] for step in steps),
+    )  # fmt: skip
+
+
+def _largest(values: Iterable[float]) -> float:
+    found = list(values)
+    return next((value for value in found if math.isnan(value)), max(found))

@@ -1,9 +1,9 @@
-"""How much gradient arrived in each layer over a run: rows in forward order, one column for each sampled step."""
+"""How much gradient arrived in each layer over a run, and how far it moved: rows in forward order, columns of steps."""
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from anybatch.records.runs import Run
@@ -13,6 +13,10 @@ MOST_ROWS = 64
 MOST_COLUMNS = 48
 _LEAST_ROWS = 12  # fewer would not show where in the model the gradient is lost
 _FIRST_COLUMNS = 10  # causes show in the first steps, so these stay
+STD_OF_ZERO = 1e-3
+"""A weight whose root mean square is below this has just begun at zero: its ratio says nothing."""
+Cell = tuple[float | None, float | None, float | None]
+_NOTHING: Cell = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +27,21 @@ class FlowRow:
         name: of the module, with ``.*`` where it stands for all in it.
         values: norms of the gradient, ``None`` where no parameter had one; exactly 0.0, ``inf`` and ``nan`` as seen.
         parameters: how many it has.
+        updates: norms of the changes, ``None`` where no step was sampled.
+        weights: norms of the parameters before them.
     """
 
     name: str
     values: tuple[float | None, ...]
     parameters: int = 1
+    updates: tuple[float | None, ...] = ()
+    weights: tuple[float | None, ...] = ()
+
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """Changes relative to the parameters; ``None`` for those that begin at zero, whose ratio says nothing."""
+        pairs = zip(self.updates, self.weights, strict=True)
+        return tuple(update / weight if update is not None and weight else None for update, weight in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,7 @@ class Flow:
         """The flow as plain values for JSON; ``None`` is no gradient."""
         rows = [
             {"name": row.name, "parameters": row.parameters, "values": [plain(value) for value in row.values]}
+            | {"ratios": [plain(value) for value in row.ratios]}
             for row in self.rows
         ]
         return {"steps": list(self.steps), "rows": rows, "sampled_steps": self.total, "layers": self.layers}
@@ -78,34 +93,46 @@ def flow_of(run: Run) -> Flow:
     """
     cells = _cells(run)
     steps = sorted({step for by_step in cells.values() for step in by_step})
-    odd = {step for by_step in cells.values() for step, norm in by_step.items() if norm is not None and norm - norm}
-    odd |= {step for by_step in cells.values() for step, norm in by_step.items() if norm is not None and norm != norm}
+    odd = {step for by_step in cells.values() for step, (norm, *_) in by_step.items() if not math.isfinite(norm or 0.0)}
     shown = _columns(steps, odd)
-    layers: dict[str, list[tuple[float | None, ...]]] = {}
+    layers: dict[str, list[FlowRow]] = {}
     for parameter in _forward_order(run, cells):
-        values = tuple(cells[parameter].get(step) for step in shown)
-        layers.setdefault(_layer(run, parameter), []).append(values)
-    rows = [FlowRow(name, _combined(values), len(values)) for name, values in layers.items()]
+        gradients, updates, weights = zip(*(cells[parameter].get(step, _NOTHING) for step in shown), strict=True)
+        name = _layer(run, parameter)
+        layers.setdefault(name, []).append(FlowRow(name, gradients, 1, updates, weights))
+    rows = [_joined(members, name) for name, members in layers.items()]
     return Flow(tuple(shown), tuple(_fitted(rows)), len(steps), len(rows))
 
 
-def _cells(run: Run) -> dict[int, dict[int, float | None]]:
-    """For each parameter the norm at each sampled step of the optimizer that has it, or of any if none has."""
+def _joined(members: Sequence[FlowRow], name: str) -> FlowRow:
+    """Several rows as one."""
+    return FlowRow(
+        name, _combined([one.values for one in members]), sum(one.parameters for one in members),
+        _combined([one.updates for one in members]), _combined([one.weights for one in members]),
+    )  # fmt: skip
+
+
+def _cells(run: Run) -> dict[int, dict[int, Cell]]:
+    """For each parameter the norms at each sampled step of the optimizer that has it, or of any if none has."""
     owner = {
         number: optimizer.optimizer
         for optimizer in run.optimizers.values()
         for group in optimizer.groups
         for number in group.parameters
     }
-    cells: dict[int, dict[int, float | None]] = {}
+    cells: dict[int, dict[int, Cell]] = {}
     for one in run.of(Norms):
-        for number, norm in zip(one.parameters, one.grad, strict=False):
+        for place, (number, norm) in enumerate(zip(one.parameters, one.grad, strict=False)):
             facts = run.parameters.get(number)
             if owner.get(number, one.optimizer) != one.optimizer or (facts is not None and not facts.requires_grad):
                 continue
             by_step = cells.setdefault(number, {})
-            if by_step.get(one.number) is None:
-                by_step[one.number] = norm
+            if by_step.get(one.number, _NOTHING)[0] is None:
+                known = place < min(len(one.update), len(one.weight))
+                if known and one.weight[place] > STD_OF_ZERO * math.sqrt(facts.numel or 1 if facts else 1):
+                    by_step[one.number] = norm, one.update[place], one.weight[place]
+                else:
+                    by_step[one.number] = norm, None, None
     return cells
 
 
@@ -204,5 +231,4 @@ def _together(members: Sequence[FlowRow], name: str, state: str) -> FlowRow:
     if len(members) == 1:
         return members[0]
     named = f"{name} ({len(members)} layers{', ' + state if state else ''})"
-    row = FlowRow(named, _combined([one.values for one in members]))
-    return replace(row, parameters=sum(one.parameters for one in members))
+    return _joined(members, named)

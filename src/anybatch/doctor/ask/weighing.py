@@ -1,0 +1,141 @@
+"""What is weighed in a step with what: values with a softmax, tokens with a mask, log-probabilities with a reward."""
+
+import linecache
+import re
+from collections.abc import Iterator
+
+import torch
+
+from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
+from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
+from anybatch.doctor.ask.trials import Unknown
+from anybatch.records.lossfacts import Probed
+
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
+_BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"})
+_HIDING = frozenset({"masked_fill", "masked_fill_"})
+_HIDDEN = -1e3  # a score that a softmax makes 0 of
+_SCORED = re.compile(r"log_?p|ratio", re.IGNORECASE)
+_REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
+_LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
+_TIMES = frozenset({"mul", "__mul__", "__rmul__"})
+
+
+def softmax_axis(tape: Tape) -> Probed:
+    """Whether values are summed over another axis than the one along which their weights sum to 1.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told.
+    """
+    rows_of(tape)
+    run, needed = replayed(tape, tape.losses[-1], lambda one: one), slots_of(tape, tape.losses[-1])
+    weights: dict[Slot, tuple[Operation, int]] = {}
+    for operation in tape.operations[: tape.losses[-1].before]:
+        given = list(slots(operation.args))
+        if operation.name == "softmax" and operation.outs:
+            dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
+            dims = run.values[operation.outs[0]].dim()
+            if isinstance(dim, int) and dims > 2:
+                weights[operation.outs[0]] = operation, dim % dims
+        elif operation.name in _BETWEEN and given and given[0] in weights:
+            weights |= dict.fromkeys(operation.outs, weights[given[0]])
+        elif operation.name in _PRODUCTS and given[0] in weights and needed & set(operation.outs):
+            made, dim = weights[given[0]]
+            last = run.values[given[0]].dim() - 1
+            if dim != last:
+                return Probed(probe="softmax axis", root=-1, answer="yes", file=made.file, line=made.line,
+                              evidence={"dim": dim, "dims": last + 1, "summed": last})  # fmt: skip
+    return Probed(probe="softmax axis", root=-1, answer="no")
+
+
+def hidden_tokens(tape: Tape) -> Probed:
+    """Whether scores are hidden where tokens are, and not where padding is.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: it can't be told, or nothing is hidden.
+    """
+    rows = rows_of(tape)
+    run = replayed(tape, tape.losses[-1], lambda one: one)
+    paddings = [one for leaf in tape.leaves.values() if (one := padding_of(leaf)) is not None and len(leaf) == rows]
+    for operation in tape.operations[: tape.losses[-1].before]:
+        found = list(slots((operation.args, operation.kwargs)))
+        value = operation.kwargs.get("value", operation.args[-1] if operation.args else None)
+        if operation.name not in _HIDING or len(found) < 2 or not isinstance(value, (int, float)) or value > _HIDDEN:
+            continue
+        mask = run.values[found[1]]
+        small = mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask
+        if any(small.shape == one.shape and bool((small == ~one).all()) for one in paddings):
+            return Probed(probe="hidden tokens", root=-1, answer="yes", file=operation.file, line=operation.line,
+                          evidence={"op": operation.name})  # fmt: skip
+    return Probed(probe="hidden tokens", root=-1, answer="no")
+
+
+def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
+    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``.
+
+    Args:
+        tokens: of a batch, or another tensor.
+    """
+    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape[1] < 3:
+        return None
+    same = tokens == tokens[:, -1].mode().values
+    behind = same.flip(1).long().cumprod(1).flip(1).bool()
+    lengths = behind.sum(1)
+    is_padding = not bool((same & ~behind).any() or behind.all(1).any()) and len(lengths.unique()) > 2
+    return behind if is_padding else None
+
+
+def rewarded(tape: Tape) -> Probed:
+    """Whether a step makes what was rewarded less likely: the loss rises with a log-probability times its reward.
+
+    Args:
+        tape: of a step.
+
+    Raises:
+        Unknown: no such product was seen.
+    """
+    loss = tape.losses[-1]
+    if tape.failed:
+        raise Unknown(tape.failed)
+    run = replayed(tape, loss, lambda one: one)
+    found: list[tuple[float, Operation]] = []
+    for operation in _products(tape):
+        made, given = run.values[operation.outs[0]], list(slots(operation.args))
+        if len(given) != 2 or len({run.values[one].requires_grad for one in given}) < 2 or made.numel() < 2:
+            continue
+        (slope,) = torch.autograd.grad(run.values[loss.slot].sum(), made, retain_graph=True, allow_unused=True)
+        if slope is not None and bool(slope.any()):
+            found.append((float(slope.sum()) * _sign(tape, given[0]) * _sign(tape, given[1]), operation))
+    if not found:
+        raise Unknown("no product of a log-probability and a reward was seen")
+    rises, operation = max(found, key=lambda one: abs(one[0]))
+    answer = "yes" if rises > 0 else "no"
+    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line)
+
+
+def _products(tape: Tape) -> Iterator[Operation]:
+    """Products on lines that name a log-probability and a reward."""
+    for operation in tape.operations[: tape.losses[-1].before]:
+        text = _LEFT.sub("", linecache.getline(operation.file, operation.line))
+        is_product = operation.name in _TIMES and operation.grad and operation.outs
+        if is_product and _SCORED.search(text) and _REWARD.search(text):
+            yield operation
+
+
+def _sign(tape: Tape, slot: Slot) -> int:
+    """Of what a tensor was before it was negated or multiplied with a number."""
+    sign = 1
+    for operation in reversed(tape.operations):
+        if slot in operation.outs:
+            numbers = [one for one in operation.args if isinstance(one, (int, float)) and not isinstance(one, Slot)]
+            if operation.name not in ("neg", "__neg__", "negative") and not (operation.name in _TIMES and numbers):
+                return sign
+            sign *= -1 if not numbers or numbers[0] < 0 else 1
+            slot = next(iter(slots(operation.args)))
+    return sign

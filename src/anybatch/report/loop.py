@@ -1,0 +1,238 @@
+"""The loop as it ran: which lines did what and how often, and one step of it, event by event."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from anybatch.records.events import (
+    Backward,
+    Cleared,
+    Clipped,
+    Epoch,
+    Forward,
+    Loaded,
+    Scaler,
+    Scheduled,
+    Stepped,
+)
+from anybatch.records.findings import Finding
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run
+
+MOST_CALLS = 30
+_MOST_MOMENTS = 24
+_KINDS = (Forward, LossCall, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, Epoch, Loaded)
+_ALWAYS = ("clear", "forward", "loss", "backward", "step")
+_ROWS = ("clear", "forward", "loss", "backward", "clip", "step", "schedule", "evaluation", "data")
+
+
+@dataclass(slots=True)
+class Call:
+    """One line of the user's that did something.
+
+    Args:
+        what: in words, such as ``"backward"``.
+        file: of the line, empty if unknown.
+        line: its number.
+        times: how often in the run.
+        first: the number of the event when it was first seen.
+    """
+
+    what: str
+    file: str
+    line: int
+    times: int = 0
+    first: int = 0
+
+    @property
+    def where(self) -> str:
+        """File and line in short."""
+        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
+
+
+def calls_of(run: Run) -> tuple[Call, ...]:
+    """The lines of the loop in the order in which they first ran.
+
+    Args:
+        run: its facts.
+
+    Returns:
+        At most ``MOST_CALLS`` lines, those that ran most often.
+
+    Example:
+        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
+        >>> [(call.what, call.times) for call in calls_of(Run(list(facts)))]
+        [('forward of model 0, training', 2), ('backward', 1), ('step of optimizer 0', 1)]
+    """
+    found: dict[tuple[str, str, int], Call] = {}
+    seen: Iterable[Any] = run.of(*_KINDS)
+    for fact in seen:
+        what = _what(fact, run)
+        if what:
+            key = (what, fact.file, fact.line)
+            call = found.setdefault(key, Call(what, fact.file, fact.line, first=fact.at))
+            call.times += 1
+    often = sorted(found.values(), key=lambda call: -call.times)[:MOST_CALLS]
+    return tuple(sorted(often, key=lambda call: call.first))
+
+
+def _what(fact: Any, run: Run) -> str:
+    match fact:
+        case Forward():
+            mode = "training" if fact.training else "evaluation"
+            name = ".".join(part for part in (root_name(run, fact.root), fact.module) if part)
+            return f"forward of {name}, {mode}{'' if fact.grad else ', no gradient'}"
+        case LossCall():
+            return fact.function
+        case Backward():
+            kept = ", graph retained" if fact.retain else ""
+            return ("backward" if fact.function == "backward" else "autograd.grad") + kept
+        case Cleared():
+            name = {"optimizer": _optimizer(run, fact.number), "module": root_name(run, fact.number)}.get(fact.by, "")
+            return f"gradients cleared, {name or 'by hand'}"
+        case Clipped():
+            return f"gradients clipped by {fact.by} to {fact.limit:g}"
+        case Scaler():
+            return f"scaler: {fact.call}{', skipped' if fact.skipped else ''}"
+        case Stepped():
+            return f"step of {_optimizer(run, fact.optimizer)}{', by the scaler' if fact.by == 'scaler' else ''}"
+        case Scheduled():
+            scheduler = run.schedulers.get(fact.scheduler)
+            return f"step of {(scheduler.variable if scheduler else '') or f'scheduler {fact.scheduler}'}"
+        case Epoch():
+            return "" if fact.ended else "an epoch of a DataLoader"
+        case Loaded():
+            return f"state loaded into {fact.variable or fact.into}"
+    return ""
+
+
+def root_name(run: Run, number: int) -> str:
+    """What the user's code calls a model, or its class."""
+    root = run.roots.get(number)
+    return (root.variable or root.cls if root else "") or f"model {number}"
+
+
+def _optimizer(run: Run, number: int) -> str:
+    optimizer = run.optimizers.get(number)
+    return (optimizer.variable or optimizer.cls if optimizer else "") or f"optimizer {number}"
+
+
+@dataclass(slots=True)
+class Moment:
+    """What happened at one place of a step; repetitions of the same line are one moment.
+
+    Args:
+        row: what it belongs to, such as ``"backward"``.
+        what: in words.
+        file: of the line, empty if unknown.
+        line: its number.
+        at: the number of its first event.
+        times: how often it happened on end.
+        codes: of the findings that are there.
+    """
+
+    row: str
+    what: str
+    file: str
+    line: int
+    at: int
+    times: int = 1
+    codes: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """File and line in short."""
+        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfLoop:
+    """One step of the loop.
+
+    Args:
+        step: its number.
+        rows: kinds of what a step does, in the order of a usual loop; some may have no moment.
+        moments: in order.
+        more: how many moments of the step are left out.
+        elsewhere: findings that lie on no line of the step, with their lines.
+    """
+
+    step: int
+    rows: tuple[str, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    more: int = 0
+    elsewhere: tuple[str, ...] = ()
+
+
+def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
+    """One step, event by event: that at which the first finding was seen, or the last whole one.
+
+    Args:
+        run: its facts.
+        findings: in order of rank; where one lies on a line of the step, it is marked there.
+
+    Returns:
+        The step; ``None`` where nothing happened.
+
+    Example:
+        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
+        >>> step_of_loop(Run(list(facts)), []).rows
+        ('clear', 'forward', 'loss', 'backward', 'step')
+    """
+    seen: list[Any] = [fact for fact in run.of(*_KINDS) if _what(fact, run)]
+    if not seen:
+        return None
+    last = max((one.step for one in seen if isinstance(one, Stepped)), default=seen[-1].step)
+    wanted = (
+        min(max(findings[0].step, 1), last) if findings else last
+    )  # what follows a step is seen before the next one
+    step = min({fact.step for fact in seen}, key=lambda number: (abs(number - wanted), number))
+    moments: list[Moment] = []
+    for fact in (one for one in seen if one.step == step):
+        moment = Moment(_row_of(fact), _what(fact, run), fact.file, fact.line, fact.at)
+        before = moments[-1] if moments else None
+        if before is not None and (before.row, before.what, before.where) == (moment.row, moment.what, moment.where):
+            before.times += 1
+        else:
+            moments.append(moment)
+    elsewhere = _mark(moments, findings)
+    used = {_row_of(fact) for fact in seen}
+    rows = tuple(row for row in _ROWS if row in used or row in _ALWAYS)
+    return StepOfLoop(step, rows, tuple(moments[:_MOST_MOMENTS]), max(0, len(moments) - _MOST_MOMENTS), elsewhere)
+
+
+def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Marks findings on their lines; gives those that lie on none of them."""
+    elsewhere = []
+    for finding in findings:
+        here = [one for one in moments if finding.place.file and one.where and one.file == finding.place.file]
+        on_line = [one for one in here if one.line == finding.place.line]
+        exact = [one for one in on_line if one.at == finding.at]
+        for one in (exact or on_line)[:1]:
+            one.codes = (*one.codes, finding.code or finding.name)
+        if not on_line and finding.place.file:
+            name, place = finding.code or finding.name, finding.place
+            elsewhere.append(f"{name} at {PurePath(place.file).name}:{place.line}")
+    return tuple(elsewhere)
+
+
+def _row_of(fact: Any) -> str:
+    match fact:
+        case Forward():
+            return "forward" if fact.training and fact.grad else "evaluation"
+        case Scaler():
+            return "step" if fact.call == "step" else "clip"
+        case LossCall():
+            return "loss"
+        case Backward():
+            return "backward"
+        case Cleared():
+            return "clear"
+        case Clipped():
+            return "clip"
+        case Stepped():
+            return "step"
+        case Scheduled():
+            return "schedule"
+    return "data"

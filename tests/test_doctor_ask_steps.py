@@ -1,0 +1,295 @@
+"""Questions about rates, averages, axes and targets: yes where it is so, and no where it only looks alike."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import ROWS, answer, nothing_was_compiled, steps
+
+__all__ = ["nothing_was_compiled"]
+
+
+def learns(kind: Any, rate: float, scale: float = 1.0) -> None:
+    """Some steps of a classifier."""
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = kind(net.parameters(), lr=rate)
+    for _ in range(12):
+        x = torch.randn(ROWS, 6)
+        optimizer.zero_grad()
+        F.cross_entropy(scale * net(x), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "expected"),
+    [
+        (torch.optim.SGD, 1e-5, "yes"),
+        (torch.optim.SGD, 0.3, "no"),
+        (torch.optim.Adam, 1e-2, "no"),
+        (torch.optim.Adam, 1e-7, "yes"),
+    ],
+)
+def test_a_batch_that_is_learned_at_another_rate_is_told(kind: Any, rate: float, expected: str) -> None:
+    assert answer(lambda: learns(kind, rate), "rate") == expected
+
+
+def test_a_loss_without_a_floor_says_nothing_about_the_rate() -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), lambda made, y: 1 + made[:, 0].mean()), "rate") == "no"
+
+
+class Averaged:
+    """A teacher, and the share of the student that it takes in each step; or both as parts of one net."""
+
+    def __init__(self, share: Callable[[int], float], *, whole: bool = False) -> None:
+        self.share, self.whole = share, whole
+
+    def __call__(self) -> None:
+        student = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        teacher = copy.deepcopy(student)
+        both = Pair(student, teacher) if self.whole else None
+        optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
+        for step in range(40):
+            x, other = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+            optimizer.zero_grad()
+            if both is not None:
+                made, wanted = both(x, other)
+            else:
+                with torch.no_grad():
+                    wanted = teacher(other)
+                made = student(x)
+            F.mse_loss(made, wanted + torch.randn(ROWS, 1)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                    slow.lerp_(fast, self.share(step))
+
+
+class Pair(nn.Module):
+    """Both nets in one."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher, self.same = student, teacher, False
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            wanted = self.teacher(x if self.same else other)
+        return self.student(x), wanted
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (lambda step: 0.99, "yes"),
+        (lambda step: 1.0, "yes"),
+        (lambda step: 0.01, ""),
+        (lambda step: 9 / (10 + step), ""),  # a warm-up
+        (lambda step: float(step % 10 == 9), ""),
+    ],
+)
+def test_an_average_that_follows_at_once_is_told(share: Callable[[int], float], whole: bool, expected: str) -> None:
+    assert answer(Averaged(share, whole=whole), "close copy") == expected
+
+
+def test_a_part_that_was_a_copy_and_never_changes_is_told() -> None:
+    assert answer(Averaged(lambda step: 0.0, whole=True), "frozen copy") == "yes"
+    assert answer(Averaged(lambda step: 0.1, whole=True), "frozen copy") == ""
+
+
+def test_layers_that_began_alike_and_are_trained_are_no_copies() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[1].load_state_dict(net[0].state_dict())
+    assert answer(lambda: steps(net, F.cross_entropy, 40), "frozen copy") == ""
+    assert answer(lambda: steps(net, F.cross_entropy, 40), "close copy") == ""
+
+
+class Frames(nn.Module):
+    """Scores of each frame; the axes of features and times change places on the way."""
+
+    def __init__(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.turn, self.layer = turn, nn.Conv1d(6, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(self.turn(x)).mean(-1)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        (lambda x: x.reshape(ROWS, 6, 9), "yes"),
+        (lambda x: x.transpose(1, 2).reshape(ROWS, 6, 9), "no"),
+        (lambda x: x.reshape(ROWS, 54).view(ROWS, 9, 6).transpose(1, 2), "no"),
+    ],
+)
+def test_axes_that_change_places_by_a_reshape_are_told(turn: Callable[..., torch.Tensor], expected: str) -> None:
+    net = Frames(turn)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, 9, 6)), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "axes") == expected
+
+
+def pictures(count: int) -> torch.Tensor:
+    """Bright and smooth spots, nearly the same in three channels: rows, columns, channels."""
+    place = torch.arange(12.0)
+    x, y = torch.rand(2, count, 1, 1) * 12
+    spots = torch.exp(-((place - x) ** 2 + (place[:, None] - y) ** 2) / 8)
+    return spots[..., None] + 0.1 * torch.randn(count, 12, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda x: x.reshape(ROWS, 3, 12, 12), "yes"),
+        (lambda x: x.permute(0, 3, 1, 2), "no"),
+        (lambda x: torch.randn(ROWS, 3, 12, 12), "no"),
+    ],
+)
+def test_pictures_whose_pixels_are_torn_before_the_call_are_told(read: Callable[..., Any], expected: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3))
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(read(pictures(ROWS))), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "axes") == expected
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, "yes"), (1, "no")])
+def test_a_target_that_the_model_is_given_is_told(ahead: int, expected: str) -> None:
+    net = nn.Linear(5, 1)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            window = torch.randn(ROWS, 6)
+            optimizer.zero_grad()
+            F.mse_loss(net(window[:, 1 - ahead : 6 - ahead].clone()), window[:, 5:].clone()).backward()
+            optimizer.step()
+
+    assert answer(train, "target given") == expected
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(0, "yes"), (-100, "")])
+def test_padding_that_a_loss_counts_is_told(padding: int, expected: str) -> None:
+    net = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            tokens, length = torch.randint(1, 9, (ROWS, 10)), torch.randint(3, 11, (ROWS, 1))
+            behind = torch.arange(10) >= length
+            targets = (tokens % 8 + 1).masked_fill(behind, padding)
+            optimizer.zero_grad()
+            F.cross_entropy(net(tokens.masked_fill(behind, 0)).transpose(1, 2), targets).backward()
+            optimizer.step()
+
+    assert answer(train, "padding") == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "frames", "expected"), [(0, 12, "yes"), (1, 12, "no"), (1, 2, "yes")], ids=["blank", "right", "too short"]
+)
+def test_targets_of_a_ctc_loss_that_do_not_fit_are_told(low: int, frames: int, expected: str) -> None:
+    net = nn.Linear(6, 5)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        lengths = torch.full((ROWS,), 4)
+        for _ in range(4):
+            scores = net(torch.randn(ROWS, 12, 6)).log_softmax(-1).transpose(0, 1)
+            targets = torch.randint(low, 5, (ROWS, 4))
+            optimizer.zero_grad()
+            loss = F.ctc_loss(scores, targets, torch.full((ROWS,), frames), lengths, zero_infinity=True)
+            loss.backward()
+            optimizer.step()
+
+    assert answer(train, "blank") == expected
+
+
+def test_a_divergence_of_a_distribution_from_itself_is_told() -> None:
+    def itself(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        same = F.kl_div((scores / 2).log_softmax(1), (scores.detach() / 2).softmax(1), reduction="batchmean")
+        return F.cross_entropy(scores, y) + same
+
+    def another(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        other = F.kl_div((scores / 2).log_softmax(1), (scores.detach().flip(1) / 2).softmax(1), reduction="batchmean")
+        return F.cross_entropy(scores, y) + other
+
+    assert answer(lambda: steps(nn.Linear(6, 3), itself), "itself") == "yes"
+    assert answer(lambda: steps(nn.Linear(6, 3), another), "itself") == "no"
+
+
+class Attending(nn.Module):
+    """Attention over tokens, with or without heads, that hides some of them."""
+
+    def __init__(self, dim: int, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.dim, self.hide, self.table, self.out = dim, hide, nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
+        scores = (x @ x.transpose(-2, -1)).masked_fill(self.hide(tokens)[:, None, None], -1e9)
+        made: torch.Tensor = self.out((scores.softmax(self.dim) @ x).transpose(1, 2).flatten(2).mean(1))
+        return made
+
+
+@pytest.mark.parametrize(("dim", "inverted"), [(-1, False), (1, False), (-1, True)])
+def test_weights_of_another_axis_and_masks_of_what_is_kept_are_told(dim: int, inverted: bool) -> None:
+    def train() -> None:
+        net = Attending(dim, lambda tokens: (tokens != 0) if inverted else (tokens == 0))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            tokens, length = torch.randint(1, 9, (ROWS, 10)), torch.randint(3, 10, (ROWS, 1))
+            optimizer.zero_grad()
+            scores = net(tokens.masked_fill(torch.arange(10) >= length, 0))
+            F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "softmax axis") == ("yes" if dim == 1 else "no")
+    assert answer(train, "hidden tokens") == ("yes" if inverted else "no")
+
+
+def of_policy(log_prob: torch.Tensor, reward: torch.Tensor, form: str) -> torch.Tensor:
+    """A loss in one of the forms in which it is written."""
+    if form == "outside":
+        loss = -(log_prob * reward).mean()
+    elif form == "inside":
+        loss = (-log_prob * reward).mean()
+    elif form == "number":
+        loss = (-1.0 * reward * log_prob).mean()
+    else:
+        loss = (log_prob * reward).mean()
+    return loss
+
+
+@pytest.mark.parametrize("form", ["outside", "inside", "number", "wrong"])
+def test_a_reward_that_makes_its_action_less_likely_is_told(form: str) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            drawn = torch.distributions.Categorical(logits=net(x))
+            action = drawn.sample()
+            optimizer.zero_grad()
+            of_policy(drawn.log_prob(action), (action == 1).float(), form).backward()
+            optimizer.step()
+
+    assert answer(train, "rewarded") == ("yes" if form == "wrong" else "no")

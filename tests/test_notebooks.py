@@ -1,0 +1,69 @@
+"""What a notebook shows: the examples run in a real Jupyter kernel, and every result is a page in a frame."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from source_tree import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+# The titles of the pages that each notebook shows, in order.
+PAGES = {
+    "plan": ["anybatch plan: cpu", "Bytes of live tensors", "Bytes of live tensors"],
+    "step": ["anybatch check", "A step of anybatch", "anybatch check", "anybatch why"],
+    "diagnose": ["anybatch doctor: this run"],
+}
+
+
+def executed(notebook: Any, folder: Path) -> Any:
+    resources = {"metadata": {"path": folder}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    return notebook
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def pages(notebook: Any) -> list[str]:
+    shown = [output.get("data", {}).get("text/html", "") for output in outputs(notebook)]
+    return [html.unescape(found[1]) for text in shown if (found := re.search(r'<iframe srcdoc="([^"]*)"', text))]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_an_example_runs_and_shows_its_pages(name: str, tmp_path: Path) -> None:
+    source = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in source.cells)
+    notebook = executed(source, tmp_path)
+    found = pages(notebook)
+    assert [html.unescape(re.findall(r"<h1>(.*?)</h1>", page)[0]) for page in found] == PAGES[name]
+    texts = [output["data"]["text/plain"] for output in outputs(notebook) if "text/html" in output.get("data", {})]
+    assert all(texts)  # for those who do not trust the notebook, or read it as a diff
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    if name == "diagnose":  # the line is in a cell, and in no file
+        assert "OPT_PARAM_MISSING" in found[0]
+        assert "torch.optim.SGD(body.parameters(), lr=0.1)" in found[0]
+
+
+def test_without_jinja2_a_notebook_shows_the_text() -> None:
+    code = (
+        "import sys, importlib.util as u, anybatch;"
+        "found = u.find_spec; u.find_spec = lambda name, *rest: None if name == 'jinja2' else found(name, *rest);"
+        "from anybatch.records.plans import Plan, PlanRow;"
+        "assert Plan(PlanRow(1, 1))._repr_html_() is None;"
+        "import torch; doctor = anybatch.Doctor(); assert doctor._repr_html_() is None;"
+        "Plan(PlanRow(1, 1)).show(); doctor.show()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("1 micro-batch of 1: 0 B, time unknown, predicted (budget 0 B).")
+    assert "this run: nothing to judge: no optimizer stepped." in done.stdout
