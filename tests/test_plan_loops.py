@@ -123,6 +123,19 @@ for x, y in loader:
     total.backward()
     optimizer.step()
 """,
+    "losses in a list": """
+other = whole(nn.Linear(32, 4))
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=2**-20)
+for x, y in loader:
+    losses = []
+    hidden = model[:3](x)
+    for head in (other, model[3:]):
+        losses.append((head(hidden) - y).square().mean())
+    loss = sum(losses)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
     "the forward is in a function": """
 def loss_fn(x, y):
     return (model(x) - y).square().mean()

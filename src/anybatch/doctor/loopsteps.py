@@ -13,6 +13,7 @@ from anybatch.batch.trees import leaves, opened
 from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource, last_name
 from anybatch.errors import AnyBatchError
 
+_FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
 _HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.optim.Optimizer, types.ModuleType)
 _GOES_ELSEWHERE = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
@@ -268,8 +269,10 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(_root(node))
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last_name(node.value)[-1:] == "_":
-                found.add(_root(node.value.func))  # x.mul_(2)
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                name = last_name(node.value)
+                if name in _FILLS or name.endswith("_"):  # losses.append(loss), x.mul_(2)
+                    found.add(_root(node.value.func))
     return found
 
 
