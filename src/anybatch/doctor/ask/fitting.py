@@ -14,7 +14,7 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import replayed, rows_of
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Unknown
-from anybatch.records.events import Stepped
+from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -44,6 +44,8 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
     if facts is None or kind is None or len({one.optimizer for one in run.of(Stepped)}) > 1 or not rates:
         raise Unknown("the step is not of one optimizer of torch")
+    if any(True for _ in run.of(Scaler)):
+        raise Unknown("the loss is scaled for half precision")
     momentum = max((group.momentum for group in facts.groups), default=0.0)
     options = {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}
     rate, gains, first = max(rates), dict[float, float](), 0.0
