@@ -60,9 +60,9 @@ def test_options_before_the_script_are_the_doctors(
 ) -> None:
     seen: list[Target] = []
 
-    def examine(target: Target, wishes: Any, place: Path) -> tuple[Finished, bool]:
+    def examine(target: Target, wishes: Any, place: Path) -> tuple[Finished, bool, bool]:
         seen.append(target)
-        return Finished(0, 1.0, None), False
+        return Finished(0, 1.0, None), False, False
 
     monkeypatch.setattr(doctor_module, "_examine", examine)
     done = CliRunner().invoke(main, ["doctor", *arguments])

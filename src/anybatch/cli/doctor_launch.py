@@ -117,7 +117,7 @@ def launch(
 
 
 def _wait_for_signals(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None = None
 ) -> tuple[int, bool]:
     """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
     numbers = {getattr(signal, name) for name in _FORWARDED}
@@ -154,7 +154,7 @@ def _before_script(mask: Any) -> Callable[[], None]:
 
 
 def _wait_with_handlers(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None = None
 ) -> tuple[int, bool]:
     """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
     process = start(None)
