@@ -36,7 +36,7 @@ SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
 STEPS = 3
 LESS = 0.03
 COLUMNS = (
-    "model", "budget", "micro-batches", "traded", "refused", "planned, allocated", "planned, reserved", "allocated",
+    "model", "budget", "micro-batches", "optimized", "refused", "planned, allocated", "planned, reserved", "allocated",
     "reserved", "fewest", "refused there", "3 % below",
 )  # fmt: skip
 
@@ -176,7 +176,7 @@ def row_of(device: Any, name: str, case: Case, budget: int) -> dict[str, str]:
         return row | {"micro-batches": "does not fit"}
     fewest = min(one.needed(0) for one in list(replays) if one.needed(budget) == plan.reserved_bytes)
     row |= {
-        "micro-batches": str(plan.micro_batches), "traded": plan.chosen.levers, "refused": str(found.refused),
+        "micro-batches": str(plan.micro_batches), "optimized": plan.chosen.optimizations, "refused": str(found.refused),
         "planned, allocated": f"{plan.peak_bytes / MIB:.1f}", "planned, reserved": f"{plan.reserved_bytes / MIB:.1f}",
         "allocated": f"{found.allocated / MIB:.1f}", "reserved": f"{found.reserved / MIB:.1f}",
         "fewest": f"{fewest / MIB:.1f}",

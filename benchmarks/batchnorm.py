@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.hostpool import HostPool
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -166,11 +166,11 @@ def offloaded(model: nn.Module, batch: Batch, whole: int, rate: float) -> Way:
     names = [name for name, module in model.named_modules() if name and name != "fc" and not list(module.children())]
 
     def update() -> None:
-        with apply_levers(model, offload=names, pool=pool):
+        with apply_optimizations(model, offload=names, pool=pool):
             step(batch)
 
     def on_device() -> None:
-        with apply_levers(model, offload=names, simulate_offload=True):
+        with apply_optimizations(model, offload=names, simulate_offload=True):
             step(batch)
 
     return Way("offload", f"offload {len(names)} layers", model, optimizer, update, on_device, pool)

@@ -125,7 +125,7 @@ class Found:
 
     Attributes:
         update: makes an update; ``None`` if nothing fits.
-        how: the micro-batch size and the levers.
+        how: the micro-batch size and the optimizations.
         out_of_memory: how often memory ran out on the way; for Accelerate these are its restarts.
         search_seconds: what the way there took beyond the updates that were kept.
         first_peak: the most bytes while it was looked for.
@@ -171,18 +171,18 @@ def plan(case: Case, budget: int) -> Found:
 
 
 def _described(planned: Planned) -> str:
-    """The micro-batch size and the levers, from what the step says about its plan."""
+    """The micro-batch size and the optimizations, from what the step says about its plan."""
     chosen = planned.plan
     if chosen is None:
         return f"{planned.micro_batches} micro-batches"
-    levers = [f"micro-batches of {chosen.micro_batch_size:g}"]
+    optimizations = [f"micro-batches of {chosen.micro_batch_size:g}"]
     if chosen.recompute:
-        levers.append(f"{len(chosen.recompute)} recomputed")
+        optimizations.append(f"{len(chosen.recompute)} recomputed")
     if chosen.offload:
-        levers.append(f"{len(chosen.offload)} offloaded")
+        optimizations.append(f"{len(chosen.offload)} offloaded")
     if chosen.loss_chunks > 1:
-        levers.append(f"loss in {chosen.loss_chunks} chunks")
-    return ", ".join(levers)
+        optimizations.append(f"loss in {chosen.loss_chunks} chunks")
+    return ", ".join(optimizations)
 
 
 def accumulate(case: Case, budget: int) -> Found:

@@ -222,7 +222,7 @@ class Update:
                 torch.cuda.reset_peak_memory_stats(one)
             self(batch)
             return {n: torch.cuda.max_memory_allocated(one) for n, one in enumerate(self.devices)}
-        if self.step is not None and self.step._lanes is not None:
+        if self.step is not None and self.step._placements is not None:
             return self._peaks_of_lanes(batch)
         self.optimizer.zero_grad()
         with Places([(0, [*self.model.parameters(), *batch.values()])]) as places:
@@ -234,14 +234,14 @@ class Update:
         work = overdevices._Worker.work
 
         def counted(worker: Any, begin: Any) -> None:
-            if worker.lane.copy is None:
+            if worker.placement.copy is None:
                 work(worker, begin)
                 return
-            number = worker._run.devices.lanes.index(worker.lane)
-            with Places([(0, [one for _, one in worker.lane.copy.pairs])]) as found[number]:
+            number = worker._run.devices.placements.index(worker.placement)
+            with Places([(0, [one for _, one in worker.placement.copy.pairs])]) as found[number]:
                 work(worker, begin)
 
-        copies = [lane.copy for lane in self.step._lanes.lanes if lane.copy is not None]
+        copies = [placement.copy for placement in self.step._placements.placements if placement.copy is not None]
         elsewhere = [one for each in copies for _, one in each.pairs]
         known = [(0, [*self.model.parameters(), *batch.values()]), (1, elsewhere)]
         with _replaced(overdevices._Worker, "work", counted), Places(known) as found[0]:

@@ -184,7 +184,7 @@ def planned(bench: Bench) -> Iterator[Row]:
                 plan = step(case.batch).plan
                 assert plan is not None
                 row |= {
-                    "plan": f"{plan.micro_batches} x {plan.micro_batch_size:g} {plan.chosen.levers}".strip(),
+                    "plan": f"{plan.micro_batches} x {plan.micro_batch_size:g} {plan.chosen.optimizations}".strip(),
                     "plan, MiB": f"{plan.peak_bytes / MIB:.0f}",
                     "plan reserved, MiB": f"{plan.reserved_bytes / MIB:.0f}",
                     "allocated": f"{seen.peak_allocated / MIB:.0f}", "reserved": f"{seen.peak_reserved / MIB:.0f}",

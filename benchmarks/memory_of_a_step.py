@@ -1,4 +1,4 @@
-"""Draws docs/memory.svg: what a training step holds in memory, operation by operation, and what each lever changes.
+"""Draws docs/memory.svg: what a training step holds, operation by operation, with each memory optimization.
 
     python benchmarks/memory_of_a_step.py                     # writes docs/memory.svg
     python benchmarks/memory_of_a_step.py -o FILE

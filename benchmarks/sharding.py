@@ -6,7 +6,7 @@ Two processes on this machine, over gloo. Four ways to take one update of the sa
   are gathered in each forward and each backward;
 - ``parts``: ``TrainStep`` on the same model, which reduces in each backward too and so has no whole gradients;
 - ``kept``: ``TrainStep`` after ``set_reshard_after_forward(False)``;
-- ``memory=``: ``TrainStep`` in parts with a budget, once the size of its micro-batches has settled.
+- ``memory=``: ``TrainStep`` in parts with a budget, once the size of its micro-batches has stopped changing.
 
 Times are wall times of the slower rank, as ratios to ``by hand`` of the same round.
 
@@ -29,7 +29,7 @@ import anybatch
 BY_HAND = "by hand"
 WIDTHS = (256, 512, 1024)
 MICRO_BATCHES = (1, 4, 16)
-SETTLING = 12  # steps after which sizes have settled
+SETTLING = 12  # steps after which sizes have resolved
 
 
 def sharded(width: int) -> Any:

@@ -52,7 +52,7 @@ def _each_thread(others: list[OneDevice], most: int | None) -> Iterator[None]:
     lock = threading.Lock()
 
     def metered(worker: Any, begin: Any) -> None:
-        copy = worker.lane.copy
+        copy = worker.placement.copy
         if copy is None:  # whose thread is the caller's
             work(worker, begin)
             return
@@ -90,5 +90,5 @@ def device_peaks(step: anybatch.TrainStep, batch: Any, *, most: int | None = Non
     finally:
         if was_enabled:
             gc.enable()
-    assert len(others) >= len(devices_of(step).lanes) - 1
+    assert len(others) >= len(devices_of(step).placements) - 1
     return [home.peak, *(other.peak for other in others)]

@@ -41,14 +41,14 @@ def step_of(model: torch.nn.Module, loss_fn: Any = cross_entropy, **options: Any
 
 def devices_of(step: anybatch.TrainStep) -> Devices:
     """The devices that a step shares its micro-batches among."""
-    found = step._lanes
+    found = step._placements
     assert found is not None
     return found
 
 
 def copy_of(step: anybatch.TrainStep) -> ModelCopy:
     """The copy of the model on the second device."""
-    found = devices_of(step).lanes[1].copy
+    found = devices_of(step).placements[1].copy
     assert found is not None
     return found
 

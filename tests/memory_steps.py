@@ -71,7 +71,7 @@ def peak_of_call(step: anybatch.TrainStep, batch: Any) -> int:
     return peak_of(functools.partial(step, batch), alive_in(step.model, step._optimizers, batch))
 
 
-def levers_are_off(model: nn.Module) -> bool:
+def optimizations_are_off(model: nn.Module) -> bool:
     return all("forward" not in module.__dict__ for module in model.modules())
 
 

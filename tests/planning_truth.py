@@ -43,7 +43,7 @@ def peak_of_first_call(step: anybatch.TrainStep, batch: Any) -> int:
 
 
 def peak_of_whole(subject: Subject, samples: int) -> int:
-    """Measures the whole batch in one micro-batch, without any lever."""
+    """Measures the whole batch in one micro-batch, without any memory optimization."""
     return peak_of_step(subject.step(), subject.make_batch(samples))
 
 
@@ -127,10 +127,10 @@ def brute_force(make: Callable[[], Subject], samples: int, budget: int | None = 
     """
     subject = make()
     batch = subject.make_batch(samples)
-    levers = RECOMPUTED if len(subject.blocks) > 1 else RECOMPUTED[:1]
+    optimizations = RECOMPUTED if len(subject.blocks) > 1 else RECOMPUTED[:1]
     found = []
     for size in sizes_of(subject, samples):
-        for which in levers:
+        for which in optimizations:
             with recomputed(subject.model, names_of(subject, which)):
                 found.append(Configuration(size, which, peak_of_step(_step(subject, size, samples), batch)))
     floor = min(one.peak_bytes for one in found)

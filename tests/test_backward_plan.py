@@ -49,12 +49,12 @@ def test_the_gradient_is_the_whole_one_within_the_planned_peak(
     assert results[0].micro_batches == plan.chosen.micro_batches
 
 
-def test_levers_are_off_again_also_after_an_exception(batch: torch.Tensor) -> None:
+def test_optimizations_are_off_again_also_after_an_exception(batch: torch.Tensor) -> None:
     model = blocks()
     model.append(nn.BatchNorm1d(32).double())  # not split, so that blocks are recomputed instead
     whole = anybatch.plan(model, square, batch, memory="1GiB").peak_bytes
     plan = anybatch.plan(model, square, batch, memory=int(whole * 0.9))
-    assert plan.chosen.levers
+    assert plan.chosen.optimizations
 
     def failing(model: Any, batch: Any) -> torch.Tensor:
         square(model, batch)

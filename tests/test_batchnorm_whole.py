@@ -38,8 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(rows: int = ROWS, **levers: Any) -> Plan:
-    return Plan(PlanRow(rows, 1, **levers), samples=rows)
+def plan_of(rows: int = ROWS, **optimizations: Any) -> Plan:
+    return Plan(PlanRow(rows, 1, **optimizations), samples=rows)
 
 
 def assert_whole(found: dict[str, Any], expected: dict[str, Any], steps: int = 1) -> None:
@@ -272,10 +272,12 @@ def test_checkpoints_of_the_users_own(form: str, way: str) -> None:
     model.form = form
     bare = ResNet().double()
     bare.load_state_dict(model.state_dict())
-    levers = WAYS[way]
+    optimizations = WAYS[way]
     if form.startswith("reentrant") and way == "everything":
         pytest.skip("a reentrant checkpoint runs a backward of its own, which a block around it can't follow")
-    assert_whole(stepped(model, image_loss, batch, 2, plan=plan_of(**levers)), plain(bare, image_loss, batch, 2), 2)
+    assert_whole(
+        stepped(model, image_loss, batch, 2, plan=plan_of(**optimizations)), plain(bare, image_loss, batch, 2), 2
+    )
 
 
 @pytest.mark.filterwarnings(WARNING)

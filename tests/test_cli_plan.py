@@ -342,7 +342,7 @@ def test_a_real_backward_is_planned_without_an_optimizer(folder: Path) -> None:
     assert not Path("checkpoint").exists()
     plan = Plan.from_dict(json.loads(done.stdout))
     assert plan.micro_batches > 1
-    assert not plan.chosen.levers
+    assert not plan.chosen.optimizations
     assert not plan.at_peak.get("optimizer state")
     assert f"To use it: anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})\n" in done.stderr
 

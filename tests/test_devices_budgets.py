@@ -11,7 +11,7 @@ from torch import nn
 import anybatch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.loss.accumulate import Settings
-from anybatch.parallel.devices import Devices, Lane
+from anybatch.parallel.devices import Devices, Placement
 from anybatch.parallel.modelcopies import ModelCopy
 from anybatch.planning import devices, entrance
 from anybatch.planning.devices import Target
@@ -27,8 +27,8 @@ CARDS = [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
 def shared(places: Sequence[torch.device], *, speeds: Sequence[float] = (1.0, 1.0), is_queue: bool = False) -> Devices:
-    lanes = [Lane(place, speeds[n], ModelCopy(place) if n else None) for n, place in enumerate(places)]
-    return Devices(lanes, is_queue=is_queue)
+    placements = [Placement(place, speeds[n], ModelCopy(place) if n else None) for n, place in enumerate(places)]
+    return Devices(placements, is_queue=is_queue)
 
 
 def subject_of(model: nn.Module, found: Devices | None) -> Subject:
@@ -72,7 +72,7 @@ def test_the_device_with_the_least_memory_decides(less: int, monkeypatch: pytest
 
 def test_what_a_copy_holds_already_counts_as_free_for_it() -> None:
     model, places = Net(), shared([torch.device("cpu")] * 2)
-    copy = places.lanes[1].copy
+    copy = places.placements[1].copy
     assert copy is not None
     assert copy.nbytes == 0
     copy.refresh([model])

@@ -74,10 +74,10 @@ PLACES = ["forward", "loss", "backward"]
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize("lane", [0, 1, 2])
+@pytest.mark.parametrize("placement", [0, 1, 2])
 @pytest.mark.parametrize("where", PLACES)
 def test_an_exception_is_raised_once_with_the_device_and_nothing_was_changed(
-    where: str, lane: int, side_by_side: bool
+    where: str, placement: int, side_by_side: bool
 ) -> None:
     model = small(dropout=0.2 if not side_by_side else 0.0)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,21 +85,23 @@ def test_an_exception_is_raised_once_with_the_device_and_nothing_was_changed(
     step = anybatch.TrainStep(model, loss_fn, optimizer, devices=THREE, micro_batch_size=2)
     step(numbered(12))
     assert devices_of(step).drew_on_host == {True: not side_by_side}
-    loss_fn.row = 2 * lane
+    loss_fn.row = 2 * placement
     before, threads = everything(model, optimizer, step, with_gradients=False), threading.active_count()
     with pytest.raises(ValueError, match="a bad sample") as found:
         step(numbered(12))
     assert_unchanged(everything(model, optimizer, step, with_gradients=False), before)
-    assert found.value.__notes__ == [f"in micro-batch {lane + 1} of 6 on cpu, one of 3 devices that share the batch"]
+    assert found.value.__notes__ == [
+        f"in micro-batch {placement + 1} of 6 on cpu, one of 3 devices that share the batch"
+    ]
     assert threading.active_count() == threads
     assert all(leaf.grad is None for _, leaf in copy_of(step).pairs)
     loss_fn.row = -1
     step(numbered(12))
 
 
-@pytest.mark.parametrize("lane", [0, 1, 2])
+@pytest.mark.parametrize("placement", [0, 1, 2])
 @pytest.mark.parametrize("where", PLACES)
-def test_memory_that_runs_out_on_one_device_makes_all_smaller_as_if_begun_so(where: str, lane: int) -> None:
+def test_memory_that_runs_out_on_one_device_makes_all_smaller_as_if_begun_so(where: str, placement: int) -> None:
     def out_of_memory() -> BaseException:
         return torch.OutOfMemoryError("CUDA out of memory")
 
@@ -107,14 +109,14 @@ def test_memory_that_runs_out_on_one_device_makes_all_smaller_as_if_begun_so(whe
     for fails in (True, False):
         model = small(dropout=0.3, dtype=torch.float32)
         torch.manual_seed(3)
-        loss_fn = Failing(where, 4 * lane if fails else -1, out_of_memory, above=2)
+        loss_fn = Failing(where, 4 * placement if fails else -1, out_of_memory, above=2)
         step = step_of(model, loss_fn, devices=THREE, micro_batch_size=4 if fails else 2)
         outs = [step(numbered(12, dtype=torch.float32, seed=i)) for i in range(2)]
         found.append([*gradients_of(model), *(p.detach() for p in model.parameters())])
         assert outs[0].micro_batches == outs[1].micro_batches == 6
         if fails:
             failed = outs[0].attempts[0]
-            assert (failed.outcome, failed.where) == ("out of memory", f"micro-batch {lane + 1} of 3 on cpu")
+            assert (failed.outcome, failed.where) == ("out of memory", f"micro-batch {placement + 1} of 3 on cpu")
     assert_bitwise(*found)
 
 
@@ -143,12 +145,12 @@ def test_another_error_goes_before_memory_that_runs_out() -> None:
         step(numbered(4))
 
 
-@pytest.mark.parametrize("lane", [0, 1])
-def test_ctrl_c_stops_all_devices(lane: int) -> None:
+@pytest.mark.parametrize("placement", [0, 1])
+def test_ctrl_c_stops_all_devices(placement: int) -> None:
     ran: list[int] = []
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        if is_pressed and int(batch["row"][0]) == lane:
+        if is_pressed and int(batch["row"][0]) == placement:
             press_ctrl_c()
         ran.append(int(batch["row"][0]))
         return cross_entropy(model, batch)

@@ -30,7 +30,7 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LiveBytes]]:
     def metered(worker: Any, begin: Any) -> None:
         live = LiveBytes()
         found.append(live)
-        model, copy = worker._run.task.model, worker.lane.copy
+        model, copy = worker._run.task.model, worker.placement.copy
         mine = list(model.parameters()) if copy is None else [one for _, one in copy.pairs]
         for parameter in mine:  # parameters and gradients are not activations
             parameter.grad = torch.zeros_like(parameter)
@@ -68,7 +68,7 @@ def test_nothing_of_a_micro_batch_outlives_the_step() -> None:
     batch = {"x": torch.randn(ROWS, 8), "y": torch.randint(0, CLASSES, (ROWS,))}
     step = step_of(wide(), cross_entropy, devices=THREE, micro_batch_size=4)
     step(batch)
-    copies = [lane.copy for lane in devices_of(step).lanes if lane.copy is not None]
+    copies = [placement.copy for placement in devices_of(step).placements if placement.copy is not None]
     there = [*batch.values(), *step.model.parameters(), *(copy for one in copies for _, copy in one.pairs)]
     with LiveBytes(there) as live:
         before = live.current
@@ -83,7 +83,12 @@ def test_weights_are_sent_once_a_step_into_tensors_that_are_kept(monkeypatch: py
     batch = {"x": torch.randn(ROWS, 8), "y": torch.randint(0, CLASSES, (ROWS,))}
     step = step_of(wide(), cross_entropy, devices=THREE, micro_batch_size=2)
     step(batch)
-    before = [copy.data_ptr() for lane in devices_of(step).lanes[1:] if lane.copy for _, copy in lane.copy.pairs]
+    before = [
+        copy.data_ptr()
+        for placement in devices_of(step).placements[1:]
+        if placement.copy
+        for _, copy in placement.copy.pairs
+    ]
     refreshed: list[torch.device] = []
     refresh = ModelCopy.refresh
 
@@ -94,5 +99,10 @@ def test_weights_are_sent_once_a_step_into_tensors_that_are_kept(monkeypatch: py
     monkeypatch.setattr(ModelCopy, "refresh", counted)
     step(batch)
     assert len(refreshed) == 2
-    after = [copy.data_ptr() for lane in devices_of(step).lanes[1:] if lane.copy for _, copy in lane.copy.pairs]
+    after = [
+        copy.data_ptr()
+        for placement in devices_of(step).placements[1:]
+        if placement.copy
+        for _, copy in placement.copy.pairs
+    ]
     assert before == after

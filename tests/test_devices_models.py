@@ -247,7 +247,7 @@ def test_buffers_that_a_forward_changes_are_those_of_the_first_device_and_this_i
     assert model.calls == 2
     step(batch_of(4))  # said once
     assert model.calls == 4
-    assert [one.copy is None or one.copy.changed_buffers() for one in devices_of(step).lanes] == [True, []]
+    assert [one.copy is None or one.copy.changed_buffers() for one in devices_of(step).placements] == [True, []]
 
 
 _setting: ContextVar[str] = ContextVar("setting", default="")

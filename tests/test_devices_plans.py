@@ -68,7 +68,7 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-LEVERS = [
+OPTIMIZATIONS = [
     PlanRow(5, 7),
     PlanRow(5, 7, recompute=("blocks.0", "blocks.1:3")),
     PlanRow(5, 7, head="head", loss_chunks=4),
@@ -78,8 +78,8 @@ LEVERS = [
 
 
 @pytest.mark.parametrize("devices", [TWO, THREE, {"cpu": 2, "cpu:0": 1}])
-@pytest.mark.parametrize("row", LEVERS, ids=str)
-def test_levers_on_the_copies_leave_the_gradient_of_the_whole_batch(row: PlanRow, devices: Any) -> None:
+@pytest.mark.parametrize("row", OPTIMIZATIONS, ids=str)
+def test_optimizations_on_the_copies_leave_the_gradient_of_the_whole_batch(row: PlanRow, devices: Any) -> None:
     batch = texts(33)
     model = language(dtype=torch.float64)
     expected, values = whole_gradients(model, cross_entropy, batch)
@@ -94,7 +94,7 @@ def test_levers_on_the_copies_leave_the_gradient_of_the_whole_batch(row: PlanRow
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("row", LEVERS[1:4], ids=str)
+@pytest.mark.parametrize("row", OPTIMIZATIONS[1:4], ids=str)
 def test_recomputing_and_offloading_change_no_bit(row: PlanRow, dropout: float) -> None:
     found = []
     for given in (PlanRow(5, 7), row):
@@ -140,7 +140,7 @@ def test_no_device_holds_more_than_planned(share: float, make: Any, devices: Any
     assert sum(plan_of(step).at_peak.values()) == planned
 
 
-def test_levers_make_the_other_devices_smaller_too() -> None:
+def test_optimizations_make_the_other_devices_smaller_too() -> None:
     batch, found = texts(32), {}
     for row in (PlanRow(16, 2), PlanRow(16, 2, recompute=("blocks.0:3",), head="head", loss_chunks=8)):
         model = language()
@@ -209,7 +209,7 @@ def test_each_device_gets_one_micro_batch_where_there_is_room() -> None:
     step = anybatch.TrainStep(model, square, sgd(model), memory="1GiB", devices=THREE)
     out = step(batch)
     assert (out.micro_batches, plan_of(step).micro_batch_size) == (3, 8)
-    assert not plan_of(step).chosen.levers
+    assert not plan_of(step).chosen.optimizations
     assert step.evaluate(batch).micro_batches == 3
     assert step(points(5)).micro_batches == 3  # fewer samples follow the same plan
     assert step(points(1)).micro_batches == 1
@@ -276,14 +276,14 @@ class RunsOut:
         return loss
 
 
-@pytest.mark.parametrize("lane", [0, 1])
-def test_after_memory_ran_out_it_is_bitwise_as_if_begun_so(lane: int) -> None:
+@pytest.mark.parametrize("placement", [0, 1])
+def test_after_memory_ran_out_it_is_bitwise_as_if_begun_so(placement: int) -> None:
     batch = {**texts(32), "row": torch.arange(32)}
     model, loss_fn = language(dropout=0.3), RunsOut()
     torch.manual_seed(3)
     step = anybatch.TrainStep(model, loss_fn, sgd(model), memory="1GiB", devices=TWO)
     plans = [step(batch).plan]
-    loss_fn.row = 16 * lane
+    loss_fn.row = 16 * placement
     out = step(batch)
     plans.append(out.plan)
     assert [(attempt.outcome, attempt.samples) for attempt in out.attempts] == [("out of memory", 0), ("done", 32)]

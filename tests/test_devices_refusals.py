@@ -42,9 +42,9 @@ def test_devices_that_are_not_there() -> None:
 
 
 def test_one_device_is_the_usual_way() -> None:
-    assert step_of(small(), devices=["cpu"])._lanes is None
-    assert step_of(small(), devices=None)._lanes is None
-    assert len(devices_of(step_of(small(), devices=TWO)).lanes) == 2
+    assert step_of(small(), devices=["cpu"])._placements is None
+    assert step_of(small(), devices=None)._placements is None
+    assert len(devices_of(step_of(small(), devices=TWO)).placements) == 2
 
 
 def test_a_model_that_lies_elsewhere() -> None:

@@ -199,7 +199,7 @@ def test_a_mean_whose_count_is_known_too_late_is_named(monkeypatch: pytest.Monke
     assert_measures(measured(model, as_mean, batch), expected)
 
 
-def test_under_the_levers_of_a_plan_it_is_the_same() -> None:
+def test_under_the_optimizations_of_a_plan_it_is_the_same() -> None:
     body = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(9, 6), *body, nn.Linear(6, 3)).double()
     batch = batch_of()

@@ -46,12 +46,12 @@ def test_the_whole_batch_and_what_is_chosen_under_a_third(name: str, samples: in
 
 
 @pytest.mark.parametrize("name", ["transformer", "unet", "gru", "raw_texts"])
-def test_without_levers_the_size_is_all(name: str) -> None:
+def test_without_optimizations_the_size_is_all(name: str) -> None:
     subject = FACTORIES[name]()
     batch = subject.make_batch(16)
     found = plan_of(subject, batch, peak_of_whole(FACTORIES[name](), 16) // 2, allow=())
     assert found.micro_batches > 1
-    assert not found.chosen.levers
+    assert not found.chosen.optimizations
     step = FACTORIES[name]().step(micro_batch_size=found.micro_batch_size)
     assert_accurate(found.peak_bytes, peak_of_step(step, batch), subject.tolerance)
 

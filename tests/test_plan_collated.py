@@ -182,7 +182,7 @@ def test_the_first_call_and_the_next_stay_within_the_budget(name: str, share: fl
     model = model_of(case)
     step = anybatch.TrainStep(model, case.loss_fn, sgd(model), memory=budget, collate=case.collate)
     peaks = [assert_within(step, case, samples, budget) for _ in range(2)]
-    assert len(plan_of(step).chosen.levers) + plan_of(step).chosen.micro_batches > 1
+    assert len(plan_of(step).chosen.optimizations) + plan_of(step).chosen.micro_batches > 1
     assert peaks[1] >= 0.85 * plan_of(step).peak_bytes, "so much was planned for nothing"
 
 

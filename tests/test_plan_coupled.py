@@ -178,8 +178,8 @@ def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
     for percent in (75, 60):
         budget = whole_bytes("supcon") * percent // 100
         step = subject.step()
-        settled = step._subject(Splittable([batch]))
-        planner = Planner(settled, target, patience=0.3)
+        resolved = step._subject(Splittable([batch]))
+        planner = Planner(resolved, target, patience=0.3)
         plan = planner.plan(budget)
         (search,) = planner._searches
         assert isinstance(search, CoupledSearch)

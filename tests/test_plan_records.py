@@ -89,10 +89,12 @@ def test_a_plan_comes_back_from_a_file(tmp_path: Path) -> None:
 @given(ROWS)
 def test_a_row_says_what_it_trades(row: PlanRow) -> None:
     assert PlanRow.from_dict(row.to_dict()) == row
-    assert ("recompute" in row.levers) == bool(row.recompute)
-    assert ("offload" in row.levers) == bool(row.offload)
-    assert ("chunks" in row.levers) == (row.loss_chunks > 1)
-    assert (row.levers == "") == (not row.recompute and not row.offload and row.loss_chunks == 1 and not row.autocast)
+    assert ("recompute" in row.optimizations) == bool(row.recompute)
+    assert ("offload" in row.optimizations) == bool(row.offload)
+    assert ("chunks" in row.optimizations) == (row.loss_chunks > 1)
+    assert (row.optimizations == "") == (
+        not row.recompute and not row.offload and row.loss_chunks == 1 and not row.autocast
+    )
 
 
 def test_what_a_plan_gives_is_not_what_it_holds() -> None:

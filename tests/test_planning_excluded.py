@@ -1,7 +1,7 @@
 """Blocks that can't be recomputed are left as they are, at every budget and on every way to a plan.
 
 How it could be silently wrong: the error that is meant for the planner alone reaches the user, from the search, from
-what is timed, or from the smallest way that is told where nothing fits; or such a block is in the plan.
+what is timed, or from the smallest configuration that is told where nothing fits; or such a block is in the plan.
 """
 
 import pytest

@@ -88,7 +88,7 @@ class Stub:
 
 @pytest.mark.parametrize(("first_size", "smaller_size"), [(8, 2), (8, 8), (8, 16), (8, 3), (32, 1)])
 def test_only_planned_ways_are_run_until_the_first_plan_is_back(first_size: int, smaller_size: int) -> None:
-    """Twice the micro-batch of a smaller plan under the levers of the smaller plan is a way that nobody planned."""
+    """Twice the micro-batch of a smaller plan under its memory optimizations is a way that nobody planned."""
     model = Net()
     loss_fn = RunsOut()
     step = anybatch.TrainStep(model, loss_fn, sgd(model), memory=2**30)

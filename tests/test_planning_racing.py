@@ -50,7 +50,7 @@ def test_sizes_are_climbed_to_the_fastest(begins: float, best: float, seed: int)
     assert fastest({key(one): truth[key(one)] for one in rows}, rows)[0].micro_batch_size == best
 
 
-def test_other_things_are_traded_where_that_makes_larger_micro_batches() -> None:
+def test_other_optimizations_are_taken_where_that_makes_larger_micro_batches() -> None:
     rows = [row(8, seconds=1.0), row(16, seconds=1.2), *(row(size, 8, 1.2) for size in (8, 16, 32, 64))]
     truth = {(8, 1, False): 1.0, (16, 1, False): 1.1, (8, 8, False): 1.3, (16, 8, False): 0.95, (32, 8, False): 0.8,
              (64, 8, False): 0.9}  # fmt: skip

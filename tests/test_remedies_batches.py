@@ -45,7 +45,7 @@ class Box:
 
 
 class Known(Box):
-    """One that torch was told of."""
+    """One that torch was notified of."""
 
 
 torch.utils._pytree.register_pytree_node(Known, lambda box: ([box.value], None), lambda values, _: Known(*values))

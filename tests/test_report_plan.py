@@ -100,7 +100,7 @@ def test_times_that_are_relative_are_never_shown_as_seconds() -> None:
     assert not re.search(r"\d (us|ms|s)\b", text)
 
 
-def test_facts_name_what_is_traded_and_what_it_takes() -> None:
+def test_facts_name_the_optimizations_and_what_it_takes() -> None:
     facts = dict(frontier.facts_of(PLAN))
     assert facts["recompute"] == "h.0 to h.2"
     assert facts["peak"] == "23.0 MiB predicted, 24.0 MiB allowed"
@@ -139,13 +139,13 @@ def test_modules_are_ranked_by_all_that_they_hold() -> None:
     table = frontier.modules_table(replace(PLAN, modules=(*PLAN.modules, small)), 3)
     assert [row[0] for row in table.rows] == ["big.activations", "h.9", "h.8"]
     assert table.rows[0][3] == ""
-    traded = {row[0]: row[-1] for row in frontier.modules_table(PLAN, 10).rows}
-    assert (traded["h.1"], traded["h.3"]) == ("recompute", "-")
+    optimized = {row[0]: row[-1] for row in frontier.modules_table(PLAN, 10).rows}
+    assert (optimized["h.1"], optimized["h.3"]) == ("recompute", "-")
     runs = replace(PLAN, chosen=replace(CHOSEN, recompute=("h.2:5", "k"), offload=("h.1",)))
     runs = replace(runs, modules=(*PLAN.modules, ModuleShare("k.attention", 1, 1), ModuleShare("kk", 1, 1)))
-    traded = {row[0]: row[-1] for row in frontier.modules_table(runs, 20).rows}
-    assert [name for name, verbs in traded.items() if verbs == "recompute"] == ["h.4", "h.3", "h.2", "k.attention"]
-    assert traded["h.1"] == "offload"
+    optimized = {row[0]: row[-1] for row in frontier.modules_table(runs, 20).rows}
+    assert [name for name, verbs in optimized.items() if verbs == "recompute"] == ["h.4", "h.3", "h.2", "k.attention"]
+    assert optimized["h.1"] == "offload"
     untimed = replace(PLAN, modules=(small,))
     assert "forward" not in frontier.modules_table(untimed, 3).header
 

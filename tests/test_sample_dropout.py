@@ -166,14 +166,14 @@ class _Weights(nn.Module):
 
 
 MODELS: list[Any] = [Perceptron, Convolutions, Heads, FlatTokens, DropsWeights]
-WAYS = ("plain", "reentrant", "not reentrant", "lever")
+WAYS = ("plain", "reentrant", "not reentrant", "memory optimization")
 
 
 def train(model: Any, data: Tensor, split: Sequence[Sequence[int]], way: str = "plain", seed: int = 3) -> Any:
     """The loop that people write: the gradient of the mean over the samples, and the masks by sample."""
     block: Callable[[Tensor], Tensor] = model.block
     recorded = [module for module in model.modules() if isinstance(module, Recorded)]
-    handle = recompute(model, ["block"]) if way == "lever" else None
+    handle = recompute(model, ["block"]) if way == "memory optimization" else None
     if way in ("reentrant", "not reentrant"):
 
         def block(x: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ NOTE = Observing._note
 
 
 def goes_on(rank: int, world: int) -> None:
-    """While it grows, and after it has settled, a step that was saved goes on with the sizes of one that was not."""
+    """While it grows, and after that, a step that was saved goes on with the sizes of one that was not."""
     found = []
     for saved_after in (None, 2, 7):
         model = sharded(reshards=True)(Blocks())

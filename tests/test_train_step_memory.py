@@ -1,4 +1,4 @@
-"""TrainStep keeps to its budget: it plans once and says so, whatever comes stays under it, and levers come off."""
+"""TrainStep keeps to its budget: it plans once and says so, what comes stays under it, and optimizations come off."""
 
 import copy
 import functools
@@ -21,8 +21,8 @@ from memory_steps import (
     Fake,
     Net,
     Tokens,
-    levers_are_off,
     like,
+    optimizations_are_off,
     padded,
     peak_of_call,
     plan_of,
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_whole_batch_under_any_plan() -> None:
             assert wanted is not None
             assert (parameter.grad - wanted).norm() <= RELATIVE_FLOAT64 * wanted.norm()
         assert out.loss == pytest.approx(values["loss"])
-        assert levers_are_off(own)
+        assert optimizations_are_off(own)
 
 
 def test_a_batch_that_does_not_fit_leaves_everything_as_it_was() -> None:
@@ -108,7 +108,7 @@ def test_a_batch_that_does_not_fit_leaves_everything_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_in_the_loss_takes_the_levers_off(error: type[BaseException]) -> None:
+def test_an_exception_in_the_loss_takes_the_optimizations_off(error: type[BaseException]) -> None:
     model = Net()
     broken = False
 
@@ -125,12 +125,12 @@ def test_an_exception_in_the_loss_takes_the_levers_off(error: type[BaseException
     model.blocks[0].register_forward_pre_hook(lambda *_: on.append("forward" in model.blocks[0].__dict__))
     step(batch)
     assert any(on)
-    assert levers_are_off(model)
+    assert optimizations_are_off(model)
     before = facts(model, step._optimizers, step=step)
     broken = True
     with pytest.raises(error):
         step(batch)
-    assert levers_are_off(model)
+    assert optimizations_are_off(model)
     assert different(before, facts(model, step._optimizers, step=step), but=("gradient",)) == []
 
 
@@ -295,7 +295,7 @@ def test_evaluation_goes_with_a_budget(first: bool) -> None:
     before = facts(model, [optimizer], step=step)
     assert step.evaluate(batch).loss == pytest.approx(expected, rel=1e-5)
     assert different(before, facts(model, [optimizer], step=step)) == []
-    assert levers_are_off(model)
+    assert optimizations_are_off(model)
     batch = points(16)
     step(batch)
     assert peak_of_call(step, batch) <= budget

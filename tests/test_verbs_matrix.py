@@ -55,7 +55,7 @@ def from_the_start(make: Callable[[], Program], way: Any, tmp_path: Path) -> any
 
 
 def without_subjects(make: Callable[[], Program], way: Any, tmp_path: Path) -> anybatch.Doctor:
-    """Attached to what is there, and told of nothing."""
+    """Attached to what is there, and notified of nothing."""
     steps = way(make())
     with anybatch.Doctor() as doctor:
         programs.run(steps)

@@ -118,8 +118,8 @@ def backward(
     with reducer.call("backward", parameters, adds=True):
         splittable = options.splittable(batch, may_be_empty=reducer.is_shared, is_planned=plan is not None)
         task = Task(model, loss_fn, count, settings, batch_norm, splittable, micro_batch_size, "backward")
-        with _followed(plan, options, task) as (limit, levers):
-            result = run_backward(task, parameters, limit, levers, proofs)
+        with _followed(plan, options, task) as (limit, optimizations):
+            result = run_backward(task, parameters, limit, optimizations, proofs)
     result.plan = plan
     return result
 
@@ -128,7 +128,7 @@ def run_backward(
     task: Task,
     parameters: Sequence[torch.Tensor],
     limit: SizeLimit,
-    levers: Callable[[], contextlib.AbstractContextManager[None]],
+    optimizations: Callable[[], contextlib.AbstractContextManager[None]],
     proofs: Proofs,
 ) -> StepResult:
     """Adds the gradient to what was there, or leaves everything as it was.
@@ -137,7 +137,7 @@ def run_backward(
         task: the logical batch.
         parameters: whose ``.grad`` is filled.
         limit: of the size of micro-batches.
-        levers: gives the context in which the gradient is taken.
+        optimizations: gives the context in which the gradient is taken.
         proofs: of splits of this batch.
     """
     check_hooks(parameters)
@@ -147,8 +147,8 @@ def run_backward(
         retries = Retries(splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights)
         for parts in retries:
             with retries:
-                proofs.look(task, parts, parameters, levers)
-                outcome = _attempt(task, parts, parameters, progress, before, levers)
+                proofs.look(task, parts, parameters, optimizations)
+                outcome = _attempt(task, parts, parameters, progress, before, optimizations)
         before.snapshot.look_at_weights()
         before.commit_()
     result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
@@ -162,11 +162,11 @@ def _attempt(
     parameters: Sequence[torch.Tensor],
     progress: Progress,
     before: "Before",
-    levers: Callable[[], contextlib.AbstractContextManager[None]],
+    optimizations: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Outcome:
     only = task.settings.inputs
     outside = before.take_off()
-    with levers():
+    with optimizations():
         weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
     task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)
     check_model_was_used(task.model, only, sums)

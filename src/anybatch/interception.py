@@ -31,7 +31,7 @@ class Watcher(Protocol):
     """Looks on while a model is trained, as a doctor does."""
 
     def announced(self, *subjects: Any) -> None:
-        """Is told of what a step is about to train: the model, a loss that is a module, the optimizers.
+        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers.
 
         Args:
             subjects: models and optimizers.

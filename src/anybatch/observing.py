@@ -1,4 +1,4 @@
-"""What is told of every logical batch."""
+"""What is notified of every logical batch."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Is told of every logical batch, after its update; recorders and progress bars hang on this.
+    """Is notified of every logical batch, after its update; recorders and progress bars hang on this.
 
     Example:
         >>> def observer(step: "TrainStep", result: StepResult) -> None:

@@ -114,8 +114,8 @@ class RepeatedBackward:
                 options.micro_batch_size, "backward", is_planned=is_planned,
             )  # fmt: skip
             with self._planned(splittable, parameters):
-                result = run_backward(task, parameters, self._limit, self._levers, self._proofs)
-        self._limit.settle(splittable.largest)
+                result = run_backward(task, parameters, self._limit, self._optimizations, self._proofs)
+        self._limit.resolve(splittable.largest)
         if result.skipped and settings.scaler is not None:
             settings.scaler.scale(torch.zeros((), device=settings.device))  # nothing may have been scaled so far
             _fill_with_zeros(parameters)
@@ -146,7 +146,7 @@ class RepeatedBackward:
         finally:
             follower.release()
 
-    def _levers(self) -> contextlib.AbstractContextManager[None]:
+    def _optimizations(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
 
     def _subject(self, splittable: Splittable) -> "Subject":

@@ -162,7 +162,7 @@ class TrainStep:
         self._follower = self._following(memory, plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        self._lanes = _lanes_of(devices, model, loss_fn)
+        self._placements = _lanes_of(devices, model, loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, options.inputs)
         self._boundary = Boundary(
@@ -262,7 +262,7 @@ class TrainStep:
                 for parts in retries:
                     with retries:
                         outcome = self._attempt(task, parts, parameters, progress, before)
-                self._limit.settle(splittable.largest)
+                self._limit.resolve(splittable.largest)
             result = outcome.result(retries.failed, splittable.rows)
         result.proof, result.layout = self._proofs.latest, self.layout
         result.plan = None if self._follower is None else self._follower.plan
@@ -273,7 +273,7 @@ class TrainStep:
     ) -> Outcome:
         """Takes the gradient in these micro-batches, and steps once."""
         boundary, reducer = self._boundary, task.settings.reducer
-        self._proofs.look(task, parts, parameters, self._levers, clear=boundary.zero_, update=self.updates)
+        self._proofs.look(task, parts, parameters, self._optimizations, clear=boundary.zero_, update=self.updates)
         carried = getattr(task.loss_fn, "carried", None)
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
@@ -302,7 +302,7 @@ class TrainStep:
     ) -> tuple[Weights, Sums, str]:
         """Fills ``.grad``; gives the reason if there is nothing to update with."""
         self._boundary.zero_()
-        with gradients_aside(), self._levers():
+        with gradients_aside(), self._optimizations():
             weights, sums = run_pass(task, parts, parameters, progress)
         if progress.watch is not NOBODY:
             progress.watch.on_sums(weights, sums)
@@ -402,7 +402,7 @@ class TrainStep:
     def _followed(self, follower: "AnyFollower", splittable: Splittable) -> Iterator[None]:
         try:
             follower.prepare(splittable, self._boundary.zero_)
-            with follower.confirmed(self._settings.device, self._lanes):
+            with follower.confirmed(self._settings.device, self._placements):
                 yield
         finally:
             follower.release()
@@ -415,19 +415,26 @@ class TrainStep:
         options = self._options
         return Task(
             self.model, self.loss_fn, options.count, self._settings, options.batch_norm, splittable,
-            self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._lanes,
-            levers=None if self._lanes is None or self._follower is None else self._follower.applied,
+            self._limit.ceiling, "TrainStep", is_planned=self._follower is not None, devices=self._placements,
+            optimizations=None if self._placements is None or self._follower is None else self._follower.applied,
             modules=before.models, every_module=before.modules,
         )  # fmt: skip
 
     def _subject(self, splittable: Splittable) -> "Subject":
         """What a plan is made for."""
         return subject_of(
-            self._options, self._settings, splittable, self._optimizers, self._options.clip_norm, devices=self._lanes
+            self._options,
+            self._settings,
+            splittable,
+            self._optimizers,
+            self._options.clip_norm,
+            devices=self._placements,
         )
 
-    def _levers(self) -> AbstractContextManager[None]:
-        if self._follower is None or self._lanes is not None:  # a pass over several devices has levers on each
+    def _optimizations(self) -> AbstractContextManager[None]:
+        if (
+            self._follower is None or self._placements is not None
+        ):  # over several devices each has its own optimizations
             return contextlib.nullcontext()
         return self._follower.applied(self.model)
 
@@ -445,15 +452,17 @@ class TrainStep:
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
         settings.reducer = reducer_of(self.model, group, device, settings.reducer)
-        if self._lanes is not None:
-            check_devices([lane.device for lane in self._lanes.lanes], self._follower, settings.reducer, group)
-            self._lanes.check(self.model, self.loss_fn)
+        if self._placements is not None:
+            check_devices(
+                [placement.device for placement in self._placements.placements], self._follower, settings.reducer, group
+            )
+            self._placements.check(self.model, self.loss_fn)
 
     def _splittable(self, batch: Any) -> Splittable:
         found = self._options.splittable(
             batch, may_be_empty=self._settings.reducer.is_shared, is_planned=self._follower is not None
         )
-        found.most = None if self._lanes is None else self._lanes.most(found)
+        found.most = None if self._placements is None else self._placements.most(found)
         return found
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
@@ -507,13 +516,13 @@ class TrainStep:
         try:
             retries = Retries(splittable, self._evaluation_limit, before.restore, progress, reducer)
             for parts in retries:
-                with retries, self._levers():
+                with retries, self._optimizations():
                     weights, sums = run_pass(task, parts, (), progress, differentiate=False)
                     reducer.reduce_(sums, ())
         finally:
             for module in training:
                 module.training = True
-        self._evaluation_limit.settle(splittable.largest)
+        self._evaluation_limit.resolve(splittable.largest)
         return Outcome(weights, sums, parts).result(retries.failed, splittable.rows)
 
     def state_dict(self) -> dict[str, Any]:

@@ -374,7 +374,7 @@ class _Surveyor:
             self._collect(child.value, label + child.label, (*path, child.key), dim, into)
 
     def _count_rows(self, batch: Any) -> int:
-        self._settle_tuples()
+        self._resolve_tuples()
         if self._leaves:
             return _agreed(self._leaves)
         counted = [*self._lists, *(found for found, _ in self._tuples if found.dotted in self._samples)]
@@ -395,7 +395,7 @@ class _Surveyor:
         self._lists_hold_samples = sizes != {rows}
         return rows
 
-    def _settle_tuples(self) -> None:
+    def _resolve_tuples(self) -> None:
         """Finds out which tuples hold samples; the tensors in the others are leaves of the batch."""
         outside = {found.rows for found in self._leaves}
         sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}

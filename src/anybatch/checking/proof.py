@@ -15,7 +15,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import MOST, Cut, cuts_between, cuts_inside, cuts_of_groups
-from anybatch.checking.trial import Difference, Levers, Trial, surroundings
+from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
@@ -37,7 +37,11 @@ Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
 
 
 def prove(
-    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], levers: Levers, update: int | None
+    task: Task,
+    parts: Sequence[Part],
+    parameters: Sequence[torch.Tensor],
+    optimizations: Optimizations,
+    update: int | None,
 ) -> tuple[Proof, Reason | None] | None:
     """Proves that a step may split its batch.
 
@@ -45,7 +49,7 @@ def prove(
         task: the logical batch and how to go through it.
         parts: how the step splits it, into several.
         parameters: that get a gradient.
-        levers: gives what a plan trades for memory.
+        optimizations: gives the memory optimizations of a plan.
         update: how many updates were applied before.
 
     Returns:
@@ -56,7 +60,7 @@ def prove(
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
-        found = _found(Trial(task, parameters, levers), task, parts)
+        found = _found(Trial(task, parameters, optimizations), task, parts)
     if found is None:
         return None
     proof, reason = found

@@ -50,7 +50,7 @@ class Proofs:
         task: Task,
         parts: Sequence[Part],
         parameters: Sequence[torch.Tensor],
-        levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        optimizations: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         clear: Callable[[], None] = lambda: None,
         update: int | None = None,
@@ -61,7 +61,7 @@ class Proofs:
             task: the logical batch and how to go through it.
             parts: how it is split.
             parameters: that get a gradient.
-            levers: gives what a plan trades for memory.
+            optimizations: gives the memory optimizations of a plan.
             clear: takes gradients off that nobody needs any more.
             update: how many updates were applied before.
 
@@ -69,7 +69,7 @@ class Proofs:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
         if task.settings.reducer.is_sharded and not trial.get():
-            self._look_together(task, parts, parameters, levers, clear, update)
+            self._look_together(task, parts, parameters, optimizations, clear, update)
             return
         if self.verify == "off" or len(parts) < 2 or trial.get():
             return
@@ -83,7 +83,7 @@ class Proofs:
         from anybatch.checking.proof import prove
 
         clear()
-        found = prove(task, parts, parameters, levers, update)
+        found = prove(task, parts, parameters, optimizations, update)
         if found is None:
             return
         self._conclude(*found, task)
@@ -108,7 +108,7 @@ class Proofs:
         task: Task,
         parts: Sequence[Part],
         parameters: Sequence[torch.Tensor],
-        levers: Callable[[], AbstractContextManager[Any]],
+        optimizations: Callable[[], AbstractContextManager[Any]],
         clear: Callable[[], None],
         update: int | None,
     ) -> None:
@@ -120,7 +120,7 @@ class Proofs:
             from anybatch.checking.together import prove_together
 
             clear()
-            proof, reason = prove_together(task, parts, parameters, levers, update)
+            proof, reason = prove_together(task, parts, parameters, optimizations, update)
             if self.verify != "off":
                 self._conclude(proof, reason, task)
                 self.latest = proof

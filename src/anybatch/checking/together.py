@@ -15,7 +15,7 @@ from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL
-from anybatch.checking.trial import Levers, Trial, surroundings
+from anybatch.checking.trial import Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
 from anybatch.records.certificates import Reason
@@ -27,7 +27,11 @@ _TRIES = 2  # once more if ranks that run other units gather everything from the
 
 
 def prove_together(
-    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], levers: Levers, update: int | None
+    task: Task,
+    parts: Sequence[Part],
+    parameters: Sequence[torch.Tensor],
+    optimizations: Optimizations,
+    update: int | None,
 ) -> tuple[Proof, Reason | None]:
     """Proves that a step may split its batch; all ranks call it, whatever they split.
 
@@ -35,7 +39,7 @@ def prove_together(
         task: the logical batch and how to go through it.
         parts: how the step splits it on this rank.
         parameters: that get a gradient.
-        levers: gives what is on while a gradient is taken.
+        optimizations: gives what is on while a gradient is taken.
         update: how many updates were applied before.
 
     Returns:
@@ -43,7 +47,7 @@ def prove_together(
     """
     note = ""
     with surroundings():
-        trial = Trial(task, parameters, levers, task.settings.reducer)
+        trial = Trial(task, parameters, optimizations, task.settings.reducer)
         for _ in range(_TRIES):
             failure = None
             try:

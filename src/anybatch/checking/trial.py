@@ -42,7 +42,7 @@ ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
-Levers = Callable[[], AbstractContextManager[Any]]
+Optimizations = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,20 @@ class Trial:
     Args:
         task: of the step.
         parameters: that get a gradient.
-        levers: gives what a plan trades for memory.
+        optimizations: gives the memory optimizations of a plan.
         reducer: the processes that run the same cuts together; ``None`` for this one alone.
     """
 
     def __init__(
-        self, task: Task, parameters: Sequence[torch.Tensor], levers: Levers, reducer: Reducer | None = None
+        self,
+        task: Task,
+        parameters: Sequence[torch.Tensor],
+        optimizations: Optimizations,
+        reducer: Reducer | None = None,
     ) -> None:
         self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
         self._numbers: _StandIns | None = None
-        self._task, self.parameters, self._levers = task, list(parameters), levers
+        self._task, self.parameters, self._optimizations = task, list(parameters), optimizations
         self._modules = list(
             {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
         )
@@ -262,14 +266,14 @@ class Trial:
             kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
         )  # fmt: skip
         own = replace(
-            task, settings=settings, splittable=turns.collated(cut.splittable), devices=None, levers=None,
+            task, settings=settings, splittable=turns.collated(cut.splittable), devices=None, optimizations=None,
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
         )  # fmt: skip
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         no_dropout = _without_dropout(self._every_module)
         with self.undisturbed(outside), substitution or contextlib.nullcontext(), no_dropout:
-            with self._levers():
+            with self._optimizations():
                 _, sums = run_pass(
                     own, parts, self.parameters, Progress(), outside=outside, differentiate=differentiate
                 )
@@ -293,12 +297,13 @@ class Trial:
         turns = _Turns(self._numbers, rows, parts or [Part((), 0)])
         splittable = task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable)
         own = replace(
-            task, settings=replace(task.settings, scaler=None, policy="native"), splittable=splittable, levers=None,
+            task, settings=replace(task.settings, scaler=None, policy="native"), splittable=splittable,
+            optimizations=None,
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=False),
         )  # fmt: skip
         with self.undisturbed(), self._numbers:
-            with self._levers():
+            with self._optimizations():
                 _, sums = run_pass(own, parts or [], self.parameters, Progress())
             self._reducer.reduce_(sums, self.parameters)
             self._reducer.listen()

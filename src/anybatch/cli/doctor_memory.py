@@ -83,7 +83,7 @@ def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
 
 def _way(plan: Plan) -> str:
     many = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.micro_batch_size:g}"
-    return f"{many}, {plan.chosen.levers}" if plan.chosen.levers else many
+    return f"{many}, {plan.chosen.optimizations}" if plan.chosen.optimizations else many
 
 
 def _plan(found: "FoundStep", budget: int) -> Plan:

@@ -233,7 +233,7 @@ def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: 
     verb = "TrainStep" if facts["updates"] else "backward"
     if output is not None:
         return f'anybatch.{verb}(..., plan=anybatch.Plan.load("{output}"))'
-    if not facts["updates"] and plan.chosen.levers:
+    if not facts["updates"] and plan.chosen.optimizations:
         return 'save it with -o plan.json, then anybatch.backward(..., plan=anybatch.Plan.load("plan.json"))'
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"

@@ -26,12 +26,12 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
         notes: more sentences about it.
     """
     row = plan.plan.chosen
-    levers = f", {row.levers}" if row.levers else ""
+    optimizations = f", {row.optimizations}" if row.optimizations else ""
     many = "micro-batch" if row.micro_batches == 1 else "micro-batches"
     print_words(
         console,
         f"{plan.ranks} ranks, {_WAYS[plan.shard]}: {row.micro_batches} {many} of {row.micro_batch_size:g} on each"
-        f"{levers}",
+        f"{optimizations}",
         style="bold green",
     )
     console.print()

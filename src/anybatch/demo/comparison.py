@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.backpropagation import backward
 from anybatch.demo.facts import GradientComparison, Method
 from anybatch.demo.transformer import next_byte_loss
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.meter import LiveBytes
 from anybatch.records.plans import Plan, PlanRow
 
@@ -28,7 +28,7 @@ class Ways:
     """The ways to fill ``.grad`` that are compared.
 
     Args:
-        planned: the size of the micro-batches, and what is traded for memory.
+        planned: the size of the micro-batches, and the memory optimizations.
     """
 
     planned: PlanRow
@@ -43,14 +43,14 @@ class Ways:
         next_byte_loss(model, batch).backward()
 
     def split(self, model: nn.Module, batch: Batch) -> None:
-        """``anybatch.backward``, with what the plan trades for memory."""
-        traded = self.planned
-        with apply_levers(
+        """``anybatch.backward``, with the memory optimizations of the plan."""
+        optimized = self.planned
+        with apply_optimizations(
             model,
-            recompute=traded.recompute,
-            offload=traded.offload,
-            head=traded.head,
-            loss_chunks=traded.loss_chunks,
+            recompute=optimized.recompute,
+            offload=optimized.offload,
+            head=optimized.head,
+            loss_chunks=optimized.loss_chunks,
         ):
             # Each way is one pass here, beside which the proof of the first split would be seen.
             backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size, verify="off")
@@ -170,7 +170,7 @@ def compare_gradients(
         parameters=exact.numel(),
         memory_bytes=plan.budget,
         micro_batch_size=ways.micro_batch_size,
-        traded=plan.chosen.levers,
+        optimized=plan.chosen.optimizations,
         bound=2 * methods["whole"].error + _FLOAT32_ROUNDING * math.sqrt(micro_batches),
         float64_difference=float64_difference,
         **methods,

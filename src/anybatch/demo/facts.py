@@ -58,7 +58,7 @@ class GradientComparison:
         parameters: how many numbers the gradient has.
         memory_bytes: the memory that the demonstration pretends to have.
         micro_batch_size: samples in a micro-batch at most, as planned for that memory.
-        traded: what else the plan trades for memory, in words; empty if nothing.
+        optimized: the other memory optimizations of the plan, in words; empty if nothing.
         whole: the whole batch at once.
         split: ``anybatch.backward``, as planned.
         loop: the loop that divides the mean loss of each micro-batch by their number.
@@ -71,7 +71,7 @@ class GradientComparison:
     parameters: int
     memory_bytes: int
     micro_batch_size: int
-    traded: str
+    optimized: str
     whole: Method
     split: Method
     loop: Method

@@ -44,9 +44,9 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
         "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in "
         "more and smaller operations; the loop shows what that costs by itself."
     )
-    if comparison.traded:
-        time += f" As planned, {comparison.split.name} also trades time for memory, which the loop does not: "
-        time += f"{comparison.traded}."
+    if comparison.optimized:
+        time += f" As planned, {comparison.split.name} also spends time to save memory, which the loop does not: "
+        time += f"{comparison.optimized}."
     notes.append(("time", time))
     rest = comparison.samples % size
     if rest and comparison.loop.error > comparison.bound:

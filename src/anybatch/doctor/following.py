@@ -68,7 +68,7 @@ class Follower(TorchFunctionMode):
         departures: numbers that left the tensors.
         operations: for each operation with a parameter in it: its name, where, and the bits with and without a graph.
         frozen: where ``requires_grad`` was switched off, by the ``id`` of the tensor.
-        before_write: is told of tensors that are about to be written to.
+        before_write: is notified of tensors that are about to be written to.
     """
 
     def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:

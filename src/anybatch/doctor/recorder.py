@@ -203,7 +203,7 @@ class Doctor:
             self._backward.gave(items)
 
     def __call__(self, step: Any, result: Any) -> None:
-        """Is told of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
+        """Is notified of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
 
         Args:
             step: a ``TrainStep``.

@@ -85,7 +85,7 @@ class Observers:
     """Several observers as one: a log and a doctor, for ``TrainStep(recorder=...)``.
 
     Args:
-        *observers: each is told of every logical batch.
+        *observers: each is notified of every logical batch.
 
     Example:
         >>> Observers(Log(), Log()) is not None

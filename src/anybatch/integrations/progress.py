@@ -48,7 +48,7 @@ class ProgressBar:
         self._bar: Any = None
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Is told of a logical batch."""
+        """Is notified of a logical batch."""
         now = time.perf_counter()
         if not is_first_rank() or now - self._shown < self._seconds:
             return

@@ -131,7 +131,7 @@ class Accumulation:
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs.
         rows: the samples of each micro-batch, ``None`` of one that can't be cut.
-        outside: is told of leaves that are not in ``parameters``, or ``None``.
+        outside: is notified of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         places: where each micro-batch lies, for a loss function that gives pieces.
         modules: all that the loss runs through; looked for if they are not given.

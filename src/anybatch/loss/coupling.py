@@ -182,7 +182,7 @@ class CoupledPass:
         parameters: whose ``.grad`` is filled; empty at the start.
         settings: precision, scaling, inputs, kept graphs.
         samples: positions in the logical batch, for each micro-batch.
-        outside: is told of leaves that are not in ``parameters``, or ``None``.
+        outside: is notified of leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
     """
 
@@ -216,7 +216,7 @@ class CoupledPass:
         Args:
             batches: the micro-batches, on the device.
             again: gives one of them once more, by its number.
-            whole: gives the batch that the loss looks at; over several processes, told of its rows and of the batches
+            whole: gives the batch that the loss looks at; over several processes it is given its rows and the batches
                 of all of them.
 
         Returns:

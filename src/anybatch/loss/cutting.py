@@ -23,7 +23,7 @@ class Restriction(NamedTuple):
 
     Args:
         inputs: the only tensors that get a gradient, or ``None`` for all.
-        outside: is told of leaves that nobody named, or ``None``.
+        outside: is notified of leaves that nobody named, or ``None``.
         micro_batches: in how many the batch is split.
         scale: what losses are multiplied by beside their weight, or ``None``.
     """

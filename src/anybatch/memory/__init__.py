@@ -1,1 +1,1 @@
-"""What a step takes, and what is traded for it: checkpointing, offload, a loss in chunks."""
+"""What a step takes, and how it is lowered: checkpointing, offload, a loss in chunks."""

@@ -1,4 +1,4 @@
-"""All levers at once, put on and taken off together."""
+"""All memory optimizations at once, put on and taken off together."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from anybatch.memory.losschunks import ChunkedLoss, chunk_loss
 from anybatch.memory.offloading import offload
 
 
-def apply_levers(
+def apply_optimizations(
     model: torch.nn.Module,
     *,
     recompute: Iterable[str] = (),
@@ -22,7 +22,7 @@ def apply_levers(
     simulate_offload: bool = False,
     pool: HostPool | None = None,
 ) -> "Applied":
-    """Puts levers on a model.
+    """Puts memory optimizations on a model.
 
     Args:
         model: the model.
@@ -84,10 +84,10 @@ def _apply(
 
 
 class Applied(Handle):
-    """Takes the levers of ``apply_levers`` off again.
+    """Takes the memory optimizations of ``apply_optimizations`` off again.
 
     Args:
-        handles: of the levers.
+        handles: of the optimizations.
     """
 
     def __init__(self, handles: list[Handle]) -> None:

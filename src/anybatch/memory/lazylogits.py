@@ -13,8 +13,8 @@ from anybatch.memory.chunks import refuse_second_derivative
 from anybatch.memory.replay import Autocast
 
 
-class Lever(Protocol):
-    """What knows how the loss is to be computed, and is told of it."""
+class Optimization(Protocol):
+    """What knows how the loss is to be computed, and is notified of it."""
 
     chunks: int
     taken: int
@@ -29,7 +29,7 @@ class Product:
         weight: of shape ``[classes, features]``.
         bias: of shape ``[classes]``, or ``None``.
         dtype: of the result.
-        lever: is told when the product is computed after all.
+        optimization: is told when the product is computed after all.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Product:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        lever: Lever,
+        optimization: Optimization,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.dtype = dtype
@@ -47,7 +47,7 @@ class Product:
             t is not None and t.requires_grad for t in (hidden, weight, bias)
         )
         self._versions = self._now()
-        self.lever = lever
+        self.optimization = optimization
         self.is_taken = False
         self._result: torch.Tensor | None = None
         self._views: list[weakref.ref[LazyLogits]] = []
@@ -75,7 +75,7 @@ class Product:
             self.check()
             with torch.set_grad_enabled(self.with_gradient), self.autocast.again():
                 self._result = F.linear(self.hidden, self.weight, self.bias)
-            self.lever.computed += 1
+            self.optimization.computed += 1
         return self._result
 
     def add_view(self, view: "LazyLogits") -> None:
@@ -94,7 +94,7 @@ class LazyLogits(torch.Tensor):
     """Stands for the result of a linear layer, in another shape, order or precision perhaps.
 
     Its shape, dtype and device are there. Anything else computes the result and goes on with that, but for operations
-    that only move or select rows, and for what the lever does with it.
+    that only move or select rows, and for what the memory optimization does with it.
     """
 
     product: Product

@@ -108,14 +108,14 @@ def _cross_entropy(
     product.check()
     task = Task(
         target=target, class_weights=weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=label_smoothing, chunks=product.lever.chunks, dtype=product.dtype, casts=input.casts,
+        label_smoothing=label_smoothing, chunks=product.optimization.chunks, dtype=product.dtype, casts=input.casts,
         autocast=Autocast({"cpu", input.device.type}),
     )  # fmt: skip
     rows = input.rows.reshape(-1, input.rows.shape[-1])
     with torch.set_grad_enabled(torch.is_grad_enabled() and product.with_gradient):
         loss = chunked_cross_entropy(task, rows, product.weight, product.bias)
     product.is_taken = True
-    product.lever.taken += not in_backward()  # a block that is recomputed takes its loss again
+    product.optimization.taken += not in_backward()  # a block that is recomputed takes its loss again
     return loss
 
 

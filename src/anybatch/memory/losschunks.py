@@ -15,7 +15,7 @@ from anybatch.tensors.graph import is_transformed
 def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
     """Computes the cross-entropy of an output layer for a part of the rows at a time, with unchanged user code.
 
-    While the lever is on, the layer's result is computed only when somebody looks at its numbers. Where it goes into
+    While this is on, the layer's result is computed only when somebody looks at its numbers. Where it goes into
     ``F.cross_entropy`` with classes as the target, through nothing but changes of shape, order and precision and
     selections of rows, the logits of one chunk are there at a time, and their gradient is computed with them. Every
     other use gets the ordinary logits. Gradients of low precision are added up in float32.
@@ -26,7 +26,7 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
         chunks: how many parts the rows are split into.
 
     Returns:
-        A handle that takes the lever off and says how often it was of use.
+        A handle that takes the memory optimization off and says how often it was of use.
 
     Raises:
         BatchError: the head is no plain ``torch.nn.Linear``, or ``chunks`` is below 1; nothing is changed.
@@ -48,8 +48,8 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
             f"the head {head!r} is a {type(linear).__name__}; expected a torch.nn.Linear with its own forward, whose "
             "result goes into the cross-entropy"
         )
-    lever = _Head(linear, chunks)
-    return ChunkedLoss([place.put_on(lever, INSTEAD)], lever)
+    optimization = _Head(linear, chunks)
+    return ChunkedLoss([place.put_on(optimization, INSTEAD)], optimization)
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -71,22 +71,22 @@ class ChunkedLoss(Handle):
 
     Args:
         undo: what takes it off.
-        lever: counts.
+        optimization: counts.
     """
 
-    def __init__(self, undo: Iterable[Callable[[], None]], lever: "_Head") -> None:
+    def __init__(self, undo: Iterable[Callable[[], None]], optimization: "_Head") -> None:
         super().__init__(undo)
-        self._lever = lever
+        self._optimization = optimization
 
     @property
     def taken(self) -> int:
         """How many calls of the cross-entropy were computed in chunks."""
-        return self._lever.taken
+        return self._optimization.taken
 
     @property
     def computed(self) -> int:
         """How many times all logits were computed after all, since something else looked at them."""
-        return self._lever.computed
+        return self._optimization.computed
 
 
 class _Head:

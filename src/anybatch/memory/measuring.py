@@ -74,7 +74,7 @@ def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer= got {type(one).__name__}, expected a torch.optim.Optimizer or a list of them; what only "
-                "looks like an optimizer is not told of its steps, so leave it out, and its state counts as other bytes"
+                "looks like an optimizer is not notified of steps, so leave it out, and its state counts as other bytes"
             )
     return given
 

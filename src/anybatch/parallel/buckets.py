@@ -124,7 +124,7 @@ def ready_to_sum(
         lost: makes the error for a process that does not answer.
 
     Returns:
-        A function that sums once, told of each tensor whether any process has a gradient of it.
+        A function that sums once, notified of each tensor whether any process has a gradient of it.
     """
     for tensor in tensors:
         if tensor.grad is None and tensor.requires_grad:

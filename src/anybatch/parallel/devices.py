@@ -16,7 +16,7 @@ from anybatch.parallel.modelcopies import ModelCopy, check_copyable
 from anybatch.tensors.modules import modules_behind
 
 
-class Lane(NamedTuple):
+class Placement(NamedTuple):
     """A device and what belongs to it.
 
     Args:
@@ -34,7 +34,7 @@ class Devices:
     """The devices of one process that share the micro-batches of a logical batch.
 
     Args:
-        lanes: the first one is where the model lies.
+        placements: the first one is where the model lies.
         is_queue: whether a device takes the next micro-batch when it is done, so that who runs which differs from run
             to run.
 
@@ -45,8 +45,8 @@ class Devices:
         was_warned: whether something was said about buffers.
     """
 
-    def __init__(self, lanes: Sequence[Lane], *, is_queue: bool = False) -> None:
-        self.lanes = list(lanes)
+    def __init__(self, placements: Sequence[Placement], *, is_queue: bool = False) -> None:
+        self.placements = list(placements)
         self.is_queue = is_queue
         self.drew_on_host: dict[bool, bool] = {}
         self.is_checked = False
@@ -55,12 +55,12 @@ class Devices:
     @property
     def home(self) -> torch.device:
         """Where the model lies."""
-        return self.lanes[0].device
+        return self.placements[0].device
 
     @property
     def copies(self) -> list[ModelCopy]:
         """The copies of the model on the other devices."""
-        return [lane.copy for lane in self.lanes if lane.copy is not None]
+        return [placement.copy for placement in self.placements if placement.copy is not None]
 
     def most(self, splittable: Splittable) -> float:
         """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
@@ -68,7 +68,9 @@ class Devices:
         Args:
             splittable: the logical batch.
         """
-        share = min(lane.speed for lane in self.lanes) / sum(lane.speed for lane in self.lanes)
+        share = min(placement.speed for placement in self.placements) / sum(
+            placement.speed for placement in self.placements
+        )
         if splittable.has_costs:
             return max(1.0, splittable.largest * share)
         return max(1, math.ceil(splittable.rows * share * (1 - 1e-12)))
@@ -88,16 +90,18 @@ class Devices:
         """
         if self.is_queue:
             queue: SimpleQueue[int] = SimpleQueue()
-            for number in (*range(len(parts)), *(-1 for _ in self.lanes)):
+            for number in (*range(len(parts)), *(-1 for _ in self.placements)):
                 queue.put(number)
-            return [iter(queue.get, -1) for _ in self.lanes]
+            return [iter(queue.get, -1) for _ in self.placements]
         return [iter(numbers) for numbers in self._shares(parts)]
 
     def _shares(self, parts: Sequence[Part]) -> list[list[int]]:
-        loads = [0.0] * len(self.lanes)
-        found: list[list[int]] = [[] for _ in self.lanes]
+        loads = [0.0] * len(self.placements)
+        found: list[list[int]] = [[] for _ in self.placements]
         for number, part in enumerate(parts):
-            ends = [(load + part.cost) / lane.speed for load, lane in zip(loads, self.lanes, strict=True)]
+            ends = [
+                (load + part.cost) / placement.speed for load, placement in zip(loads, self.placements, strict=True)
+            ]
             first = ends.index(min(ends))
             loads[first] += part.cost
             found[first].append(number)
@@ -120,16 +124,16 @@ class Devices:
             parts: the micro-batches.
             one: gives the time of a micro-batch on the first device by its cost.
         """
-        first = self.lanes[0].speed
-        ends = zip(self._shares(parts), self.lanes, strict=True)
-        return max(sum(one(parts[n].cost) for n in numbers) * first / lane.speed for numbers, lane in ends)
+        first = self.placements[0].speed
+        ends = zip(self._shares(parts), self.placements, strict=True)
+        return max(sum(one(parts[n].cost) for n in numbers) * first / placement.speed for numbers, placement in ends)
 
     @property
     def in_words(self) -> str:
         """What decides who runs which micro-batch: how many devices there are, and their speeds."""
         if self.is_queue:
-            return f"{len(self.lanes)} that take from a queue"
-        speeds = [lane.speed for lane in self.lanes]
+            return f"{len(self.placements)} that take from a queue"
+        speeds = [placement.speed for placement in self.placements]
         if len(set(speeds)) == 1:
             return str(len(speeds))
         return f"{len(speeds)} with speeds {', '.join(f'{speed:g}' for speed in speeds)}"
@@ -169,7 +173,7 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 
     Example:
         >>> found = devices_of_argument(["cpu", "cpu"], torch.nn.Linear(2, 1), None)
-        >>> [lane.device.type for lane in found.lanes]
+        >>> [placement.device.type for placement in found.placements]
         ['cpu', 'cpu']
     """
     if devices is None:
@@ -201,9 +205,9 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
             "this version; leave devices= out, or start one process a device with torchrun"
         )
     order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
-    lanes = [Lane(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
+    placements = [Placement(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
     kinds = {_kind_of(one) for one in found}
-    result = Devices(lanes, is_queue=len(kinds) > 1 and not isinstance(devices, Mapping))
+    result = Devices(placements, is_queue=len(kinds) > 1 and not isinstance(devices, Mapping))
     result.check(model, loss_fn)
     return result
 

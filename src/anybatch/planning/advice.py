@@ -96,7 +96,7 @@ def does_not_fit(
 
 
 def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int, why_whole: str = "") -> DoesNotFit:
-    """The error where not even the smallest way runs for real; what it needs is not known to its end."""
+    """The error where not even the smallest configuration runs for real; what it needs is not known to its end."""
     least = least_budget(reached, usable, beside)
     return DoesNotFit(
         f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
@@ -115,7 +115,7 @@ def _less_state(history: History | None, has_state: bool) -> str:
 
 
 def _history_remedy(history: History, excess: int) -> str:
-    """Says what to do where an optimizer keeps a history, and the smallest way takes too much."""
+    """Says what to do where an optimizer keeps a history, and the smallest configuration takes too much."""
     fits = history.largest_within(excess)
     way = f"history_size={fits} fits" if fits else "even history_size=1 does not fit; use another optimizer"
     return (
@@ -129,7 +129,8 @@ def _begun(smallest: PlanRow, budget: int, needed: int, usable: Callable[[int], 
     """Says what was given and what is needed; for the arguments see ``does_not_fit``."""
     free = budget - usable(budget)
     kept = f" ({format_bytes(free)} of it is kept free)" if free > 0 else ""
-    way = f"the smallest way ({smallest.levers or 'nothing traded'}, micro-batches of {smallest.micro_batch_size:g})"
+    how = smallest.optimizations or "no memory optimization"
+    way = f"the smallest configuration ({how}, micro-batches of {smallest.micro_batch_size:g})"
     text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
     text += format_bytes(smallest.peak_bytes + beside)
     if smallest.reserved_bytes:

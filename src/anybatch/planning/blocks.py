@@ -92,7 +92,7 @@ class Span:
 
 @contextmanager
 def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recording) -> Iterator[list[Span]]:
-    """Notes where the forwards of blocks begin and end, but for those in which no lever is of use.
+    """Notes where the forwards of blocks begin and end, but for those in which no memory optimization is of use.
 
     Returns:
         A context whose value fills with the runs, in the order in which they ended.

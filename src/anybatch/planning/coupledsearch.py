@@ -1,4 +1,4 @@
-"""The search for a coupled loss: how many micro-batches keep their graph, beside what is traded for memory.
+"""The search for a coupled loss: how many micro-batches keep their graph, beside the memory optimizations.
 
 With N micro-batches of which k keep their graph, an encoder whose forward takes F and whose backward takes B for each,
 and a loss that takes L, a logical batch takes N (F + B) + (N - k) F + L. Blocks that are recomputed or offloaded make a
@@ -32,9 +32,9 @@ from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**62  # an encoder that does not fit as it is may do so with blocks traded
+_NO_LIMIT = 2**62  # an encoder that does not fit as it is may do so with blocks checkpointed or offloaded
 _FORWARD = 1 / 3  # of the time of linear layers: the backward multiplies twice
-_MOST_TRADED = 8  # ways with blocks traded that are looked at in one search
+_MOST_OPTIMIZED = 8  # ways with blocks checkpointed or offloaded that are looked at in one search
 _NEVER = float("inf")
 
 
@@ -44,7 +44,7 @@ class CoupledSearch(Search):
     Args:
         subject: what is planned, with a coupled loss.
         target: the device.
-        allow: what may be traded; the loss is computed in blocks of rows only where the user says so.
+        allow: the memory optimizations; the loss is computed in blocks of rows only where the user says so.
         autocast: the precision as the plan names it, if it is not the user's own.
     """
 
@@ -192,7 +192,7 @@ class CoupledSearch(Search):
         return self._update_peak() <= budget
 
     def whole_bytes(self) -> int:
-        """The peak of the whole batch at once with nothing traded; 0 if it is not known."""
+        """The peak of the whole batch at once without memory optimizations; 0 if it is not known."""
         splitting = self._few()[0]
         return self._row_of(splitting, 1).peak_bytes if splitting.is_single else 0
 
@@ -216,7 +216,7 @@ class CoupledSearch(Search):
 
         Args:
             splitting: how the batch is split.
-            recipe: what is traded.
+            recipe: the memory optimizations.
             budget: bytes.
             least: the smallest number that is worth a look.
         """
@@ -247,19 +247,19 @@ class CoupledSearch(Search):
         return next((kept for kept in numbers if (self._pass_seconds(splitting, kept) or 0.0) + more < seconds), None)
 
     def _pass_seconds(self, splitting: Splitting, kept: int) -> float | None:
-        """The predicted time of a logical batch in the encoder, with nothing traded."""
+        """The predicted time of a logical batch in the encoder, without memory optimizations."""
         times = self.times
         if not times:
             return None
         both = [times.seconds(part.cost) for part in splitting.parts]
         return sum(both) + _FORWARD * sum(both[: len(both) - kept])
 
-    def _row_of(self, splitting: Splitting, kept: int, traded: PlanRow | None = None) -> PlanRow:
-        """A way to run the batch, with the blocks of a row of the encoder's own search traded."""
-        recipe = replace(Recipe() if traded is None else Recipe.of(traded), keep=kept)
+    def _row_of(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> PlanRow:
+        """A way to run the batch, with the blocks of a row of the encoder's own search checkpointed or offloaded."""
+        recipe = replace(Recipe() if optimized is None else Recipe.of(optimized), keep=kept)
         seconds, base = self._pass_seconds(splitting, kept), self.seconds(splitting)
-        if seconds is not None and traded is not None and base is not None:
-            seconds += (traded.seconds or 0.0) - base
+        if seconds is not None and optimized is not None and base is not None:
+            seconds += (optimized.seconds or 0.0) - base
         return PlanRow(
             micro_batch_size=splitting.limit, micro_batches=len(splitting.parts), recompute=recipe.recompute,
             offload=recipe.offload, autocast=self.autocast, kept_graphs=kept, seconds=seconds,
@@ -267,7 +267,7 @@ class CoupledSearch(Search):
         )  # fmt: skip
 
     def rows(self, budget: int) -> list[PlanRow]:
-        """The fastest way of each splitting that fits, with blocks traded only where that may be faster."""
+        """The fastest way of each splitting that fits, with blocks checkpointed only where that may be faster."""
         found = self._found = list[PlanRow]()
 
         def least_kept(splitting: Splitting, more: float = 0.0) -> int | None:
@@ -280,19 +280,19 @@ class CoupledSearch(Search):
             found += [] if row is None else [row]
         if any(row.kept_graphs == row.micro_batches == 1 for row in found):
             return found
-        rows = [(one, row) for one in self._few() for row in self.front_of(Recipe(), one) if row.levers]
+        rows = [(one, row) for one in self._few() for row in self.front_of(Recipe(), one) if row.optimizations]
         rows.sort(key=lambda pair: pair[1].seconds or 0.0)
-        for splitting, row in rows[:_MOST_TRADED]:
+        for splitting, row in rows[:_MOST_OPTIMIZED]:
             least = least_kept(splitting, (row.seconds or 0.0) - (self.seconds(splitting) or 0.0))
             if least is not None:
-                found += self._traded(splitting, row, functools.partial(self._most, budget=budget, least=least))
+                found += self._optimized(splitting, row, functools.partial(self._most, budget=budget, least=least))
         return found
 
-    def _traded(
+    def _optimized(
         self, splitting: Splitting, row: PlanRow | None, number: Callable[[Splitting, Recipe], int | None]
     ) -> list[PlanRow]:
-        """The way with the blocks of a row traded, if it runs and keeps any number of graphs."""
-        if row is None or not row.levers:
+        """The way with the blocks of a row checkpointed or offloaded, if it runs and keeps any number of graphs."""
+        if row is None or not row.optimizations:
             return []
         try:
             kept = number(splitting, Recipe.of(row))
@@ -301,7 +301,7 @@ class CoupledSearch(Search):
             logger.info("%s is left as it is: %s", error.block, error)
             self.exclude(error.block)
         except AnyBatchError as error:
-            logger.info("not taken: %s (%s)", row.levers, error)
+            logger.info("not taken: %s (%s)", row.optimizations, error)
         return []
 
     def smallest(self) -> PlanRow:
@@ -316,7 +316,7 @@ class CoupledSearch(Search):
         for splitting in self._few()[-2:]:
             found.append(self._row_of(splitting, least(splitting, Recipe())))
             for make in (self.smallest_of, self.everything):
-                found += self._traded(splitting, make(Recipe(), splitting), least)
+                found += self._optimized(splitting, make(Recipe(), splitting), least)
         return min(found, key=lambda row: row.peak_bytes)
 
     def least(self) -> tuple[PlanRow, Peak]:

@@ -214,7 +214,7 @@ def trace_coupled(
         subject: what is planned.
         parts: the micro-batches.
         sizes: of them, see ``which_run``.
-        recipe: what is traded for memory, and how many graphs are kept.
+        recipe: the memory optimizations, and how many graphs are kept.
         fakes: makes the fake tensors; ``None`` to run for real.
         limit: bytes that a real run may have alive with the logical batch and the optimizer's state.
 

@@ -233,7 +233,7 @@ class Constants:
         buffers: of the copies of buffers that a step keeps so that it can roll back.
         copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2, or very many
             where all of them are made before the first one runs.
-        lanes: how many devices share the micro-batches.
+        placements: how many devices share the micro-batches.
         summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
         unreached: of the gradients of parameters that the traced samples did not reach and others may.
         counted: parameters and what a count holds while it runs on the whole batch; 0 where no function counts.
@@ -242,19 +242,19 @@ class Constants:
     batch: int
     buffers: int
     copies: int
-    lanes: int = 1
+    placements: int = 1
     summed: int = 0
     unreached: int = 0
     counted: int = 0
 
     def inputs_at_once(self, micro_batches: int) -> int:
         """How many micro-batches are on the device at once."""
-        return min(self.copies, micro_batches * (self.lanes if self.copies == ALL else 1))
+        return min(self.copies, micro_batches * (self.placements if self.copies == ALL else 1))
 
     @property
     def kept_buffers(self) -> int:
         """Bytes of the copies of buffers during a pass: several devices keep a second one, to run it again."""
-        return self.buffers * (1 if self.lanes == 1 else 2)
+        return self.buffers * (1 if self.placements == 1 else 2)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class Profile:
         return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
 
     def peak(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive in a step with nothing traded."""
+        """The most bytes alive in a step without memory optimizations."""
         live = self._live(size, micro_batches)
         return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
 

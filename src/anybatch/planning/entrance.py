@@ -16,7 +16,7 @@ from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options
 from anybatch.parallel.ranks import reducer_for
 from anybatch.planning.devices import Target, budget_of, target_of
-from anybatch.planning.planner import LEVERS, Planner
+from anybatch.planning.planner import OPTIMIZATIONS, Planner
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Plan
 from anybatch.tensors.dispatch import without_user_modes
@@ -46,7 +46,7 @@ def plan(
     inputs: Iterable[torch.Tensor] | None = None,
     accumulate: AccumulatePolicy = "auto",
     blocks: Sequence[str] = (),
-    allow: Sequence[str] = LEVERS,
+    allow: Sequence[str] = OPTIMIZATIONS,
 ) -> Plan:
     """Finds the fastest way to run a step within a budget of memory; nothing of the model is changed.
 
@@ -79,7 +79,7 @@ def plan(
         The plan, for ``TrainStep(plan=...)``.
 
     Raises:
-        DoesNotFit: nothing does; it says how many bytes the smallest way needs and which modules hold them.
+        DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and which modules hold them.
         BatchError, LossError, CountError: an argument is none that can be meant.
 
     Example:
@@ -127,12 +127,12 @@ def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> t
 
 
 def check_allowed(allow: Any) -> None:
-    """Refuses levers that there are not.
+    """Refuses memory optimizations that there are not.
 
     Raises:
         BatchError: names them, and those that there are.
     """
-    known = (*LEVERS, *_PRECISIONS)
+    known = (*OPTIMIZATIONS, *_PRECISIONS)
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise BatchError(f"allow={allow!r}; expected a sequence of {known}")
     unknown = [name for name in allow if name not in known]
@@ -160,12 +160,12 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
     subject.refuse_sparse()
     if subject.devices is None:
         return budget_of(memory, target, subject.held_bytes) - subject.bytes_beside
-    lanes = subject.devices.lanes
+    placements = subject.devices.placements
     found = []
-    for lane in lanes:
-        sharers = sum(1 for other in lanes if other.device == lane.device)
-        held = subject.held_bytes if lane.copy is None else lane.copy.nbytes
-        found.append(budget_of(memory, target_of(None, lane.device), held, sharers=sharers))
+    for placement in placements:
+        sharers = sum(1 for other in placements if other.device == placement.device)
+        held = subject.held_bytes if placement.copy is None else placement.copy.nbytes
+        found.append(budget_of(memory, target_of(None, placement.device), held, sharers=sharers))
     return min(found)
 
 

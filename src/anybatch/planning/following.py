@@ -12,7 +12,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
 from anybatch.loss.accumulate import Settings
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.hostpool import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, target_of
@@ -62,7 +62,7 @@ class PlannedLimit(OwnSizeLimit):
             self.value = size
         return size is not None
 
-    def settle(self, largest: float) -> None:
+    def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through, and returns to the first plan after a quiet while.
 
         Sizes between the two were planned by nobody, so it does not grow step by step.
@@ -306,12 +306,12 @@ class Follower:
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """Runs with the levers of the plan in force."""
+        """Runs with the memory optimizations of the plan in force."""
         row = self.plan.chosen if self.plan is not None else None
-        if row is None or not row.levers:
+        if row is None or not row.optimizations:
             yield
             return
-        handle = apply_levers(
+        handle = apply_optimizations(
             model, recompute=row.recompute, offload=row.offload, head=row.head, loss_chunks=row.loss_chunks,
             pool=self._pool,
         )  # fmt: skip
@@ -326,7 +326,7 @@ class Follower:
         if not is_accelerator(device) or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
             yield
             return
-        places = [device] if devices is None else [lane.device for lane in devices.lanes]
+        places = [device] if devices is None else [placement.device for placement in devices.placements]
         budget = self._first.budget + self._planner.others if self._first is not None else None
         with contextlib.ExitStack() as stack:
             for place in places:

@@ -467,7 +467,7 @@ def _smallest_in_time(
 ) -> Choice:
     """Returns the choice with the least peak among those that take no longer than a choice."""
     too_small, exact = smallest - 1, choice.exact
-    budget = choice.peak - 1  # mostly nothing smaller is as fast, and one look settles it
+    budget = choice.peak - 1  # mostly nothing smaller is as fast, and one look decides it
     while too_small < budget < choice.peak:
         numbers, proven = chain.cheapest(budget, seconds=choice.seconds)
         if numbers is None:

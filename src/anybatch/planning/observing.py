@@ -84,7 +84,7 @@ class ObservedLimit(OwnSizeLimit):
     """The size of micro-batches as it follows from what was seen, and less of it when memory runs out.
 
     Args:
-        follower: is told of it.
+        follower: is notified of it.
     """
 
     def __init__(self, follower: "Observing") -> None:
@@ -104,7 +104,7 @@ class ObservedLimit(OwnSizeLimit):
         """Measures anew, as other steps follow."""
         self.value = self._owner().begin_again()
 
-    def settle(self, largest: float) -> None:
+    def resolve(self, largest: float) -> None:
         """Nothing: the next size follows from what was seen.
 
         Args:
@@ -217,7 +217,7 @@ class Observing:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Measures what a call takes, until the size has settled.
+        """Measures what a call takes, until the size has stopped changing.
 
         Args:
             device: where the model lies.
@@ -262,7 +262,7 @@ class Observing:
         self._most, self._quiet, self._wait = most, 0, self._waited
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Nothing is traded but the size of micro-batches.
+        """No memory optimization but the size of micro-batches.
 
         Args:
             model: the model.

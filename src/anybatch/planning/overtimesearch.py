@@ -1,4 +1,4 @@
-"""The search for a loss over time: how long its chunks are, beside what is traded for memory.
+"""The search for a loss over time: how long its chunks are, beside the memory optimizations.
 
 With chunks of k of T steps, states of s bytes and activations of a bytes a step, a pass holds T / k * s + k * a beside
 what is there anyway. Fewer chunks are faster, so that the longest chunk is taken that fits with all samples at once;

@@ -29,7 +29,7 @@ from anybatch.records.plans import Plan, PlanRow
 
 logger = logging.getLogger(__name__)
 
-LEVERS = ("recompute", "offload", "loss_chunks")
+OPTIMIZATIONS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
 _ATTEMPTS = 4
 
@@ -40,7 +40,7 @@ class Planner:
     Args:
         subject: what is planned.
         target: the device.
-        allow: the levers that may be used, and precisions such as ``"bfloat16"``.
+        allow: the memory optimizations that may be used, and precisions such as ``"bfloat16"``.
         patience: seconds that may go into measuring times.
         times: what was measured before, for each precision; ``None`` to measure.
         budget: bytes, for a plan that was made before.
@@ -54,7 +54,7 @@ class Planner:
         subject: Subject,
         target: Target,
         *,
-        allow: Sequence[str] = LEVERS,
+        allow: Sequence[str] = OPTIMIZATIONS,
         patience: float = 1.5,
         times: Sequence[Times | None] | None = None,
         budget: int = 0,
@@ -129,7 +129,7 @@ class Planner:
             The plan.
 
         Raises:
-            DoesNotFit: nothing does; it says how many bytes the smallest way needs and what holds them.
+            DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
@@ -192,7 +192,9 @@ class Planner:
 
     def _rows(self, budget: int) -> list[Row]:
         rows = [(search, row) for search in self._searches for row in search.rows(budget)]
-        is_plain = rows and any(row.micro_batches == self._searches[0].fewest and not row.levers for _, row in rows)
+        is_plain = rows and any(
+            row.micro_batches == self._searches[0].fewest and not row.optimizations for _, row in rows
+        )
         may_be_faster = self.target.is_present and self._searches[0].has_large_head  # in chunks, which is measured
         if (not is_plain or may_be_faster) and len(self._searches[0].recipes) == 1 and self._with_chunks():
             return [(search, row) for search in self._searches for row in search.rows(budget)]
@@ -218,7 +220,7 @@ class Planner:
         return [] if traced is None else [(search, *traced)]
 
     def _traced_within(self, search: Search, row: PlanRow, budget: int) -> tuple[PlanRow, Peak] | None:
-        """A row as it would run; with more traded if a trace showed more bytes than were predicted."""
+        """A row as it would run; with more memory optimizations if a trace showed more bytes than were predicted."""
         wanted: PlanRow | None = row
         goal = budget
         for _ in range(_ATTEMPTS):
@@ -240,7 +242,7 @@ class Planner:
         return None
 
     def _smaller(self, search: Search, row: PlanRow, budget: int) -> PlanRow | None:
-        """The same splitting with more traded, since a trace showed more bytes than were predicted."""
+        """The same splitting with more memory optimizations, since a trace showed more bytes than were predicted."""
         return search.row(Recipe.of(row).plain, search.splitting_of(row), budget)
 
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
@@ -291,7 +293,7 @@ class Planner:
         try:
             return self._budget_for(self._smallest()[1])
         except AnyBatchError as error:
-            logger.info("the smallest way can't be traced: %s", error)
+            logger.info("the smallest configuration can't be traced: %s", error)
             rows = [search.smallest() for search in self._least_searches]
             return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
 

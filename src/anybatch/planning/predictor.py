@@ -45,7 +45,7 @@ class TooLarge(OverBudget):
 
 
 class NothingRuns(OverBudget):
-    """Not even the smallest way to run the step does so for real within the budget; it was stopped."""
+    """Not even the smallest configuration to run the step does so for real within the budget; it was stopped."""
 
 
 class RealRuns:
@@ -124,7 +124,7 @@ class Predictor:
         kind: what writes down.
 
     Attributes:
-        blocks: the names of the blocks that may be traded for memory.
+        blocks: the names of the blocks that may be checkpointed or offloaded.
         least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
         may_recompute: whether blocks may be recomputed.
         extrapolates: whether what runs for real is taken to be linear in the samples.
@@ -155,7 +155,7 @@ class Predictor:
         self._lengths: Lengths | None = None
         self._known_lengths: Known = {}
         self._count_bytes: int | None = None
-        self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.lanes)))
+        self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
         self.taken = 0
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real
@@ -184,12 +184,12 @@ class Predictor:
             return False
         part = self._point(1)[1]
         try:
-            self._settled(lambda: self._trace(part, Recipe(), False))
+            self._consistent(lambda: self._trace(part, Recipe(), False))
         except NotSplittable:
             return True
         return False
 
-    def _settled(self, make: Callable[[], T]) -> T:
+    def _consistent(self, make: Callable[[], T]) -> T:
         """What is made on fake tensors; or once more, for real, if it turns out that the step can't run on these."""
         try:
             return make()
@@ -235,7 +235,7 @@ class Predictor:
         return self.lengths.heaviest(parts, packed=self.subject.splittable.has_costs)
 
     def run_name(self, first: str, last: str) -> str:
-        """The name of a run of blocks, as the levers take it."""
+        """The name of a run of blocks, as the memory optimizations take it."""
         if first == last:
             return first
         home, start = self._runs[first]
@@ -249,7 +249,7 @@ class Predictor:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        return self._settled(lambda: self._profile_of(recipe, size, single))
+        return self._consistent(lambda: self._profile_of(recipe, size, single))
 
     def _profile_of(self, recipe: Recipe, size: Size, single: bool) -> Profile:
         # A single sample that ran for real is not what two and four samples would have it be.
@@ -261,14 +261,14 @@ class Predictor:
         return self._made(recipe, size, single)
 
     def traced(self, recipe: Recipe, part: Part, *, single: bool) -> Profile:
-        """The profile of one size with levers on, exactly at that size on fake tensors.
+        """The profile of one size with memory optimizations on, exactly at that size on fake tensors.
 
         Raises:
             NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
                 and what was found out from two sizes before is not to be trusted.
         """
         try:
-            return self._settled(lambda: self._traced(recipe, part, single))
+            return self._consistent(lambda: self._traced(recipe, part, single))
         except NotAligned as error:
             self._note_unaligned(recipe.plain, error)
             raise
@@ -327,7 +327,7 @@ class Predictor:
         parameters = subject.parameters
         summed = subject.summed_bytes([parameters[position] for position in trained])
         constants = Constants(
-            times * subject.batch_bytes, buffers, copies, subject.lanes, summed, unreached, self._counted()
+            times * subject.batch_bytes, buffers, copies, subject.placements, summed, unreached, self._counted()
         )
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
 

@@ -1,4 +1,4 @@
-"""A way to run a step, as data: what is traded for memory, and how far a batch is cut."""
+"""A way to run a step, as data: the memory optimizations, and how far a batch is cut."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -15,7 +15,7 @@ from anybatch.loss.losses import LossFunction
 from anybatch.loss.pieces import InPieces, Piece, Place
 from anybatch.loss.reducing import ALONE
 from anybatch.loss.weights import Weights
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.microbatches import batch_for_loss
@@ -132,14 +132,14 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
 
 @contextlib.contextmanager
 def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
-    """Puts levers on, and takes them off.
+    """Puts memory optimizations on, and takes them off.
 
     Args:
         subject: what is planned.
-        recipe: what is traded for memory.
+        recipe: the memory optimizations.
         simulate: whether offloaded bytes only seem to go, since there is no device to take them from.
     """
-    handle = apply_levers(
+    handle = apply_optimizations(
         subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
         loss_chunks=recipe.loss_chunks, simulate_offload=simulate,
     )  # fmt: skip

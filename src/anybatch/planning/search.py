@@ -1,4 +1,4 @@
-"""All ways to run a logical batch that fit in a budget: splittings, treatments of the loss, blocks that are traded."""
+"""All configurations of a logical batch that fit in a budget: splittings, the loss, blocks recomputed or offloaded."""
 
 import contextlib
 import functools
@@ -38,12 +38,12 @@ _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing th
 class Search:
     """The search at one precision: what was traced, what was measured, and the ways that follow.
 
-    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks that are traded.
+    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks.
 
     Args:
         subject: what is planned, at this precision.
         target: the device.
-        allow: what may be traded.
+        allow: the memory optimizations.
         autocast: the precision as the plan names it, if it is not the user's own.
 
     Attributes:
@@ -184,7 +184,7 @@ class Search:
         return self.profiles.profile(recipe, size, single=splitting.is_single), size
 
     def seconds(self, splitting: Splitting) -> float | None:
-        """The time of a logical batch with nothing traded, ``None`` if nothing is known."""
+        """The time of a logical batch without memory optimizations, ``None`` if nothing is known."""
         return self.subject.seconds(splitting.parts, self._times.seconds) if self._times else None
 
     @property
@@ -198,7 +198,7 @@ class Search:
         return any(profile.update_peak(size, count) <= budget for (profile, size), count in profiles)
 
     def whole_bytes(self) -> int:
-        """The peak of the whole batch at once with nothing traded; 0 if it is not known.
+        """The peak of the whole batch at once without memory optimizations; 0 if it is not known.
 
         The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
         """
@@ -234,7 +234,7 @@ class Search:
         return measured_grid(self.subject, grid, Recipe(self.profiles.always), self.profiles.blocks, patience)
 
     def _grid(self, budget: int) -> list[Part]:
-        """The largest micro-batches of splittings that fit with nothing traded, from two samples on, doubling."""
+        """The largest micro-batches that fit without memory optimizations, from two samples on, doubling."""
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
             part = self.worst(Recipe(), splitting)
@@ -254,7 +254,7 @@ class Search:
         return Replay(self.subject, self.held, profile, size, splitting.count).needed(self.limit) <= self.limit
 
     def _measured_small(self, splitting: Splitting) -> Timed:
-        """The smallest micro-batch with everything traded, without the time of that."""
+        """The smallest micro-batch with every memory optimization, without the time of that."""
         recipe = Recipe.of(self.everything(Recipe(), splitting) or self.smallest_of(Recipe(), splitting))
         part = self.worst(Recipe(), splitting)
         while True:
@@ -302,7 +302,7 @@ class Search:
         return True
 
     def is_bound_by_loss(self) -> bool:
-        """Whether the smallest way needs the most bytes in its loss, so that smaller chunks of it would lower that."""
+        """Whether the smallest configuration peaks in its loss, so that smaller chunks of it would lower that."""
         if "loss_chunks" not in self._allow:
             return False
         for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
@@ -334,7 +334,7 @@ class Search:
         return [row for row in found if row is not None]
 
     def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
-        """The fastest way to trade blocks within a budget; ``None`` if no choice is enough."""
+        """The fastest way to checkpoint or offload blocks within a budget; ``None`` if no choice is enough."""
         known = self._profile_within(recipe, splitting)
         if known is None or known[0].update_peak(known[1], splitting.count) > budget:
             return None
@@ -362,7 +362,7 @@ class Search:
         return best
 
     def smallest_of(self, recipe: Recipe, splitting: Splitting) -> PlanRow:
-        """The blocks traded that leave the least memory."""
+        """The blocks checkpointed or offloaded that leave the least memory."""
         timeline, options, names = self._timeline(recipe, splitting)
         return self._row(recipe, splitting, smallest_peak(timeline, options), names)
 
@@ -475,7 +475,7 @@ class Search:
     # A row as it would run.
 
     def floor_size(self, row: PlanRow) -> float | None:
-        """The largest micro-batch with nothing traded at which the update is the peak; ``None`` if there is none."""
+        """The largest plain micro-batch at which the update is the peak; ``None`` if there is none."""
         for recipe, splitting in self._profiled([Recipe.of(row).plain], self.splittings):
             profile, size = self.profile(recipe, splitting)
             if profile.peak(size, splitting.count) <= profile.update_peak(size, splitting.count):
@@ -496,7 +496,7 @@ class Search:
         return f" The loss is in {row.loss_chunks} chunks already." if is_chunked else ""
 
     def shares(self, row: PlanRow) -> list[ModuleShare]:
-        """What each block holds in a micro-batch of a row with nothing traded."""
+        """What each block holds in a micro-batch of a row without memory optimizations."""
         splitting = self.splitting_of(row)
         profile, size = self.profile(Recipe(), splitting)
         cost = self.worst(Recipe(), splitting).cost

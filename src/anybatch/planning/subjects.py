@@ -133,9 +133,9 @@ class Subject:
         return self.splittable.is_collated and self.count is not count_samples and self.count != FORWARD
 
     @property
-    def lanes(self) -> int:
+    def placements(self) -> int:
         """How many devices share the micro-batches."""
-        return 1 if self.devices is None else len(self.devices.lanes)
+        return 1 if self.devices is None else len(self.devices.placements)
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
         """How many micro-batches one device runs at most."""

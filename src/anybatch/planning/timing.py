@@ -258,7 +258,7 @@ Finalist = tuple[Any, PlanRow, Peak]  # as it was traced
 
 
 def is_near(one: PlanRow, other: PlanRow) -> bool:
-    """Whether two ways trade the same for memory, in micro-batches of about the same size.
+    """Whether two ways have the same memory optimizations, in micro-batches of about the same size.
 
     Args:
         one: a way.
@@ -281,7 +281,7 @@ def neighbours(leader: PlanRow, rows: Sequence[Row], tried: Sequence[PlanRow]) -
     """What may be faster than the way that is the fastest so far, since predictions are of one measurement each.
 
     Returns:
-        Micro-batches of twice and of half the size; and with other things traded the largest, which trading is for.
+        Micro-batches of twice and of half the size; and with other memory optimizations the largest.
     """
     size, found = leader.micro_batch_size, list[Row]()
     possible = [one for one in rows if not is_far(one[1], leader)]

@@ -72,8 +72,8 @@ class PlanRow:
         return max(self.peak_bytes, self.reserved_bytes)
 
     @property
-    def levers(self) -> str:
-        """What is traded for memory, in words; empty if nothing is."""
+    def optimizations(self) -> str:
+        """The memory optimizations, in words; empty if nothing is."""
         parts = [
             f"{verb} {_blocks(names)} block{'s' if _blocks(names) > 1 else ''}"
             for verb, names in (("recompute", self.recompute), ("offload", self.offload))
@@ -116,7 +116,7 @@ class PlanRow:
     def __str__(self) -> str:
         many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
         head = ", ".join(
-            part for part in (f"{self.micro_batches} {many} of {self.micro_batch_size:g}", self.levers) if part
+            part for part in (f"{self.micro_batches} {many} of {self.micro_batch_size:g}", self.optimizations) if part
         )
         time = "time unknown" if self.seconds is None else format_seconds(self.seconds)
         reserved = f" ({format_bytes(self.reserved_bytes)} reserved)" if self.reserved_bytes else ""
@@ -150,7 +150,7 @@ class Plan(Shown):
         budget: bytes that were allowed.
         samples: of the logical batch that was planned for.
         device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
-        whole_bytes: the peak of the whole batch at once with nothing traded, of a window with its batches joined; 0 if
+        whole_bytes: the peak of the plain whole batch at once, of a window with its batches joined; 0 if
             it is not known, as with several devices, with ``OverTime``, or of batches of a window that can't be joined.
         smallest_bytes: the smallest budget that a plan can be made for.
         at_peak: the bytes at the peak of the chosen way by category.

@@ -49,7 +49,7 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if chosen.reserved_bytes:
         facts.append(("reserved", f"{format_bytes(chosen.reserved_bytes)} by the device's allocator"))
     if plan.whole_bytes:
-        facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once with nothing traded"))
+        facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once without memory optimizations"))
     if plan.smallest_bytes:
         facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the smallest budget that a plan can be made for"))
     if chosen.seconds is not None and not plan.relative_time:
@@ -169,7 +169,7 @@ def modules_table(plan: Plan, most: int) -> TextTable:
     """
     held = sorted(plan.modules, key=lambda share: -(share.parameter_bytes + share.activation_bytes))
     timed = any(share.seconds is not None for share in held)
-    header = ("block", "parameters", "activations", *(["forward"] if timed else []), "traded")
+    header = ("block", "parameters", "activations", *(["forward"] if timed else []), "optimized")
     rows = []
     for share in held[:most]:
         time = "" if share.seconds is None else time_of_block(plan, share.seconds)
@@ -286,7 +286,7 @@ def _explorer(plan: Plan) -> dict[str, Any] | None:
 
 
 def _said(plan: Plan, row: PlanRow) -> str:
-    parts = [_micro_batches(row), row.levers, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
+    parts = [_micro_batches(row), row.optimizations, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -326,10 +326,10 @@ def _details(timeline: Timeline, place: int) -> list[str]:
 
 def summary_of(plan: Plan) -> str:
     """One sentence without its full stop: the batch, the budget and the way."""
-    levers = f", {plan.chosen.levers}" if plan.chosen.levers else ""
+    optimizations = f", {plan.chosen.optimizations}" if plan.chosen.optimizations else ""
     return (
         f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {_micro_batches(plan.chosen)}"
-        f"{levers}"
+        f"{optimizations}"
     )
 
 

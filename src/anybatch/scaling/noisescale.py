@@ -127,7 +127,7 @@ class NoiseScale:
             raise BatchError(f"step is a {type(step).__name__}; expected an anybatch.TrainStep, or None")
         if step.watcher is not None:
             raise BatchError("this step is measured already; call remove() of the NoiseScale that it has first")
-        if getattr(step, "_lanes", None) is not None:
+        if getattr(step, "_placements", None) is not None:
             raise BatchError(
                 "the step shares its micro-batches among several devices, of which NoiseScale would see those of one; "
                 "measure without devices="
@@ -182,7 +182,7 @@ class NoiseScale:
         if found is not None:
             self._waiting.append(found)
             if len(self._waiting) >= _MOST_WAITING:
-                self._settle()
+                self._catch_up()
         elif trouble and not self._was_warned:
             self._was_warned = True
             warn(f"NoiseScale left a batch out: {trouble}")
@@ -205,7 +205,7 @@ class NoiseScale:
             return False
         return not any(isinstance(one, _BatchNorm) and one.training for one in self._step.model.modules())
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         """Fetches what was measured since the last time."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -234,14 +234,14 @@ class NoiseScale:
         pairs = [(norm, size) for norm, size in zip(norms, sizes, strict=True) if size > 0]
         if len(pairs) < 2:
             raise BatchError(f"got {len(pairs)} micro-batches with samples; noise shows in two at least")
-        self._settle()
+        self._catch_up()
         norms, sizes = map(list, zip(*pairs, strict=True))
         self._note(estimate(norms, sizes, total), _Batch(sum(sizes), len(sizes), "samples"))
 
     @property
     def measurements(self) -> int:
         """How many logical batches were measured."""
-        self._settle()
+        self._catch_up()
         return self._ratio.number
 
     @property
@@ -252,7 +252,7 @@ class NoiseScale:
     @property
     def unit(self) -> str:
         """What the noise scale counts: ``"samples"``, or ``"items"`` where ``count`` counts something else."""
-        self._settle()
+        self._catch_up()
         return self._batches[-1].unit if self._batches else "samples"
 
     @property
@@ -281,7 +281,7 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; to be saved beside that of the step."""
-        self._settle()
+        self._catch_up()
         batches = [list(batch) for batch in self._batches]
         return {"version": 2, "countdown": self._countdown, "batches": batches, "moments": self._ratio.state_dict()}
 

@@ -16,7 +16,7 @@ from anybatch.errors import AnyBatchWarning, BatchError, LossError
 from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
-from anybatch.parallel.devices import Devices, Lane
+from anybatch.parallel.devices import Devices, Placement
 from anybatch.parallel.draws import DeviceDraws, HostDraws, seeds_for
 from anybatch.parallel.modelcopies import ModelCopy
 from anybatch.parallel.workers import run_together
@@ -130,25 +130,25 @@ class _Run:
         self.in_turns = in_turns
         for copy in self.devices.copies:
             copy.refresh(self.task.modules)
-        tasks = [_on(lane, self.task) for lane in self.devices.lanes]
+        tasks = [_on(placement, self.task) for placement in self.devices.placements]
         with contextlib.ExitStack() as stack:
-            for one in tasks:  # the levers of a plan, on the model and on each copy, which know nothing of one another
-                stack.enter_context(one.levered(one.model))
+            for one in tasks:  # those of a plan, on the model and on each copy, which know nothing of one another
+                stack.enter_context(one.optimized(one.model))
             begin = Beginnings(self.task, self.parts, self.progress, stack, self.differentiate)
             self.host = HostDraws(self.seeds)
             stack.callback(self.host.end)
-            lanes = zip(self.devices.lanes, tasks, self.devices.assign(self.parts), strict=True)
-            first, *others = workers = [_Worker(self, *each, batches, parameters) for each in lanes]
-            works = [(first.lane.device, partial(first.work, begin))]
-            works += [(worker.lane.device, partial(worker.work_elsewhere, begin.seed)) for worker in others]
+            placements = zip(self.devices.placements, tasks, self.devices.assign(self.parts), strict=True)
+            first, *others = workers = [_Worker(self, *each, batches, parameters) for each in placements]
+            works = [(first.placement.device, partial(first.work, begin))]
+            works += [(worker.placement.device, partial(worker.work_elsewhere, begin.seed)) for worker in others]
             self._raise(run_together(self.devices.home, works, self.stop), workers)
             if not in_turns:
                 self.host.look()
             self.drew_on_host = self.host.drew_here
             self._check_outside(others)
             for worker in others:
-                if worker.lane.copy is not None:
-                    first.accumulation.absorb_(worker.accumulation, worker.lane.copy.pairs)
+                if worker.placement.copy is not None:
+                    first.accumulation.absorb_(worker.accumulation, worker.placement.copy.pairs)
             return first.accumulation.close()
 
     def _check_outside(self, workers: Sequence["_Worker"]) -> None:
@@ -170,7 +170,7 @@ class _Run:
             return
         # One that would be raised whatever the size of micro-batches comes first.
         error, worker = min(failed, key=lambda pair: is_out_of_memory(pair[0]))
-        self.progress.text = where = f"{worker.progress()} on {worker.lane.device}"
+        self.progress.text = where = f"{worker.progress()} on {worker.placement.device}"
         error.add_note(f"in {where}, one of {len(workers)} devices that share the batch")
         raise error
 
@@ -180,7 +180,7 @@ class _Worker:
 
     Args:
         run: the pass.
-        lane: the device.
+        placement: the device.
         task: the logical batch, with the copy of the model.
         numbers: of its micro-batches.
         batches: all of them.
@@ -188,17 +188,17 @@ class _Worker:
     """
 
     def __init__(
-        self, run: _Run, lane: Lane, task: "Task", numbers: Iterator[int], batches: list[Any],
+        self, run: _Run, placement: Placement, task: "Task", numbers: Iterator[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        self._run, self.lane, self._task, self._numbers, self._batches = run, lane, task, numbers, batches
+        self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
         self.progress = Progress("the start")
-        self._draws = DeviceDraws(lane.device, run.seeds)
+        self._draws = DeviceDraws(placement.device, run.seeds)
         self.outside: OutsideLeaves | None = None
-        if lane.copy is not None:
-            parameters = [copy for one in parameters if (copy := lane.copy.leaf_of(one)) is not None]
+        if placement.copy is not None:
+            parameters = [copy for one in parameters if (copy := placement.copy.leaf_of(one)) is not None]
             if run.differentiate and not run.devices.is_checked:
-                self.outside = OutsideLeaves(copy for _, copy in lane.copy.pairs)
+                self.outside = OutsideLeaves(copy for _, copy in placement.copy.pairs)
         self.accumulation = Accumulation(
             task.model, task.loss_fn, run.weights, parameters, task.settings, rows=task.splittable.rows_in(run.parts),
             outside=self.outside, differentiate=run.differentiate,
@@ -218,7 +218,7 @@ class _Worker:
         """Runs the micro-batches.
 
         Args:
-            begin: is told of each.
+            begin: is notified of each.
         """
         with self._draws.put_back(), contextlib.closing(self._each(begin)) as micro_batches:
             self.accumulation.collect(micro_batches)
@@ -248,12 +248,12 @@ class _Worker:
             yield self._batches[number]
 
 
-def _on(lane: Lane, task: "Task") -> "Task":
+def _on(placement: Placement, task: "Task") -> "Task":
     """A task with the copy of the model on a device."""
-    copy = lane.copy
+    copy = placement.copy
     if copy is None:
         return task
-    settings = replace(task.settings, device=lane.device, inputs=_inputs_of(task, copy))
+    settings = replace(task.settings, device=placement.device, inputs=_inputs_of(task, copy))
     model, loss_fn = copy.translated(task.model), copy.translated(task.loss_fn)
     return replace(task, model=model, loss_fn=loss_fn, settings=settings, modules=(), every_module=())
 
@@ -276,7 +276,12 @@ def _inputs_of(task: "Task", copy: ModelCopy) -> tuple[torch.Tensor, ...] | None
 
 
 def _warn_of_buffers(devices: Devices) -> None:
-    names = [f"{name} on {lane.device}" for lane in devices.lanes if lane.copy for name in lane.copy.changed_buffers()]
+    names = [
+        f"{name} on {placement.device}"
+        for placement in devices.placements
+        if placement.copy
+        for name in placement.copy.changed_buffers()
+    ]
     if names and not devices.was_warned:
         devices.was_warned = True
         warnings.warn(

@@ -52,7 +52,7 @@ class Task:
         verb: what the user called, for messages.
         is_planned: whether a plan chose the size, for messages.
         devices: that share the micro-batches, ``None`` for that of the model.
-        levers: puts on a model what a plan trades for memory, where that is not done around the pass: on several
+        optimizations: puts on a model those of a plan, where that is not done around the pass: on several
             devices each copy of the model has its own.
         modules: the model, and the loss if it is a module; looked for if they are not given.
         every_module: these with all that is in them.
@@ -68,7 +68,7 @@ class Task:
     verb: Verb | None = None
     is_planned: bool = False
     devices: "Devices | None" = None
-    levers: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+    optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
     modules: Sequence[torch.nn.Module] = ()
     every_module: Sequence[torch.nn.Module] = ()
 
@@ -76,13 +76,13 @@ class Task:
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
         self.every_module = self.every_module or modules_of(*self.modules)
 
-    def levered(self, model: Any) -> AbstractContextManager[None]:
+    def optimized(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says.
 
         Args:
             model: the model of this task, or its copy on another device.
         """
-        return contextlib.nullcontext() if self.levers is None else self.levers(model)
+        return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)
 
     def scaled_by(self, scaler: Any) -> "Task":
         """The same with another ``GradScaler``.
@@ -96,7 +96,7 @@ class Task:
         """Why the batch is in these parts."""
         return cause_of(
             self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
-            devices=1 if self.devices is None else len(self.devices.lanes),
+            devices=1 if self.devices is None else len(self.devices.placements),
         )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def run_pass(
         parameters: whose ``.grad``, empty now, is filled.
         progress: is told what is running.
         differentiate: whether gradients are wanted.
-        outside: is told of leaves that are not in ``parameters``, or ``None``.
+        outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
         The weights, and what was added up; empty sums if there is nothing to count.
@@ -177,7 +177,7 @@ def _counted(
     if differentiate and task.batch_norm == "refuse" and (over_time := as_over_time(task.loss_fn)):
         _refuse_to_cut_time(task, over_time)
     if task.count == FORWARD and not as_coupled(task.loss_fn):  # whose loss sees the whole count at once
-        with reducer.apart(task.modules), task.levered(task.model):
+        with reducer.apart(task.modules), task.optimized(task.model):
             weights = _count_in_forward(task, parts, weights, progress)
         weights = reducer.forward_weights(weights)
     return weights, batches
@@ -221,7 +221,7 @@ class _Coupled:
         task: the logical batch.
         coupled: its loss.
         parts: how it is split.
-        begin: is told of everything that begins.
+        begin: is notified of everything that begins.
     """
 
     def __init__(self, task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings) -> None:
@@ -240,7 +240,7 @@ class _Coupled:
             weights: of the micro-batches.
             batches: the micro-batches, where the loader left them.
             parameters: whose ``.grad`` is filled.
-            outside: is told of other leaves.
+            outside: is notified of other leaves.
             differentiate: whether gradients are wanted.
         """
         from anybatch.loss.coupling import CoupledPass

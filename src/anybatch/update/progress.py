@@ -61,7 +61,7 @@ class Progress:
 
     Args:
         text: of it.
-        watch: is told of each micro-batch that begins.
+        watch: is notified of each micro-batch that begins.
 
     Attributes:
         text: may be set to what is running now.
@@ -97,7 +97,7 @@ class Progress:
 
 
 class Beginnings:
-    """What is on during a pass, and is told of the beginning of each micro-batch.
+    """What is on during a pass, and is notified of the beginning of each micro-batch.
 
     Args:
         task: the logical batch.

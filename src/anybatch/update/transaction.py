@@ -99,7 +99,7 @@ class Snapshot:
         """Puts everything back, bitwise; can be called again.
 
         Args:
-            warns: whether weights that were written to are told of, since nobody puts these back.
+            warns: whether weights that were written to are notified of, since nobody puts these back.
         """
         self._random.restore()
         for put_back, state in self._own:
@@ -206,7 +206,7 @@ class SizeLimit:
         """Makes micro-batches of one sample need less, where there is a way; says whether there was."""
         return False
 
-    def settle(self, largest: float) -> None:
+    def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through, and grows if it was quiet for long enough.
 
         Args:

@@ -130,7 +130,7 @@ class Own:
 
 
 class Kept:
-    """Is told of the run by the recorder, and keeps little.
+    """Is notified of the run by the recorder, and keeps little.
 
     Args:
         step: gives the number of the step.

@@ -150,7 +150,7 @@ class Tape(TorchFunctionMode):
         return not self._entered
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Is told of a backward that is about to run."""
+        """Is notified of a backward that is about to run."""
         slot = self._slots.get(id(loss))
         if slot is not None and not self._off:
             self.losses.append(Loss(slot, len(self.operations), *user_place(2)))

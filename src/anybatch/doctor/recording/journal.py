@@ -184,7 +184,7 @@ class Journal:
             len(self._facts) + len(self.rows) >= _BATCH or time.perf_counter() - self._written >= _SECONDS
         )
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Waits for the numbers that were on their way from a device."""
         if self._waiting:
             synchronize(self._device)
@@ -200,7 +200,7 @@ class Journal:
         """
         if self._file is None or os.getpid() != self._pid:
             return
-        self.settle()
+        self.resolve()
         if self._unmade and (at_once or time.perf_counter() - self._unmade_since > _WAITS):
             self._make()
         texts = [to_line(fact) for fact in self._facts]
@@ -226,7 +226,7 @@ class Journal:
         """
         self._make()
         self.emit(ended)
-        self.settle()
+        self.resolve()
         if self._file is not None:
             self.flush()
             self._file = None
@@ -234,7 +234,7 @@ class Journal:
     def run(self) -> Run:
         """Everything that was recorded so far."""
         if os.getpid() == self._pid:
-            self.settle()
+            self.resolve()
             self._make()
             self.flush(at_once=True)
         if self.path is not None and not self.lost:

@@ -41,7 +41,7 @@ class HandWrites:
         self._known: dict[int, torch.Tensor] = {}
 
     def after_backward(self) -> Written | None:
-        """Is told of a backward; ``None`` where nothing is known to have changed."""
+        """Is notified of a backward; ``None`` where nothing is known to have changed."""
         self._count += 1
         if self._count == 1:
             tracked = self._numbering.tracked()

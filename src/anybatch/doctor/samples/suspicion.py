@@ -69,7 +69,7 @@ class Suspicion:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has to be told of each step."""
+        """Whether it has to be notified of each step."""
         return bool(self._why or self._left) or self._steps < _LEAST_STEPS
 
     @property

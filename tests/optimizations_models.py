@@ -1,4 +1,4 @@
-"""Models of several kinds, and how the tests of the levers run and compare them."""
+"""Models of several kinds, and how the tests of the memory optimizations run and compare them."""
 
 import copy
 import weakref
@@ -204,7 +204,7 @@ def peak(
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What must be as before when a lever is off."""
+    """What must be as before when a memory optimization is off."""
     for name, module in model.named_modules():
         yield name, (type(module), sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks))
     yield "state", list(model.state_dict())

@@ -1,4 +1,4 @@
-"""Levers step aside where torch.func or forward-mode differentiation runs a block, and the gradient is exact."""
+"""Optimizations step aside where torch.func or forward-mode differentiation runs a block, and the gradient is exact."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import anybatch
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 
 Loss = Callable[[Any, Any], Tensor]
 grad: Any = torch.func.grad
@@ -96,7 +96,7 @@ def gradient_of(model: nn.Module, backward: Callable[[], Any]) -> Tensor:
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize(
-    "levers",
+    "memory optimizations",
     [
         {"recompute": ("0:2", "2:5")},
         {"recompute": ("", "0", "2")},
@@ -105,10 +105,10 @@ def gradient_of(model: nn.Module, backward: Callable[[], Any]) -> Tensor:
     ],
     ids=str,
 )
-def test_levers_step_aside(loss_fn: Loss, levers: dict[str, Any]) -> None:
+def test_optimizations_step_aside(loss_fn: Loss, optimizations: dict[str, Any]) -> None:
     model, batch = net(), data(20)
     want = gradient_of(model, lambda: loss_fn(model, batch).backward())
-    with apply_levers(model, **{"recompute": (), "offload": (), "head": "", "loss_chunks": 1, **levers}):
+    with apply_optimizations(model, **{"recompute": (), "offload": (), "head": "", "loss_chunks": 1, **optimizations}):
         got = gradient_of(model, lambda: loss_fn(model, batch).backward())
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 

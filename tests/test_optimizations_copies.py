@@ -13,7 +13,7 @@ from anybatch.memory.checkpointing import recompute
 from anybatch.memory.copies import Copied, Layout
 from anybatch.memory.hostpool import HostPool, size_class
 from anybatch.memory.offloading import offload
-from levers_models import (
+from optimizations_models import (
     Language,
     assert_same,
     language_loss,

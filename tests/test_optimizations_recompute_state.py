@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import anybatch
 from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import recompute
-from levers_models import (
+from optimizations_models import (
     Images,
     assert_same,
     image_loss,
@@ -22,7 +22,7 @@ from levers_models import (
     outcome,
     peak,
 )
-from levers_modules import Lucky, Stateful, square
+from optimizations_modules import Lucky, Stateful, square
 
 
 def put(*names: str) -> Callable[[nn.Module], Any]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import anybatch
 from anybatch.errors import AnyBatchError
 from anybatch.memory.losschunks import chunk_loss
-from levers_classifier import Doubled, Model, Use, V, sample
-from levers_models import Language, assert_near, language_loss, outcome, peak, texts
+from optimizations_classifier import Doubled, Model, Use, V, sample
+from optimizations_models import Language, assert_near, language_loss, outcome, peak, texts
 from reference import gradients_of
 
 

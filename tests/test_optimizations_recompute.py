@@ -16,7 +16,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.loss.cutting import backward_to_leaves
 from anybatch.memory.checkpointing import NotRecomputable, recompute
 from anybatch.memory.offloading import offload
-from levers_models import (
+from optimizations_models import (
     Images,
     Language,
     LiveBytes,
@@ -28,7 +28,7 @@ from levers_models import (
     peak,
     texts,
 )
-from levers_modules import Lucky, Stateful
+from optimizations_modules import Lucky, Stateful
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 

@@ -1,4 +1,4 @@
-"""Every lever, every pair and all three: under a step, under backward, on fake tensors, and when memory runs out."""
+"""Every memory optimization, every pair and all three: under a step, in backward, on fakes, out of memory."""
 
 import copy
 import functools
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.hostpool import HostPool
 from anybatch.tensors.fakes import Fakes, swapped
 from faults import CtrlCAt, OutOfMemoryAt, different, facts, quick_collections
-from levers_models import (
+from optimizations_models import (
     VOCABULARY,
     Images,
     Language,
@@ -66,7 +66,7 @@ def test_one_forward_and_backward(names: tuple[str, ...], twice: bool) -> None:
     applied = []
 
     def put(model: nn.Module) -> Any:
-        applied.append(apply_levers(model, **options_of(names)))
+        applied.append(apply_optimizations(model, **options_of(names)))
         return applied[-1]
 
     check = assert_near if "chunks" in names else assert_same
@@ -79,7 +79,8 @@ def test_images(names: tuple[str, ...]) -> None:
     model, batch = Images(), images()
     options: dict[str, Any] = {name: (["stem", "body"] if name == "recompute" else ["body", "tail"]) for name in names}
     assert_same(
-        outcome(model, image_loss, batch, lambda m: apply_levers(m, **options)), outcome(model, image_loss, batch)
+        outcome(model, image_loss, batch, lambda m: apply_optimizations(m, **options)),
+        outcome(model, image_loss, batch),
     )
 
 
@@ -91,7 +92,7 @@ def autocast_loss(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
 def test_autocast(names: tuple[str, ...]) -> None:
     model, batch = Language(), texts()
-    found = outcome(model, autocast_loss, batch, lambda m: apply_levers(m, **options_of(names)))
+    found = outcome(model, autocast_loss, batch, lambda m: apply_optimizations(m, **options_of(names)))
     plain = outcome(model, autocast_loss, batch)
     if "chunks" in names:
         assert_near(found, plain, 2e-2)
@@ -137,7 +138,7 @@ def test_a_model_that_computes_its_loss_itself() -> None:
     applied = []
 
     def put(model: nn.Module) -> Any:
-        applied.append(apply_levers(model, recompute=[""], offload=[""], head="inner.head", loss_chunks=3))
+        applied.append(apply_optimizations(model, recompute=[""], offload=[""], head="inner.head", loss_chunks=3))
         return applied[-1]
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -160,7 +161,7 @@ def test_under_backward(names: tuple[str, ...], loss: str, size: int | None) -> 
     for chosen in ((), names):
         ours = copy.deepcopy(model)
         torch.manual_seed(2)
-        with apply_levers(ours, **options_of(chosen)):
+        with apply_optimizations(ours, **options_of(chosen)):
             out = anybatch.backward(ours, LOSSES[loss], batch, micro_batch_size=size)
         grads: dict[str, Any] = {f"gradient {n}": p.grad for n, p in ours.named_parameters()}
         metrics = {name: torch.as_tensor(value) for name, value in out.metrics.items()}
@@ -179,7 +180,7 @@ def test_under_a_step(names: tuple[str, ...]) -> None:
         )
         before = dict(attributes(model))
         for _ in range(3):
-            with apply_levers(model, pool=pool, **options_of(chosen)):
+            with apply_optimizations(model, pool=pool, **options_of(chosen)):
                 out = step(batch)
         assert dict(attributes(model)) == before
         weights = {f"gradient {n}": p.detach().clone() for n, p in model.named_parameters()}
@@ -217,7 +218,7 @@ def _second_pass(model: nn.Module, batch: Any, options: dict[str, Any]) -> LiveB
     for _ in range(2):
         there = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
         trace = LiveBytes([*there, *batch.values()])
-        with apply_levers(model, **options), trace:
+        with apply_optimizations(model, **options), trace:
             language_loss(model, batch).backward()
     return trace
 
@@ -238,7 +239,7 @@ def test_operations_do_not_depend_on_the_size(names: tuple[str, ...]) -> None:
     assert abs(predicted - large.peak) <= 0.01 * large.peak
 
 
-def test_each_lever_takes_less_and_all_together_least() -> None:
+def test_each_optimization_takes_less_and_all_together_least() -> None:
     peaks = {names: traced(64, names, fake=True).peak for names in [(), *COMBINATIONS]}
     assert all(peaks[names] < peaks[()] for names in COMBINATIONS)
     assert min(peaks, key=lambda names: peaks[names]) == ("recompute", "offload", "chunks")
@@ -250,7 +251,7 @@ def test_fakes_leave_no_trace() -> None:
     model, batch = Language(), texts()
     plain = outcome(model, language_loss, batch)
     fakes = Fakes()
-    with swapped(fakes, [model]), fakes.mode, apply_levers(model, **options):
+    with swapped(fakes, [model]), fakes.mode, apply_optimizations(model, **options):
         language_loss(model, {name: fakes.like(tensor) for name, tensor in batch.items()}).backward()
     for parameter in model.parameters():
         parameter.grad = None
@@ -268,7 +269,7 @@ SMALL: dict[str, Any] = {
 
 
 class Bench:
-    """A step with all levers on, the same at every start."""
+    """A step with all memory optimizations on, the same at every start."""
 
     def __init__(self, micro_batch_size: int = 2) -> None:
         torch.manual_seed(4)
@@ -280,7 +281,7 @@ class Bench:
         )
 
     def run(self) -> anybatch.StepResult:
-        with apply_levers(self.model, pool=self.pool, **SMALL):
+        with apply_optimizations(self.model, pool=self.pool, **SMALL):
             return self.step(self.batch)
 
     def facts(self) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def test_memory_that_runs_out_anywhere_leads_to_the_same_weights() -> None:
     assert recovered > 30
 
 
-def test_ctrl_c_leaves_the_levers_off() -> None:
+def test_ctrl_c_leaves_the_optimizations_off() -> None:
     bench = Bench()
     before = dict(attributes(bench.model))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
@@ -326,7 +327,7 @@ def test_ctrl_c_leaves_the_levers_off() -> None:
 
 def test_a_backward_that_fails_half_way_gives_everything_back() -> None:
     model, batch, pool = Language(), texts(), HostPool()
-    with apply_levers(model, recompute=["layers.0"], offload=LAYERS, pool=pool):
+    with apply_optimizations(model, recompute=["layers.0"], offload=LAYERS, pool=pool):
         loss = language_loss(model, batch)
         with OutOfMemoryAt(60):
             try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.memory.checkpointing import recompute
 from anybatch.memory.hostpool import HostPool
 from anybatch.memory.offloading import offload
-from levers_models import (
+from optimizations_models import (
     Images,
     Language,
     LiveBytes,
@@ -25,7 +25,7 @@ from levers_models import (
     peak,
     texts,
 )
-from test_levers_copies import Once
+from test_optimizations_copies import Once
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 
@@ -72,11 +72,11 @@ def test_together_with_recompute(order: int, recomputed: list[str], offloaded: l
     model, batch, pool = Language(), texts(), HostPool()
 
     def both(model: nn.Module) -> Any:
-        levers: list[Callable[[], Any]] = [
+        optimizations: list[Callable[[], Any]] = [
             lambda: recompute(model, recomputed),
             lambda: offload(model, offloaded, pool=pool),
         ]
-        handles = [put() for put in (levers if order else levers[::-1])]
+        handles = [put() for put in (optimizations if order else optimizations[::-1])]
         handles[1]._undo.append(handles[0].remove)
         return handles[1]
 

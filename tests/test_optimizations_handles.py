@@ -1,4 +1,4 @@
-"""Levers are put on and taken off in any order, and leave no trace."""
+"""Optimizations are put on and taken off in any order, and leave no trace."""
 
 import copy
 import itertools
@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from anybatch.errors import BatchError
-from anybatch.memory.application import apply_levers
+from anybatch.memory.application import apply_optimizations
 from anybatch.memory.checkpointing import recompute
 from anybatch.memory.handles import INSIDE, OUTSIDE, Handle, put_on
 from anybatch.memory.losschunks import chunk_loss
 from anybatch.memory.offloading import offload
 from anybatch.memory.places import places_of
-from levers_models import Images, Language, assert_same, attributes, image_loss, images, outcome
+from optimizations_models import Images, Language, assert_same, attributes, image_loss, images, outcome
 
-LEVERS: dict[str, Callable[[nn.Module], Handle]] = {
+OPTIMIZATIONS: dict[str, Callable[[nn.Module], Handle]] = {
     "recompute": lambda model: recompute(model, ["stem", "body.1:3", "tail"]),
     "again": lambda model: recompute(model, ["body", "stem.0:2"]),
     "offload": lambda model: offload(model, ["stem", "body.1:3", "body"]),
@@ -31,7 +31,7 @@ LEVERS: dict[str, Callable[[nn.Module], Handle]] = {
 def test_any_order_of_removal(order: tuple[int, ...]) -> None:
     model, batch = Images(), images()
     before, plain = dict(attributes(model)), outcome(model, image_loss, batch)
-    handles = [put(model) for put in LEVERS.values()]
+    handles = [put(model) for put in OPTIMIZATIONS.values()]
     for which in order:
         handles[which].remove()
         handles[which].remove()
@@ -86,10 +86,10 @@ def test_the_rank_decides_which_layer_is_outside() -> None:
     assert seen == ["outside", "inside"]
 
 
-def test_a_backward_after_the_lever_is_off() -> None:
+def test_a_backward_after_the_optimization_is_off() -> None:
     model, batch = Images(), images()
     plain = outcome(model, image_loss, batch)
-    for put in LEVERS.values():
+    for put in OPTIMIZATIONS.values():
         ours = copy.deepcopy(model)
         torch.manual_seed(11)
         with put(ours):
@@ -113,13 +113,13 @@ def test_hooks_state_and_copies() -> None:
         image_loss(model, batch).backward()
     assert fired == ["stem", "body", "body", "last"]
     plain = Images()
-    with apply_levers(plain, recompute=["stem"], offload=["body"], head="last", loss_chunks=2):
+    with apply_optimizations(plain, recompute=["stem"], offload=["body"], head="last", loss_chunks=2):
         image_loss(plain, batch).backward()
     again = pickle.loads(pickle.dumps(plain))
     assert_same(outcome(again, image_loss, batch), outcome(copy.deepcopy(plain), image_loss, batch))
 
 
-def test_a_copy_made_while_a_lever_is_on_is_a_model_of_its_own() -> None:
+def test_a_copy_made_while_a_optimization_is_on_is_a_model_of_its_own() -> None:
     model, batch = Images(), images()
     with recompute(model, ["stem", "body"]):
         other = copy.deepcopy(model)
@@ -148,7 +148,7 @@ class Shared(nn.Module):
         return y
 
 
-def test_a_shared_module_gets_the_lever_once() -> None:
+def test_a_shared_module_gets_the_optimization_once() -> None:
     model = Shared()
     assert [place.name for place in places_of(model, ["one", "other", "blocks.0", "net.0:2", "net.0:2"])] == [
         "one",
@@ -169,7 +169,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a run beyond the end": ({"offload": ["net.2:9"]}, "no run of the 4 children"),
     "an empty run": ({"offload": ["net.2:2"]}, "no run of the 4 children"),
     "runs that overlap": ({"recompute": ["net.0:2", "net.1:3"]}, "overlaps with the run"),
-    "runs of two levers": ({"recompute": ["net.0:2"], "offload": ["net.1:3"]}, "overlaps with the run"),
+    "runs of two memory optimizations": ({"recompute": ["net.0:2"], "offload": ["net.1:3"]}, "overlaps with the run"),
     "a head that is none": ({"head": "net", "loss_chunks": 2}, "the head 'net' is a Sequential"),
     "a run as head": ({"head": "net.2:3", "loss_chunks": 2}, "the head 'net.2:3'"),
     "no head": ({"loss_chunks": 2}, "no head is named"),
@@ -188,7 +188,7 @@ def test_what_is_refused_changes_nothing(wrong: str) -> None:
     model = Shared()
     before = dict(attributes(model))
     with pytest.raises(BatchError, match=text):
-        apply_levers(model, **options)
+        apply_optimizations(model, **options)
     assert dict(attributes(model)) == before
 
 
@@ -209,7 +209,9 @@ def test_a_head_with_a_forward_of_its_own_is_refused() -> None:
 
 def test_putting_on_does_not_depend_on_the_names_of_others() -> None:
     model = Language()
-    with apply_levers(model, recompute=["layers.0"], offload=["layers.1"], head="head", loss_chunks=3) as applied:
+    with apply_optimizations(
+        model, recompute=["layers.0"], offload=["layers.1"], head="head", loss_chunks=3
+    ) as applied:
         assert "forward" in model.layers[0].__dict__
         assert "forward" not in model.layers[2].__dict__
         assert (applied.taken, applied.computed) == (0, 0)

@@ -15,8 +15,8 @@ import anybatch
 from anybatch.errors import AnyBatchError
 from anybatch.memory.lazylogits import LazyLogits
 from anybatch.memory.losschunks import chunk_loss
-from levers_classifier import Doubled, Model, Use, V, sample
-from levers_models import assert_near, assert_same, outcome
+from optimizations_classifier import Doubled, Model, Use, V, sample
+from optimizations_models import assert_near, assert_same, outcome
 
 
 def _written(z: Tensor, y: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def test_logits_that_are_looked_at_after_the_update_are_refused() -> None:
         z.argmax(-1)
 
 
-def test_logits_may_be_used_after_the_lever_is_off() -> None:
+def test_logits_may_be_used_after_the_optimization_is_off() -> None:
     model, batch = Model(), sample()
     with chunk_loss(model, "head", 3) as handle:
         z = model(batch["x"])
