@@ -96,7 +96,7 @@ def gradient_of(model: nn.Module, backward: Callable[[], Any]) -> Tensor:
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize(
-    "memory optimizations",
+    "optimizations",
     [
         {"recompute": ("0:2", "2:5")},
         {"recompute": ("", "0", "2")},

@@ -4,15 +4,13 @@
 """
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from accelerator import sim
-
-sim.load()
-torch.set_default_device("sim")
 
 FILES = (
     "test_exactness", "test_several_losses", "test_coupled", "test_retries", "test_transaction", "test_noise_scale",
@@ -34,9 +32,11 @@ WHY = {
 
 
 def pytest_load_initial_conftests(args: list[str]) -> None:
-    """Takes all files where none is given."""
+    """Makes the device the default one, and takes all files where none is given."""
+    sim.load()
+    torch.set_default_device("sim")
     if not any(".py" in one for one in args):
-        args += [f"tests/{name}.py" for name in FILES]
+        args += [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if path.stem in FILES]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
