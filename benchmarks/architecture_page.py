@@ -95,7 +95,7 @@ def _introduction(facts: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
         "  none.",
         "- *Trainer*: the error of the gradient by the Trainer's own rule, over the same three micro-batches: its",
         "  count is given to every head with keywords and nothing is divided; other heads are divided by the number of",
-        "  micro-batches. `tests/test_architectures_trainer.py` compares the rule with the Trainer itself.",
+        "  micro-batches. `tests/unit/step/test_architectures_trainer.py` compares the rule with the Trainer itself.",
         "",
     ]
 

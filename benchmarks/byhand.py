@@ -155,7 +155,7 @@ def plan(case: Case, budget: int) -> Found:
     """anybatch: one object, the first call plans; what follows is tried under the emulated memory.
 
     The emulation slows every operation down, which would show in the times that planning takes. That the first call
-    stays within the budget, too, is in tests/test_plan_budgets.py.
+    stays within the budget, too, is in tests/unit/planning/test_plan_budgets.py.
     """
     start = time.perf_counter()
     planned = Planned(case, budget)

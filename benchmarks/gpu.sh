@@ -18,7 +18,7 @@ if [ "${1:-}" = --dry ]; then
     shift
     device=cpu dry=(--dry)
     EXACTNESS_ARGS="--quick ${EXACTNESS_ARGS:-}" OVERHEAD_ARGS="--quick --size MLP --feed bare ${OVERHEAD_ARGS:-}"
-    PYTEST_ARGS="tests/test_exactness.py -k token ${PYTEST_ARGS:-}"
+    PYTEST_ARGS="tests/integration/step/test_exactness.py -k token ${PYTEST_ARGS:-}"
     set -- "${1:-$(mktemp -d)}"
 fi
 folder=${1:-benchmarks/results}

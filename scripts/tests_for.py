@@ -39,20 +39,24 @@ BEHAVIOUR = {
 def imported_by_tests() -> dict[str, set[str]]:
     """For each test file the modules of anybatch that it imports, itself or through what tests share."""
     direct: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "tests").glob("*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        direct[path.stem] = names
-    shared = {stem: names for stem, names in direct.items() if not stem.startswith("test_")}
+        direct[str(path.relative_to(ROOT))] = names
+    shared = {Path(name).stem: names for name, names in direct.items() if not _is_test(name)}
     return {
-        f"tests/{stem}.py": names | {one for helper in names & shared.keys() for one in shared[helper]}
-        for stem, names in direct.items()
-        if stem.startswith("test_")
+        name: names | {one for helper in names & shared.keys() for one in shared[helper]}
+        for name, names in direct.items()
+        if _is_test(name)
     }
+
+
+def _is_test(name: str) -> bool:
+    return Path(name).name.startswith("test_")
 
 
 def tests_of(module: str) -> list[str]:
@@ -62,7 +66,7 @@ def tests_of(module: str) -> list[str]:
     if found:
         return found
     begins = BEHAVIOUR.get(module.split(".")[1] if "." in module else "", ())
-    return [name for name in tests if name.removeprefix("tests/test_").startswith(begins)] if begins else []
+    return [name for name in tests if Path(name).name.removeprefix("test_").startswith(begins)] if begins else []
 
 
 def main(arguments: list[str]) -> int:

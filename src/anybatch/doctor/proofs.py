@@ -48,7 +48,7 @@ TESTED = frozenset(
         *("ZERO_GRAD_MISSING", "STEP_MISSING", "CLIP_NO_EFFECT", "LR_TOO_HIGH", "LR_TOO_LOW", "EVAL_IN_TRAINING"),
     }
 )
-"""Names of findings whose fix, where it is code, tests/test_doctor_fixes.py applies as it is printed."""
+"""Names of findings whose fix, where it is code, test_doctor_fixes.py applies as it is printed."""
 
 
 def with_proofs(findings: Iterable[Finding], run: Run) -> tuple[Finding, ...]:
