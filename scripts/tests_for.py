@@ -17,7 +17,7 @@ BEHAVIOUR = {
     "accelerators": ("accelerator", "gpu"),
     "batch": ("batches", "layout", "windows", "trees", "whole_batches", "written"),
     "tensors": ("randomness", "precision", "fake", "dropout", "sample_dropout", "short_ways", "parameters"),
-    "memory": ("memory optimizations", "meter", "memory_picture", "checkpointing"),
+    "memory": ("optimizations", "meter", "memory_picture", "checkpointing"),
     "loss": ("losses", "several_losses", "exactness", "cut", "coupled", "overtime", "properties"),
     "options": ("bad_arguments",),
     "parallel": ("ranks", "sharding", "devices", "buckets"),

@@ -74,10 +74,10 @@ def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
 
     Args:
         one: the finding.
-        stop_on: ``"nan"``, ``"error"``, or codes, beginnings of codes and names.
+        stop_on: ``"NAN"``, ``"ERROR"``, or codes, beginnings of codes and names, in capitals.
 
     Example:
-        >>> is_met(Finding("", severity="error", code="AB555", name="NAN_IN_FORWARD"), ["nan"])
+        >>> is_met(Finding("", severity="error", code="AB555", name="NAN_IN_FORWARD"), ["NAN"])
         True
     """
     if ("NAN" in stop_on and one.name in NOT_FINITE) or ("ERROR" in stop_on and one.severity == "error"):

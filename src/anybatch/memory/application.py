@@ -42,7 +42,7 @@ def apply_optimizations(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))
-        >>> with apply_levers(model, recompute=["0:2"], head="2", loss_chunks=4) as applied:
+        >>> with apply_optimizations(model, recompute=["0:2"], head="2", loss_chunks=4) as applied:
         ...     loss = torch.nn.functional.cross_entropy(model(torch.ones(32, 4)), torch.zeros(32, dtype=torch.long))
         ...     loss.backward()
         >>> applied.taken
