@@ -71,7 +71,8 @@ def test_a_loss_may_be_nothing_for_a_micro_batch_whose_count_is_0(nothing: Any) 
     expected = gradient(model)
     backward(model, loss_fn, batch, micro_batch_size=3, count=COUNT["a"])
     torch.testing.assert_close(gradient(model), expected, rtol=1e-10, atol=1e-12)
-    with pytest.raises(NotSplittable, match="count= says so with 0"):  # the gradient would be another one
+    # The gradient would be another one; or the samples that are run in parts have a part with nothing.
+    with pytest.raises((NotSplittable, LossError), match="count= says so with 0"):
         backward(model, loss_fn, batch, micro_batch_size=3)
     with pytest.raises(LossError, match="count= says so with 0"):
         backward(model, loss_fn, batch, micro_batch_size=3, verify="off")

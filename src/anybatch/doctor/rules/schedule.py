@@ -90,7 +90,7 @@ def lr_collapsed(
     for one in optimizers(run):
         done = _rated(one)
         rates = [max(step.lrs) for step in done]
-        first = _fallen(rates, share)
+        first = _fallen(rates, share) if rates else None
         if first is None or max(rates[first:]) == 0 or one.losses.converged:
             continue
         left = len(rates) - first
