@@ -67,11 +67,13 @@ def _with_optimized(run: Run, numbers: list[int], shared: float) -> bool:
 
 
 def _holds_frozen_only(run: Run, wanted: list[int]) -> bool:
-    """Whether all that an optimizer steps are frozen parameters of the same model: it was made before adapters were."""
-    roots = {run.parameters[one].root for one in wanted}
+    """Whether an optimizer holds only what never gets a gradient, of the same model: it was made before adapters."""
+    roots, touched = {run.parameters[one].root for one in wanted}, with_gradient(run)
     for one in optimizers(run):
         own = [run.parameters[number] for number in one.own if number in run.parameters]
-        if own and one.steps and not any(step.with_grad for step in one.steps) and {each.root for each in own} <= roots:
+        frozen = not any(each.requires_grad for each in own)
+        idle = one.own.isdisjoint(touched) and (frozen or not any(step.with_grad for step in one.steps))
+        if own and one.steps and idle and {each.root for each in own} <= roots:
             return True
     return False
 
