@@ -29,7 +29,7 @@ import anybatch
 BY_HAND = "by hand"
 WIDTHS = (256, 512, 1024)
 MICRO_BATCHES = (1, 4, 16)
-SETTLING = 12  # steps after which sizes have resolved
+SETTLING = 12  # steps after which sizes no longer change
 
 
 def sharded(width: int) -> Any:

@@ -262,7 +262,7 @@ class Observing:
         self._most, self._quiet, self._wait = most, 0, self._waited
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """No memory optimization but the size of micro-batches.
+        """Nothing but the size of micro-batches changes.
 
         Args:
             model: the model.

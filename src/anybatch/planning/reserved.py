@@ -111,6 +111,8 @@ class Replay:
         low, high = limit, self.reserved(None)
         while high - low > max(_SEGMENT, high // 100):
             middle = (low + high) // 2 // _SEGMENT * _SEGMENT
+            if middle <= low:  # neither end need be a multiple of a segment
+                break
             try:
                 self.reserved(middle)
                 high = middle

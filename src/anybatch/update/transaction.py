@@ -99,7 +99,7 @@ class Snapshot:
         """Puts everything back, bitwise; can be called again.
 
         Args:
-            warns: whether weights that were written to are notified of, since nobody puts these back.
+            warns: whether weights that were written to are reported, since nobody puts these back.
         """
         self._random.restore()
         for put_back, state in self._own:

@@ -1,4 +1,4 @@
-"""A gradient that is not finite in a step that nobody looked at is notified of as if somebody had.
+"""A gradient that is not finite in a step that nobody looked at is reported as if somebody had.
 
 How it could be silently wrong: it is blamed on the weights that it went into, or on nothing at all; the operation that
 made it, the step, or the loss of that step is another one; weights that became too large by themselves are blamed on a

@@ -56,7 +56,7 @@ ODD = (
     "graph is kept",
 )
 LATE = {"a gradient that is not finite"}
-"""What is notified of a step later; ``test_doctor_late_gradients`` is about that."""
+"""What is said of a step later; ``test_doctor_late_gradients`` is about that."""
 
 
 class Stopped(Exception):

@@ -119,7 +119,7 @@ def test_hooks_state_and_copies() -> None:
     assert_same(outcome(again, image_loss, batch), outcome(copy.deepcopy(plain), image_loss, batch))
 
 
-def test_a_copy_made_while_a_optimization_is_on_is_a_model_of_its_own() -> None:
+def test_a_copy_made_while_an_optimization_is_on_is_a_model_of_its_own() -> None:
     model, batch = Images(), images()
     with recompute(model, ["stem", "body"]):
         other = copy.deepcopy(model)
