@@ -103,7 +103,7 @@ def does_not_fit(rank: int, world: int) -> None:
 
 
 def least_budget(rank: int, world: int) -> None:
-    """What an error says is needed is the smallest budget that does, buckets included; so it is in the error about a plan."""
+    """What an error says is needed is the smallest budget that does, buckets included; the error about a plan too."""
     batch = batches_of((8, 8))[rank]
     for memory in (1, 20_000):  # less than the buckets, and more
         error = raised(partial(planned_within, batch, memory))
