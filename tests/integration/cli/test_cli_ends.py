@@ -40,8 +40,9 @@ def test_ctrl_c_ends_every_verb_as_a_shell_expects(verb: str, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "invoke", interrupted)
-    arguments = {"check": [__file__], "doctor": [__file__], "plan": [__file__], "report": [__file__]}
-    done = CliRunner().invoke(main, [verb, *arguments.get(verb, [])])
+    files = ("check", "doctor", "plan", "report", "tune", "watch")
+    more = {"estimate": ["resnet50", "--memory", "8GiB"]} | {one: [__file__] for one in files}
+    done = CliRunner().invoke(main, [verb, *more.get(verb, [])])
     assert (done.exit_code, "Aborted" in done.output) == (130, False)
 
 
