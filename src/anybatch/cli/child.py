@@ -209,6 +209,8 @@ def run(result: Path, question: Mapping[str, Any], script: str, arguments: Seque
         text = Path(question.get("source") or path).read_bytes()
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
+        if tuning is not None and not stop.code:
+            tuning.finish()
         answer.write(status="ended", code=stop.code if isinstance(stop.code, int) else int(stop.code is not None))
         raise
     except BaseException as error:  # noqa: BLE001 - reported as Python itself would

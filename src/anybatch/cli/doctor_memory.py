@@ -66,11 +66,14 @@ def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
     except DoesNotFit as refusal:
         fix = f"No way was found to run this step in {format_bytes(budget)}, what there was for it: {refusal}"
         return replace(crashed, fix=fix, evidence={**evidence, "needed": refusal.needed})
-    answer = found.with_change({"plan": plan.to_dict()}, {"memory": format_bytes(budget).replace(" ", "")})
+    memory = format_bytes(budget).replace(" ", "")
+    answer = found.with_change({"plan": plan.to_dict()}, {"memory": memory})
     whole = f"; the whole batch at once takes {format_bytes(plan.whole_bytes)}" if plan.whole_bytes else ""
+    saved = f"# plan.json comes from: anybatch plan SCRIPT --memory {memory} -o plan.json"
     lines = [
         f"# The same batch and gradient in {_way(plan)}: {format_bytes(plan.peak_bytes)} at the peak,",
         f"# of {format_bytes(budget)} that there was for it{whole}.",
+        *([saved] if "Plan.load" in answer["change"] else []),
         answer["change"].rstrip() or f"# The lines to change can't be written: {answer['trouble']}",
     ]
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.at_peak.items() if size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.doctor_child import PROCESSES, of_rank
-from anybatch.doctor.policy import EVERYTHING, Policy
+from anybatch.doctor.policy import Policy
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
 
@@ -51,7 +51,7 @@ def without_records_of_ranks(record: Path) -> None:
 
 
 def compared(
-    first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool, policy: Policy = EVERYTHING
+    first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool, policy: Policy | None = None
 ) -> tuple[str, ...]:
     """Says in which ranks other things were found than in the first one.
 

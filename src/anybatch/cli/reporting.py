@@ -177,9 +177,10 @@ class Wanted:
                 click.echo(text, nl=False)
             elif one.path is not None:
                 write_whole(one.path, text)
-        if self.quiet and self._is_shown and is_last:
+        is_shown = self._is_shown or not is_last
+        if self.quiet and is_shown:
             console.print(_text("line", diagnosis, run), end="", markup=False, soft_wrap=True)
-        elif self._is_shown or not is_last:
+        elif is_shown:
             from anybatch.report.diagnosis_terminal import show
 
             show(diagnosis, run, console)

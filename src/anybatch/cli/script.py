@@ -102,7 +102,7 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
         Sentences that say what to do.
     """
     facts = ending.facts
-    call = "anybatch.TrainStep or anybatch.backward"
+    call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
     call += ", or any optimizer stepped after a backward" if verb == "plan" else ""
     if ending.status == "refused":
         return f"the first step of {script} can't be {done}. {facts['error']}"

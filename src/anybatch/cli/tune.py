@@ -81,6 +81,11 @@ def _asked(
         raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
     if plan.status != "planned":
         raise NoTuning(no_answer(plan, script, "plan", "planned"))
+    if not plan.facts["updates"]:
+        raise NoTuning(
+            f"{script} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
+            "anybatch.TrainStep, and tune it again"
+        )
     with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
         source = _source(plan, script, Path(folder))
         tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})

@@ -49,7 +49,8 @@ class TuneWatch:
         from anybatch.scaling.noisescale import NoiseScale
 
         self._step, self._noise = step, NoiseScale(step, every=1, halves=True)
-        self._rates = [(group, group["lr"]) for one in step._optimizers for group in one.param_groups]
+        groups = [group for one in step._optimizers for group in one.param_groups]
+        self._rates = [(group, group.get("initial_lr", group["lr"])) for group in groups]  # a warm-up begins at 0
 
     def finish(self) -> None:
         """Gives the facts, if a step was seen; does not return then."""

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 from pathlib import PurePath
 
-from anybatch.doctor.policy import EVERYTHING, Policy
+from anybatch.doctor.policy import Policy
 from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.rules.registry import Rule, all_rules
@@ -23,14 +23,14 @@ __all__ = ["Cell", "cells", "diagnose", "diagnosis"]
 _log = logging.getLogger(__name__)
 
 
-def diagnose(run: Run, policy: Policy = EVERYTHING) -> tuple[Finding, ...]:
+def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
     """What is wrong with a run.
 
     A rule that fails is logged and left out; the others are asked all the same.
 
     Args:
         run: the facts.
-        policy: what is reported, and other thresholds.
+        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
 
     Returns:
         The findings in order of rank, each root followed by what follows from it.
@@ -39,15 +39,15 @@ def diagnose(run: Run, policy: Policy = EVERYTHING) -> tuple[Finding, ...]:
         >>> diagnose(Run([]))
         ()
     """
-    return _diagnosed(run, policy)[0]
+    return _diagnosed(run, policy or Policy())[0]
 
 
-def diagnosis(run: Run, policy: Policy = EVERYTHING) -> Diagnosis:
+def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
     """All that the doctor says about a run.
 
     Args:
         run: the facts.
-        policy: what is reported, and other thresholds.
+        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
 
     Returns:
         The findings in order of rank, the four cells, and what the run was.
@@ -56,6 +56,7 @@ def diagnosis(run: Run, policy: Policy = EVERYTHING) -> Diagnosis:
         >>> diagnosis(Run([])).verdict
         'undecided'
     """
+    policy = policy or Policy()  # a new one, which reads the user's files as they are now
     findings, failed, suppressed = _diagnosed(run, policy)
     ended = next(run.of(Ended), None)
     rest = ended.seconds - ended.own_seconds if ended else 0.0

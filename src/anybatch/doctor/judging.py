@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.doctor.policy import EVERYTHING, Policy, is_among
+from anybatch.doctor.policy import Policy, is_among
 from anybatch.records.events import Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
@@ -20,7 +20,7 @@ class Judge:
     Together these judgements take about half as long again as the one at the end of the run.
 
     Args:
-        policy: what is reported, and other thresholds.
+        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
 
     Example:
         >>> judge = Judge()
@@ -28,8 +28,8 @@ class Judge:
         [10, 30, 100, 300, 1000]
     """
 
-    def __init__(self, policy: Policy = EVERYTHING) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._policy = policy or Policy()
         self._due = _FIRST
         self._seen_not_finite = False
         self._known: set[tuple[str, str, str, int]] = set()

@@ -124,10 +124,6 @@ class Policy:
         return found
 
 
-EVERYTHING = Policy()
-"""Reports all, but for what a comment on its line ignores."""
-
-
 def is_among(one: Finding, codes: Iterable[str]) -> bool:
     """Whether a finding is named by one of several codes, beginnings of codes, or names.
 
@@ -191,8 +187,10 @@ def read_policy(folder: Path) -> Policy:
                 values = tomllib.loads(path.read_text(encoding="utf-8"))
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} is no TOML: {error}") from error
-            table = values.get("tool", {}).get("anybatch", {}).get("doctor", {})
-            return replace(_policy_of(table, f"{path}, {_TABLE}"), folder=above)
+            for name in ("tool", "anybatch"):
+                values = values.get(name, {})
+                _expect(isinstance(values, dict), f"{path}, {name}", values, "a table")
+            return replace(_policy_of(values.get("doctor", {}), f"{path}, {_TABLE}"), folder=above)
     return Policy()
 
 

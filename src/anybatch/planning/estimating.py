@@ -79,9 +79,10 @@ def _called(name: str) -> nn.Module:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     try:
         made = getattr(importlib.import_module(place), function)()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - the user's code, of which the last line says enough
         raise NoModel(
-            f"{name} can't be called: {error}; expected module:function, which returns an nn.Module"
+            f"{name} can't be called: {type(error).__name__}: {error}; expected module:function, which needs no "
+            "arguments and returns an nn.Module"
         ) from None
     if not isinstance(made, nn.Module):
         raise NoModel(f"{name} returned {type(made).__name__}; expected an nn.Module")
@@ -239,12 +240,14 @@ def estimate(
         lora: the rank of what is trained in the place of the weights; ``None`` for these.
 
     Raises:
-        NoModel: see ``example_of``.
+        NoModel: see ``example_of``; or nothing of it is trained.
         DoesNotFit: see ``anybatch.plan``.
     """
     example = example_of(name, rows, length, dtype)
     if lora is not None:
         add_lora(example.model, lora)
     trained = [one for one in example.model.parameters() if one.requires_grad]
+    if not trained:
+        raise NoModel(f"{name} has no linear layer beside its head, so there is none for a LoRA; leave --lora out")
     made = getattr(torch.optim, OPTIMIZERS[optimizer])(trained, lr=1e-3)
     return plan(example.model, example.loss_fn, example.batch, made, memory=memory, device=device or memory)

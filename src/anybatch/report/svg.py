@@ -93,6 +93,8 @@ class Axis:
         span = self.last - self.first
         if not self.is_long:
             every = round_step(span / 5)
+            if not math.isfinite(every):  # of a single number
+                return [self.first]
             every = every if self.is_even else max(1.0, every)
             start, end = math.ceil(self.first / every - 1e-9), math.floor(self.last / every + 1e-9)
             return [index * every for index in range(start, end + 1)]

@@ -91,6 +91,23 @@ def test_what_is_not_there_is_said_with_2() -> None:
     assert "Change the loop to anybatch.TrainStep" in " ".join(done.stderr.split())
 
 
+def test_a_script_that_takes_its_update_itself_is_not_run_to_its_end() -> None:
+    done, _ = tuned(STEP.replace("anybatch.TrainStep(model, loss_fn, optimizer)", "None").replace(
+        "step((x, y))", "anybatch.backward(model, loss_fn, (x, y)); optimizer.step()"))  # fmt: skip
+    assert done.returncode == 2
+    assert "change it to anybatch.TrainStep" in " ".join(done.stderr.split())
+    assert not Path("ran to its end").exists()
+
+
+def test_the_rate_of_a_warm_up_is_that_of_the_script_and_a_short_run_that_exits_is_measured() -> None:
+    text = STEP.replace("randn(40", "randn(10").replace("step = anybatch", """
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: update / 100)
+step = anybatch""").replace("step((x, y))\n", "step((x, y)); schedule.step()\nimport sys; sys.exit(0)\n")  # fmt: skip
+    done, facts = tuned(text)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert (facts["steps"], facts["rate"]) == (10, 0.01)
+
+
 def test_the_range_test_finds_the_rate_at_which_a_quadratic_diverges_and_leaves_nothing() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1.0)

@@ -5,10 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anybatch.cli import doctor_memory
+from anybatch.records.events import Crashed
+from plan_samples import PLAN
 from source_tree import ROOT
 
 NET = """
@@ -121,6 +125,18 @@ def test_the_change_runs_in_the_memory_that_was_not_enough(text: str, tmp_path: 
     after = run(tmp_path, "train.py")
     assert after.returncode == 0, after.stderr[-2000:]
     assert after.stdout.count("loss") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "loads"), [('plan=anybatch.Plan.load("plan.json")', True), ("micro_batch_size=4", False)]
+)
+def test_where_the_plan_comes_from_that_the_change_loads(
+    call: str, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_memory, "_plan", lambda found, budget: PLAN)
+    found: Any = SimpleNamespace(with_change=lambda *_: {"change": f"+step = TrainStep({call})", "found": "train.py:3"})
+    fix = doctor_memory._planned(Crashed(name="OUT_OF_MEMORY", error="OutOfMemoryError", text=""), found, 2**30).fix
+    assert ("# plan.json comes from: anybatch plan SCRIPT --memory 1.0GiB -o plan.json\n" in fix) == loads
 
 
 def test_a_step_that_is_not_found_is_told(tmp_path: Path) -> None:

@@ -169,6 +169,11 @@ def test_steps_keep_their_order_and_stay_on_the_axis(last: int) -> None:
     assert len(axis.ticks()) <= 20
 
 
+def test_an_axis_of_one_number_has_that_tick() -> None:
+    assert Axis(0.0, 0.0, is_even=True).ticks() == [0.0]
+    assert Axis(3.0, 3.0).ticks() == [3.0]
+
+
 # Two records.
 
 

@@ -32,6 +32,14 @@ def vectors():
     return nn.Linear(16, 4)
 
 
+def wide(width):
+    return nn.Linear(width, 4)
+
+
+def broken():
+    raise RuntimeError("no weights here")
+
+
 def nothing():
     return 7
 """
@@ -114,7 +122,9 @@ def test_what_fits_nowhere_ends_with_1_and_says_what_it_takes() -> None:
         ("no-such-model", "is no folder with a config.json"),
         ("ownmodels:nothing", "returned int; expected an nn.Module"),
         ("ownmodels:missing", "can't be called"),
-        ("nowhere:f", "can't be called: No module named 'nowhere'"),
+        ("nowhere:f", "can't be called: ModuleNotFoundError: No module named 'nowhere'"),
+        ("ownmodels:wide", "missing 1 required positional argument: 'width'; expected module:function, which needs no"),
+        ("ownmodels:broken", "can't be called: RuntimeError: no weights here"),
         ("torch.nn:Identity", "has no Embedding, convolution or Linear"),
     ],
 )
@@ -144,6 +154,12 @@ def test_models_of_images(name: str) -> None:
     model, _, batch = example_of("resnet18", 2, 0, "fp32")
     assert batch["x"].shape == (2, 3, 224, 224)
     assert not any(one.device.type != "meta" for one in model.parameters())
+
+
+def test_a_lora_of_a_model_that_has_only_a_head_is_refused() -> None:
+    done = run("ownmodels:images", "--memory", "1GiB", "--lora", "4")
+    assert done.exit_code == 2
+    assert "has no linear layer beside its head" in " ".join(done.output.split())
 
 
 def test_lora_leaves_the_output_and_the_head_as_they_are() -> None:

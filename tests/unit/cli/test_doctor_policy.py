@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.doctor.diagnosing import diagnosis
-from anybatch.doctor.policy import EVERYTHING, Policy, baseline_of, checked_codes, read_baseline, read_policy
+from anybatch.doctor.policy import Policy, baseline_of, checked_codes, read_baseline, read_policy
 from anybatch.records.events import Backward, Ended, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import Fact
@@ -63,7 +63,7 @@ def train(tmp_path: Path) -> Path:
 def test_a_comment_ignores_what_is_on_its_statement(
     train: Path, code: str, name: str, line: int, reason: str | None
 ) -> None:
-    kept, others = EVERYTHING.parted([finding(code, line, train, name)])
+    kept, others = Policy().parted([finding(code, line, train, name)])
     assert [(one.by, one.reason) for one in others] == ([] if reason is None else [("line", reason)])
     assert len(kept) + len(others) == 1
 
@@ -95,7 +95,7 @@ def test_a_comment_with_an_unknown_code_is_told(tmp_path: Path, monkeypatch: pyt
 def test_a_file_that_is_no_python_hurts_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.py"
     path.write_text(text, encoding="utf-8")
-    assert EVERYTHING.parted([finding("AB101", 1, path)])[1] == []
+    assert Policy().parted([finding("AB101", 1, path)])[1] == []
     path.write_bytes(b"# -*- coding: nowhere -*-\n\xff\xfe")
     assert Sources().text(str(path), 1) == ""
 
@@ -154,6 +154,15 @@ def test_settings_that_are_not_known_are_refused(tmp_path: Path, table: str, sai
     with pytest.raises(ValueError, match=r"pyproject\.toml") as caught:
         read_policy(tmp_path)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("tool = 1", "tool: got 1"), ("tool.anybatch = 'x'", "anybatch: got 'x'; expected a table")]
+)
+def test_settings_that_are_no_table_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        read_policy(tmp_path)
 
 
 def test_a_baseline_knows_a_finding_by_its_text_and_not_by_its_number(train: Path, tmp_path: Path) -> None:
@@ -225,6 +234,14 @@ def test_what_is_ignored_is_no_part_of_the_verdict_and_not_forgotten(train: Path
     assert [(one.finding.code, one.by) for one in ignored.suppressed] == [("AB101", "line")]
     assert ignored.verdict == "learning"
     assert any("ignores AB5," in note for note in ignored.notes)
+
+
+def test_a_comment_that_is_added_between_two_diagnoses_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("\n\n\noptimizer = 1\n", encoding="utf-8")
+    assert [one.code for one in diagnosis(run_of(str(path))).findings] == ["AB101"]
+    path.write_text("\n\n\noptimizer = 1  # anybatch: ignore[AB101] fixed\n", encoding="utf-8")
+    assert diagnosis(run_of(str(path))).findings == ()
 
 
 def test_thresholds_of_the_settings_are_used() -> None:

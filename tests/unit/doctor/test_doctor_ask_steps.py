@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from test_doctor_ask import ROWS, answer, nothing_was_compiled, steps
+from anybatch.doctor.ask import fitting
+from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
 
 __all__ = ["nothing_was_compiled"]
 
@@ -36,6 +39,13 @@ def learns(kind: Any, rate: float, scale: float = 1.0) -> None:
 )
 def test_a_batch_that_is_learned_at_another_rate_is_told(kind: Any, rate: float, expected: str) -> None:
     assert answer(lambda: learns(kind, rate), "rate") == expected
+
+
+def test_the_steps_that_are_told_are_those_that_time_was_left_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * fitting._SECONDS / 50))
+    found = asked(lambda: learns(torch.optim.SGD, 1e-5), "rate")[-1]
+    assert found.evidence["steps"] == 49
 
 
 def test_a_loss_without_a_floor_says_nothing_about_the_rate() -> None:

@@ -48,7 +48,7 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
         raise Unknown("the loss is scaled for half precision")
     momentum = max((group.momentum for group in facts.groups), default=0.0)
     options = {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}
-    rate, gains, first = max(rates), dict[float, float](), 0.0
+    rate, gains, counts, first = max(rates), dict[float, float](), dict[float, int](), 0.0
 
     def gained(factor: float) -> float:
         nonlocal first
@@ -57,7 +57,7 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
             for slot, one in tape.parameters.items()
             if isinstance(one, torch.nn.Parameter) and one.requires_grad
         }
-        first, last = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
+        first, last, counts[factor] = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
         gains[factor] = first - last if math.isfinite(last) else -math.inf
         return gains[factor]
 
@@ -69,14 +69,15 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
     best = max(gains, key=lambda one: gains[one])
     told = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
     evidence = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
-                "after": first - gains[1.0], "other_after": first - gains[best], "steps": _STEPS}  # fmt: skip
+                "after": first - gains[1.0], "other_after": first - gains[best],
+                "steps": min(counts[1.0], counts[best])}  # fmt: skip
     return Probed(probe="rate", root=-1, answer="yes" if told else "no", evidence=evidence)
 
 
 def _fitted(
     tape: Tape, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float
-) -> tuple[float, float]:
-    """The loss at first and at last."""
+) -> tuple[float, float, int]:
+    """The loss at first and at last, and in how many steps; fewer where time ends."""
     loss, values = tape.losses[-1], list[float]()
     end = min(until, time.perf_counter() + _SECONDS)
     while len(values) < _STEPS and time.perf_counter() < end:
@@ -89,4 +90,4 @@ def _fitted(
         optimizer.step()
     if len(values) < _STEPS // 4 and (not values or math.isfinite(values[-1])):
         raise Unknown("there was no time left")
-    return values[0], median(values[-8:])
+    return values[0], median(values[-8:]), len(values)
