@@ -229,7 +229,7 @@ class Deadline:
             self._interrupt()
 
     def _safely(self, look: Callable[[bool], bool], asked: bool) -> bool:
-        """What a look says; one that fails is told of once, and the script goes on."""
+        """What a look says; one that fails is reported once, and the script goes on."""
         try:
             return look(asked)
         except Exception as error:  # noqa: BLE001 - the script must not end with what looks at it

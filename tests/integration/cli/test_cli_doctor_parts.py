@@ -263,7 +263,7 @@ def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("way", ["_wait_for_signals", "_wait_with_handlers"])
-def test_a_look_that_fails_leaves_the_script_alone_and_is_told_of_once(
+def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
     way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if way == "_wait_for_signals" and not hasattr(signal, "sigtimedwait"):
