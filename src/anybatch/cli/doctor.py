@@ -22,7 +22,7 @@ from anybatch.cli.doctor_ranks import (
 )
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
-from anybatch.cli.options import check_folder, json_option, timeout_option, write_whole
+from anybatch.cli.options import check_folder, check_patch, json_option, timeout_option, write_whole
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -165,8 +165,9 @@ def doctor_command(
 
 def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> None:
     """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (json_path, wishes.record, wishes.output, wishes.patch):
+    for path in (json_path, wishes.record, wishes.output):
         check_folder(path)
+    check_patch(wishes.patch, force=force)
     if wishes.output is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
     if force:

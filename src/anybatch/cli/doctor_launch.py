@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
 _STDERR = 2
 _PATIENCE = 20.0  # seconds that a script has to end by itself after it was interrupted
 _PR_SET_PDEATHSIG = 1
@@ -194,6 +196,7 @@ class Deadline:
         self._look = look
         self._next_look = time.monotonic() + _LOOKS
         self._is_asked = self._is_interrupted = False
+        self._failures: set[str] = set()
         self.timed_out = False
 
     def left(self) -> float:
@@ -213,7 +216,7 @@ class Deadline:
         """Does it, if it is time."""
         if self._look is not None and time.monotonic() >= self._next_look:
             asked, self._is_asked = self._is_asked, False
-            if self._look(asked) and not self._is_interrupted:
+            if self._safely(self._look, asked) and not self._is_interrupted:
                 self._interrupt()
             self._next_look = time.monotonic() + _LOOKS
         if self._end is None or time.monotonic() < self._end:
@@ -224,6 +227,18 @@ class Deadline:
         else:
             self.timed_out = True
             self._interrupt()
+
+    def _safely(self, look: Callable[[bool], bool], asked: bool) -> bool:
+        """What a look says; one that fails is reported once, and the script goes on."""
+        try:
+            return look(asked)
+        except Exception as error:  # noqa: BLE001 - the script must not end with what looks at it
+            text = f"anybatch doctor: a look at the run failed: {type(error).__name__}: {error}"
+            if text not in self._failures:
+                self._failures.add(text)
+                with contextlib.suppress(OSError, ValueError):
+                    click.echo(text, err=True)
+            return False
 
     def _interrupt(self) -> None:
         self._process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))

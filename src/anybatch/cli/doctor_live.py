@@ -1,5 +1,6 @@
 """The process that waits for the script looks at its record: findings are told at once, and may end the run."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -71,7 +72,8 @@ class Watcher:
         for one in found:
             sentence = sentence_of(one)
             if not self._is_quiet and sentence not in self._told:  # by another rank
-                click.echo(f"anybatch doctor: {whose}{sentence}", err=True)
+                with contextlib.suppress(OSError, ValueError):  # of a closed stream; the run may have to end
+                    click.echo(f"anybatch doctor: {whose}{sentence}", err=True)
             self._told.add(sentence)
             if self.stopped is None and is_met(one, self._stop_on):
                 self.stopped = one

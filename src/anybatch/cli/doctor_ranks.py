@@ -36,7 +36,8 @@ def records_of_ranks(record: Path) -> dict[int, Path]:
         record: the path that was asked for.
     """
     pattern = re.compile(re.escape(of_rank(record.name, "@")).replace("@", r"(\d+)"))
-    found = {int(match[1]): path for path in record.parent.iterdir() if (match := pattern.fullmatch(path.name))}
+    beside = record.parent.iterdir() if record.parent.is_dir() else ()
+    found = {int(match[1]): path for path in beside if (match := pattern.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+_PATCH = b"--- a/"
 INTERRUPTED = 130
 """What a shell reports for a command that Ctrl-C ended."""
 
@@ -84,6 +85,25 @@ def check_folder(path: Path | None) -> None:
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
     if path is not None and not path.exists() and not os.access(path.absolute().parent, os.W_OK):
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
+
+
+def check_patch(path: Path | None, *, force: bool) -> None:
+    """Refuses a patch that can't be written, or that would overwrite what is no patch of anybatch.
+
+    Args:
+        path: of the patch; ``None`` is fine.
+        force: whether anything may be overwritten.
+
+    Raises:
+        click.UsageError: names the file and the remedy.
+    """
+    check_folder(path)
+    if path is None or force or not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(len(_PATCH))
+    if begin not in (b"", _PATCH):  # one without any change is empty
+        raise click.UsageError(f"{path} exists and is no patch; name another or add --force")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
     check_folder,
+    check_patch,
     json_option,
     of_script,
     timeout_option,
@@ -129,9 +130,9 @@ def plan_command(
 
     Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script came to no step.
     """
-    _check_ranks(ranks, shard, output, html)
+    _check_ranks(ranks, shard, output, html, patch)
     _check_outputs(output, html, json_path, force=force)
-    check_folder(patch)
+    check_patch(patch, force=force)
     question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
     question["output"] = None if output is None else str(output)
     question["timeline"] = html is not None
@@ -165,11 +166,11 @@ def plan_command(
         console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
 
 
-def _check_ranks(ranks: int | None, shard: str | None, output: Path | None, html: Path | None) -> None:
+def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
     if shard is not None and ranks is None:
         raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
-    if ranks is not None and (output is not None or html is not None):
-        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o and --html out")
+    if ranks is not None and any(one is not None for one in files):
+        raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o, --html and --patch out")
 
 
 def _end_over_ranks(plan: RankPlan, json_path: Path | None, notes: list[str]) -> None:
@@ -218,6 +219,9 @@ def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | N
         console.print(f"\nTo use it: {use}", markup=False, soft_wrap=True)
         if "found" in facts:
             console.print(f"The loop stays to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
+        if patch is not None:
+            why = "the loop stays to be changed by hand" if "found" in facts else "the script calls anybatch itself"
+            console.print(f"No patch was written: {why}.", markup=False, soft_wrap=True)
         return
     if patch is not None:
         patch.write_text(change, encoding="utf-8")

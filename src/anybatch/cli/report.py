@@ -42,8 +42,12 @@ def report_command(
         raise click.UsageError(missing)
     if output is not None and output.is_file() and not force and not is_own_page(output):
         raise click.UsageError(f"{output} exists and is no page of anybatch; name another or add --force")
-    if other is not None and (output is None or json_path is not None):
-        raise click.UsageError("two records are shown side by side on a page; add -o FILE, and leave --json out")
+    ignored = json_path is not None or any(reporting[name] for name in ("formats", "quiet", "baseline"))
+    if other is not None and (output is None or ignored):
+        raise click.UsageError(
+            "two records are shown side by side on a page; add -o FILE, and leave --json, --format, --quiet and "
+            "--baseline out"
+        )
     wanted = Wanted(Path(), json_path=json_path, **reporting)
     with _readable(record) as run:
         found = _diagnosed(run, wanted)

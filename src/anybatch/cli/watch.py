@@ -15,7 +15,7 @@ from anybatch.cli.doctor_ranks import records_of_ranks
 from anybatch.doctor.judging import Judge, sentence_of
 from anybatch.records.findings import Finding
 from anybatch.records.tailing import Tail
-from anybatch.report.diagnosis import title_of_run
+from anybatch.report.diagnosis import crash_of, title_of_run
 from anybatch.report.series import Series, series_of, thinned
 from anybatch.report.svg import Curve
 from anybatch.report.tables import clean, number_text
@@ -62,6 +62,9 @@ class Frames:
     def __init__(self, record: Path, *, bars: str = _BARS) -> None:
         self._record, self._bars = record, bars
         self._tails: dict[int, tuple[Tail, Judge]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self._found: list[str] = []
         self._styles: list[str] = []
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
@@ -78,9 +81,14 @@ class Frames:
         for rank, path in (ranks or {0: self._record}).items():
             if path.exists():
                 tail, judge = self._tails.setdefault(rank, (Tail(path), Judge()))
-                is_first = not tail.step
+                is_first, renewals = not tail.step, tail.renewals
                 tail.read()
                 is_leading = rank == min(ranks, default=0)
+                if tail.renewals != renewals:
+                    is_first, judge = True, Judge()
+                    self._tails[rank] = tail, judge
+                    if is_leading:
+                        self._begin()
                 step = tail.step if is_leading else 0  # of the others, what is not finite is looked at
                 if judge.is_due(step, not_finite=tail.not_finite) or (is_leading and tail.ended is not None):
                     self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if ranks else "")
@@ -120,7 +128,10 @@ class Frames:
         started = tail.recent().started
         said = [clean(title_of_run(started.script, started.arguments)), f"step {tail.step:,}"]
         if tail.ended is not None:
-            said.append(f"ended after {format_seconds(tail.ended.seconds)}, exit code {tail.ended.exit_code or 0}")
+            how = "ended" if crash_of(tail.recent()) is None else "crashed"
+            said.append(f"{how} after {format_seconds(tail.ended.seconds)}")
+            if tail.ended.exit_code is not None:
+                said[-1] += f", exit code {tail.ended.exit_code}"
         else:
             said += [f"{speed:.3g} steps/s"] if speed else []
             said += [format_seconds(max(0.0, time.time() - started.time))] if started.time else []

@@ -156,10 +156,13 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     source, block = step.source, step.source.block(step.back)
     first = step.forward[0] if step.forward else step.back
     home = home_of(step, update.optimizer if update else "")
+    if "anybatch" not in step.names:  # first, for the loop may be the next statement
+        body = source.tree.body
+        behind: list[ast.stmt] = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
+        if not behind and ast.get_docstring(source.tree) is not None:
+            behind = body[:1]
+        yield source.inserted((behind or body[:1])[-1], "import anybatch", after=bool(behind))
     yield source.inserted(home or first, f"{text}\n" if home else text)
-    if "anybatch" not in step.names:
-        imports = [one for one in source.tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
-        yield source.inserted(imports[-1], "import anybatch", after=True)
     gone = [*step.forward, *(update.statements if update else ())]
     for one in gone:
         yield source.removed(one)

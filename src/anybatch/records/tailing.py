@@ -1,5 +1,6 @@
 """A record that grows: what was written since the last look, and the last steps of it."""
 
+import os
 from pathlib import Path
 
 from anybatch.records.events import Ended
@@ -23,6 +24,7 @@ class Tail:
         step: how many steps the optimizer that stepped most has done.
         not_finite: whether a number that is not finite was recorded.
         ended: how the run ended, ``None`` while it goes on.
+        renewals: how often the record was written anew; what was read before is then gone.
 
     Example:
         >>> tail = Tail(Path("no_such_run.jsonl"))
@@ -32,6 +34,11 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.renewals = 0
+        self._file: tuple[int, int] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self.step = 0
         self.not_finite = False
         self.ended: Ended | None = None
@@ -48,9 +55,11 @@ class Tail:
         """
         try:
             with self.path.open("rb") as file:
+                self._begin_anew_if_other(os.fstat(file.fileno()))
                 file.seek(self._at)
                 text = file.read()
         except FileNotFoundError:
+            self._file = None  # the next one is another, even with the same number
             return False
         lines = text[: text.rfind(b"\n") + 1]
         self._at += len(lines)
@@ -62,6 +71,13 @@ class Tail:
             if one is not None:
                 self._take(one)
         return bool(lines)
+
+    def _begin_anew_if_other(self, found: os.stat_result) -> None:
+        file = found.st_dev, found.st_ino
+        if self._at and (file != self._file or found.st_size < self._at):
+            self.renewals += 1
+            self._begin()
+        self._file = file
 
     def _take(self, one: Fact) -> None:
         self._facts.append(one)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.records.events import Stepped
+from anybatch.records.events import Ended, Stepped
 from anybatch.records.runs import load_run
 from doctor_scripts import DOCTOR, Done, doctor, environment
 from source_tree import PACKAGE
@@ -137,3 +137,15 @@ def test_the_report_comes_when_a_signal_asks_for_it(folder: Path, handler: bool)
     assert ("handled" in done.out) == handler
     assert "ended" in done.out
     assert "Do gradients change" not in done.out + done.err  # quiet holds for both reports
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a stream that can't be written to")
+def test_a_run_is_stopped_where_nothing_can_be_told(folder: Path) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [*DOCTOR, "--no-ask", "--stop-on", "nan", "--record", "run.jsonl", "train.py", "nan"], cwd=folder,
+            env=environment(PACKAGE.parent), stdout=subprocess.PIPE, stderr=full, text=True, timeout=180, check=False,
+        )  # fmt: skip
+    assert done.returncode in (3, 120)  # of Python itself, which could not write what was left
+    assert [one.exit_code for one in load_run(folder / "run.jsonl").of(Ended)] == [128 + signal.SIGINT]
+    assert "ended" not in done.stdout

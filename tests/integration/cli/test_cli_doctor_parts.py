@@ -80,6 +80,7 @@ REFUSED = {
     ("--json", "no/such/out.json", "train.py"): "does not exist; make it first",
     ("--record", "other.txt", "train.py"): "other.txt exists and is no record of anybatch",
     ("-o", "other.txt", "train.py"): "other.txt exists and is no page of anybatch",
+    ("--fix", "--patch", "other.txt", "train.py"): "other.txt exists and is no patch",
     ("--fail-on", "info", "train.py"): "Invalid value for '--fail-on'",
     ("--every", "0", "train.py"): "Invalid value for '--every'",
 }
@@ -258,3 +259,28 @@ def test_waiting_ends_with_the_script_or_with_its_time(way: str) -> None:
     assert wait(started(sleep), time.monotonic() + 0.5) == (-2, True)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("way", ["_wait_for_signals", "_wait_with_handlers"])
+def test_a_look_that_fails_leaves_the_script_alone_and_is_reported_once(
+    way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if way == "_wait_for_signals" and not hasattr(signal, "sigtimedwait"):
+        pytest.skip("this system can't wait for signals")
+    monkeypatch.setattr(doctor_launch, "_LOOKS", 0.01)
+    looks: list[bool] = []
+
+    def look(asked: bool) -> bool:
+        looks.append(asked)
+        raise OSError("no space left")
+
+    code = "import time; time.sleep(0.5); raise SystemExit(5)"
+    ended = getattr(doctor_launch, way)(
+        lambda in_child: subprocess.Popen([sys.executable, "-c", code], preexec_fn=in_child),  # noqa: PLW1509
+        None,
+        look,
+    )
+    assert ended == (5, False)
+    assert len(looks) > 1  # what --stop-on waits for may still come
+    assert capsys.readouterr().err == "anybatch doctor: a look at the run failed: OSError: no space left\n"

@@ -259,6 +259,7 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["--json", "no/plan.json"], "does not exist"),
         (["-o", "train.py"], "train.py exists and is no plan"),
         (["--html", "train.py"], "train.py exists and is no page of anybatch"),
+        (["--patch", "train.py"], "train.py exists and is no patch"),
         (["--timeout", "0"], "0"),
     ],
 )
@@ -277,6 +278,31 @@ def test_its_own_files_are_overwritten_and_others_by_force(monkeypatch: pytest.M
         assert done.exit_code == 0, done.output
     assert invoke(monkeypatch, "-o", "train.py", "--force", ending=FINE).exit_code == 0
     assert Plan.load("train.py") == PLAN
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({}, "the script calls anybatch itself"),
+     ({"change": "", "trouble": "it reads x", "found": "train.py:3"}, "the loop stays to be changed by hand")],
+)  # fmt: skip
+def test_a_patch_that_can_not_be_written_is_reported(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, str], why: str
+) -> None:
+    done = invoke(monkeypatch, "--patch", "p.diff", ending=Ending("planned", FINE.facts | more))
+    assert done.exit_code == 0, done.output
+    assert f"No patch was written: {why}." in done.output
+    assert not Path("p.diff").exists()
+
+
+def test_a_patch_is_written_over_a_patch_and_over_anything_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {"change": "--- a/train.py\n+++ b/train.py\n", "trouble": "", "found": "train.py:3"}
+    ending = Ending("planned", FINE.facts | changed)
+    Path("empty.diff").touch()
+    for path in ("p.diff", "p.diff", "empty.diff"):
+        assert invoke(monkeypatch, "--patch", path, ending=ending).exit_code == 0
+        assert Path(path).read_text(encoding="utf-8") == changed["change"]
+    assert invoke(monkeypatch, "--patch", "train.py", "--force", ending=ending).exit_code == 0
+    assert Path("train.py").read_text(encoding="utf-8") == changed["change"]
 
 
 def test_without_the_extra_a_page_is_refused_and_a_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

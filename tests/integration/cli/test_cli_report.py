@@ -81,6 +81,13 @@ REFUSED = {
     "no record": (["report", "other.txt"], "other.txt is no record of a run"),
     "not there": (["report", "missing.jsonl"], "'missing.jsonl' does not exist"),
     "no folder": (["report", "run.jsonl", "--json", "no/such/out.json"], "does not exist; make it first"),
+    **{
+        f"two records with {words[0]}": (
+            ["report", "run.jsonl", "run.jsonl", "-o", "both.html", *words],
+            "add -o FILE, and leave --json, --format, --quiet and --baseline out",
+        )
+        for words in (["--json", "x"], ["--format", "line"], ["--quiet"], ["--baseline", "known.json"])
+    },
     "no page": (["report", "run.jsonl", "-o", "other.txt"], "other.txt exists and is no page of anybatch"),
 }
 

@@ -1,5 +1,6 @@
 """``anybatch watch``: a run followed from a second process."""
 
+import io
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from anybatch.cli.main import main
 from anybatch.cli.watch import Frames, sparkline
+from anybatch.records.events import Crashed, Ended, Stepped
+from anybatch.records.lines import Fact, to_line
+from anybatch.records.samples import NonFinite
+from anybatch.records.tables import OptimizerFacts, Started
 from doctor_scripts import environment
 from source_tree import PACKAGE
 
@@ -69,7 +75,8 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path, running: "subprocess.Popen
     out, err = watching.communicate(timeout=120)
     assert watching.returncode == 0, err
     last = out[out.rindex("this run") :] if "this run" in out else out
-    assert "exit code 0" in last
+    assert "ended after" in last
+    assert "exit code" not in last  # which a Doctor in the script does not see
     for part in ("loss", "learning rate", "0.125", "gradient norm", "update / weight", "memory", "error AB101"):
         assert part in last, (part, last)
 
@@ -109,6 +116,59 @@ def test_one_frame_of_what_is_not_there_yet_and_of_ranks(tmp_path: Path, monkeyp
     assert "train.py --lr 1" in result.output
     assert "ranks 0: 3, 1: 2" in " ".join(result.output.split())
     assert "learning rate" in result.output
+
+
+STARTED = Started(script="train.py", at=0)
+STEPPED = [Stepped(optimizer=0, number=n, lrs=(0.5,), at=n + 2, step=n + 1) for n in range(20)]
+OPTIMIZER = OptimizerFacts(optimizer=0, at=1)
+
+
+def written(path: Path, *facts: Fact) -> None:
+    path.write_text("".join(f"{to_line(one)}\n" for one in facts), encoding="utf-8")
+
+
+def shown(frames: Frames) -> str:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(frames.next())
+    return captured.get()
+
+
+def test_a_record_that_is_written_anew_is_shown_without_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    nan = NonFinite(at=30, step=20, where="forward", module="head")
+    written(path, STARTED, OPTIMIZER, *STEPPED, nan)
+    frames = Frames(path)
+    assert "step 20" in shown(frames)
+    frames._found.append("found in the old one")
+    frames._styles.append("")
+    written(path, STARTED, OPTIMIZER, *STEPPED[:3])
+    text = shown(frames)
+    assert "step 3" in text
+    assert "step 20" not in text
+    assert "found in the old one" not in text
+
+
+@pytest.mark.parametrize(
+    ("code", "crashed", "said"),
+    [(None, False, "ended after 2"), (0, False, "ended after 2"), (1, True, "crashed after 2"),
+     (None, True, "crashed after 2")],
+)  # fmt: skip
+def test_how_a_run_ended_is_said(tmp_path: Path, code: int | None, crashed: bool, said: str) -> None:
+    crash = [Crashed(name="", error="ValueError", text="no", at=30, step=20)] * crashed
+    written(tmp_path / "run.jsonl", STARTED, OPTIMIZER, *STEPPED, *crash, Ended(exit_code=code, seconds=2.0, at=31))
+    text = shown(Frames(tmp_path / "run.jsonl"))
+    assert said in text
+    assert ("exit code" in text) == (code is not None)
+    assert code is None or f"exit code {code}" in text
+
+
+def test_a_record_whose_folder_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    frames = Frames(tmp_path / "runs" / "1" / "run.jsonl")
+    assert "is not there yet" in shown(frames)
+    frames._record.parent.mkdir(parents=True)
+    written(frames._record, STARTED, OPTIMIZER, *STEPPED)
+    assert "step 20" in shown(frames)
 
 
 def test_what_is_not_a_number_and_what_is_wide() -> None:

@@ -403,6 +403,39 @@ def test_names_that_come_from_outside() -> None:
         assert inputs_of(ast.parse(text).body) == expected, text
 
 
+IMPORTING_NOTHING = """
+def epoch(loader, optimizer, model):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("docstring", ["", '"""Epochs."""\n'])
+def test_a_file_that_imports_nothing_gets_its_import(docstring: str) -> None:
+    Path("epochs.py").write_text(docstring + IMPORTING_NOTHING, encoding="utf-8")
+    line = (docstring + IMPORTING_NOTHING).split("\n").index("        loss.backward()") + 1
+    names = runpy.run_path("epochs.py") | trained(HEAD, "nothing.py")
+    step = FoundStep(names | dict(zip("xy", names["loader"][0], strict=True)), "epochs.py", line, names["optimizer"])
+    answer = step.with_change({}, {"memory": "free"})
+    assert not answer["trouble"]
+    assert answer["after"].startswith(f"{docstring}import anybatch\n" if docstring else "\nimport anybatch\ndef epoch")
+
+
+def test_the_import_stands_before_a_loop_that_follows_the_imports_directly() -> None:
+    Path("parts.py").write_text(HEAD, encoding="utf-8")
+    text = "from parts import loader, model, optimizer" + IMPORTING_NOTHING.replace(
+        "\ndef epoch(loader, optimizer, model):\n", "\n").replace("\n    ", "\n")  # fmt: skip
+    Path("train.py").write_text(text, encoding="utf-8")
+    names = runpy.run_path("parts.py")
+    names |= dict(zip("xy", names["loader"][0], strict=True))
+    answer = FoundStep(names, "train.py", 5, names["optimizer"]).with_change({}, {"memory": "free"})
+    assert not answer["trouble"]
+    assert answer["after"].index("import anybatch") < answer["after"].index("anybatch.TrainStep")
+
+
 # The command itself.
 
 

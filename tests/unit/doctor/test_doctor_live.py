@@ -152,6 +152,30 @@ def test_a_record_is_read_as_it_grows(tmp_path: Path) -> None:
     assert (recent.parameters, recent.roots) == (tail.whole().parameters, tail.whole().roots)
 
 
+def test_a_record_that_is_written_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    first, second, seen = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "run.jsonl"
+    train(anybatch.Doctor(path=first), 30, nan_at=17)
+    train(anybatch.Doctor(path=second), 60)  # longer, so that its size says nothing
+    tail = Tail(seen)
+    seen.write_bytes(first.read_bytes())
+    tail.read()
+    assert (tail.step, tail.not_finite, tail.renewals) == (30, True, 0)
+    seen.write_bytes(first.read_bytes()[:400])  # the same file, emptied and begun again
+    tail.read()
+    assert (tail.step, tail.ended, tail.not_finite, tail.renewals) == (0, None, False, 1)
+    second.replace(seen)
+    tail.read()
+    assert tail.whole().facts == load_run(seen).facts
+    assert (tail.step, tail.renewals) == (60, 2)
+    content = seen.read_bytes()
+    seen.unlink()
+    assert not tail.read()
+    seen.write_bytes(content)  # a file system may give it the number of the one before
+    tail.read()
+    assert tail.whole().facts == load_run(seen).facts
+    assert tail.renewals == 3
+
+
 class Alerts:
     """What ``wandb.init`` gives, as far as alerts go."""
 
