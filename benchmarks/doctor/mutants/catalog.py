@@ -39,7 +39,6 @@ TO_COME = frozenset(
         "MOMENTUM_TOO_HIGH",
         "NLL_OF_SCORES",
         "OWN_STATE_LOST",
-        "PADDING_COUNTED",
         "SCHED_NEVER",
         "SECOND_ORDER_LOST",
         "SMALL_INIT",

@@ -208,7 +208,7 @@ def test_losses_that_look_at_the_size_are_planned_as_they_run(loss_fn: Callable[
     assert (caught.value.needed or 0) <= smallest if runs else caught.value.needed == smallest
     for budget in (2**30, smallest):
         plan = anybatch.plan(model, loss_fn, batch, optimizer, memory=budget)
-        step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan)
+        step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan, verify="off")  # some do not add up over samples
         step(batch)
         peak = peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch))
         assert plan.peak_bytes == pytest.approx(peak, rel=tolerance), budget
