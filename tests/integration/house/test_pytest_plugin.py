@@ -1,5 +1,6 @@
 """What people's own tests get: a marker for memory, and a model that is to train."""
 
+import importlib.metadata
 import sys
 
 import pytest
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from anybatch.testing import assert_trains
 
 pytest_plugins = ["pytester"]
+INSTALLED = any(one.name == "anybatch" for one in importlib.metadata.entry_points(group="pytest11"))
+PLUGIN = () if INSTALLED else ("-p", "anybatch.integrations.pytest_plugin")
 TESTS = """
 import pytest, torch
 
@@ -52,7 +55,7 @@ def test_without():
 
 def test_the_marker_fails_what_takes_more(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
-    result = pytester.runpytest_subprocess("-p", "anybatch.integrations.pytest_plugin", "--strict-markers")
+    result = pytester.runpytest_subprocess(*PLUGIN, "--strict-markers")
     result.assert_outcomes(passed=4, failed=5)
     result.stdout.fnmatch_lines_random(
         [
