@@ -327,7 +327,7 @@ def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
     even = replace(record.comparison, samples=2 * record.comparison.micro_batch_size)
     assert even.loop.name not in dict(presentation.comparison_notes(even))
     times = [dict(presentation.comparison_notes(replace(even, optimized=what)))["time"] for what in ("", "recompute 2")]
-    assert ["trades time" in time for time in times] == [False, True]
+    assert ["spends time" in time for time in times] == [False, True]
     bad = replace(record.comparison, split=record.comparison.loop)
     assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
     stopped = replace(record.training, stopped_early=True, peak_bytes=None)
