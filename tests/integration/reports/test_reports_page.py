@@ -56,4 +56,4 @@ def test_a_test_of_a_report_is_on_the_page() -> None:
     by_number = {report.number: report.test for report in reports()}
     for path in sorted((ROOT / "tests").rglob("test_reports_*.py")):
         for name, number in re.findall(r"^def (test_(\d+)_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
-            assert by_number[int(number)].startswith(f"tests/{path.name}::{name}")
+            assert by_number[int(number)].startswith(f"{path.relative_to(ROOT)}::{name}")
