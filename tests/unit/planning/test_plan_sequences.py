@@ -117,6 +117,7 @@ def test_a_longer_chunk_would_not_fit() -> None:
     assert chosen == max(fits)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_needs_no_more_than_what_is_found_by_hand() -> None:
     subject = subject_of("hand")
     batch = subject.batch(ROWS, STEPS)

@@ -95,7 +95,10 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("coupled", "over time")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in CASES])
 def test_the_smallest_budget_is_accepted(name: str) -> None:
     make, loss_fn, batch, options = CASES[name]
     torch.manual_seed(0)
