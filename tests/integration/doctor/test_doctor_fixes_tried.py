@@ -17,6 +17,7 @@ from fix_running import fixed, trial
 from fix_scripts import FAULTY
 
 
+@pytest.mark.slow  # each runs a script twice; what the edits are is tested beside this, and two trials by the command
 @pytest.mark.parametrize("case", FAULTY)
 def test_a_fault_is_mended_by_an_edit_that_was_tried(case: str, tmp_path: Path) -> None:
     name, text, line = FAULTY[case]
