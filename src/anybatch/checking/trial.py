@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -377,8 +376,6 @@ def surroundings() -> Iterator[None]:
         warnings.simplefilter("ignore")
         stack.enter_context(unwatched())
         stack.enter_context(torch.enable_grad())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
