@@ -259,12 +259,13 @@ def test_batch_and_learning_rate_prints_its_tables_and_draws(
     problems = {"digits": small(module.digits()), "text": small(module.text(2048, 4))}
     monkeypatch.setattr(module, "digits", lambda: problems["digits"])
     monkeypatch.setattr(module, "text", lambda: problems["text"])
+    draws = importlib.util.find_spec("matplotlib") is not None  # of the extra `bench`
     with torch.random.fork_rng():
-        module.main(seeds=2, figure=str(tmp_path / "out.svg"))
+        module.main(seeds=2, figure=str(tmp_path / "out.svg") if draws else None)
     printed = capsys.readouterr().out
     assert printed.count("| 64 | 24 |") == 1  # 1536 digits
     assert printed.count("| 64 | 32 |") == 1
-    assert (tmp_path / "out.svg").read_text().count("batch 64") == 2
+    assert not draws or (tmp_path / "out.svg").read_text().count("batch 64") == 2
 
 
 def test_rates_are_what_the_rules_give() -> None:
