@@ -235,6 +235,8 @@ class Tape(TorchFunctionMode):
             self.parameters[slot] = tensor
             if isinstance(tensor, torch.nn.Parameter):
                 return slot
+        if _is_freed(tensor):
+            raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
         self.leaves[slot] = tensor.detach().clone()
         if tensor.grad_fn is not None:
@@ -303,8 +305,15 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing; to read it would end the process."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    return any(one.is_cpu and one.is_floating_point() and one.numel() and bool(one.isnan().any()) for one in found)
+    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
+    return any(bool(one.isnan().any()) for one in read)
 
 
 Values = dict[Slot, torch.Tensor]
