@@ -6,10 +6,10 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.handles import Handle
 from anybatch.memory.hostpool import HostPool
 from anybatch.memory.losschunks import ChunkedLoss, chunk_loss
 from anybatch.memory.offloading import offload
+from anybatch.memory.places import Handle
 
 
 def apply_optimizations(

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.handles import INSIDE, Handle
-from anybatch.memory.places import Place, places_of
+from anybatch.memory.places import Handle, Place, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
 
@@ -64,7 +63,7 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         >>> model[0].weight.grad.shape
         torch.Size([3, 3])
     """
-    return Handle([place.put_on(_Block(place), INSIDE) for place in places_of(model, names)])
+    return Handle([place.put_on(_Block(place)) for place in places_of(model, names)])
 
 
 class Checkpoint:

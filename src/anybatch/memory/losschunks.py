@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.memory.handles import INSTEAD, Handle
 from anybatch.memory.lazylogits import LazyLogits, Product
-from anybatch.memory.places import places_of
+from anybatch.memory.places import Handle, Layered, places_of
 from anybatch.tensors.graph import is_transformed
 
 
@@ -49,7 +48,7 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
             "result goes into the cross-entropy"
         )
     optimization = _Head(linear, chunks)
-    return ChunkedLoss([place.put_on(optimization, INSTEAD)], optimization)
+    return ChunkedLoss([place.put_on(optimization)], optimization)
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -58,11 +57,11 @@ def is_linear(module: torch.nn.Module) -> bool:
     Args:
         module: any; layers of this package around its forward don't count.
     """
-    own = module.__dict__.get("forward")
-    if own is not None:
-        own = getattr(getattr(own, "__wrapped__", None), "__func__", None)
-        if own is not torch.nn.Linear.forward:
-            return False
+    own = module.forward
+    while isinstance(own, Layered):
+        own = own.__wrapped__
+    if getattr(own, "__func__", None) is not torch.nn.Linear.forward:
+        return False
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
 
 

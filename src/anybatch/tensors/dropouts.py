@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import AnyBatchError, BatchError, NotSplittable
 from anybatch.tensors.dispatch import current_mode, without_modes
-from anybatch.tensors.dropmasks import CALLS, Calls, Masks, Samples
+from anybatch.tensors.dropmasks import keys_of, mask_of
 from anybatch.tensors.graph import in_backward
 
+_CALLS = 2**32  # in a stage of a micro-batch, at most
 _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural networks": scale times alpha
 
 
@@ -69,7 +70,7 @@ def masks_set_aside() -> Iterator[None]:
 class _Draw(NamedTuple):
     """A mask that was drawn, so that it can be drawn again."""
 
-    samples: Samples
+    samples: Sequence[int]
     call: int
     shape: torch.Size
 
@@ -99,11 +100,11 @@ class SampleDropout:
     """
 
     def __init__(self, seed: int, models: Iterable[nn.Module]) -> None:
-        self._masks, self._calls, self._shared = Masks(), Calls(int(seed)), Samples((-1,))
+        self._seed = int(seed)
         named = {module: name for model in models for name, module in model.named_modules()}
         self._names = {module: name or type(module).__name__ for module, name in named.items() if _kind_of(module)}
         self._numbers = {module: number for number, module in enumerate(self._names)}
-        self._samples: Samples | None = None
+        self._samples: Sequence[int] | None = None
         self._stage = 0
         self._times: Counter[nn.Module] = Counter()
         self._drawn: dict[int, list[_Draw]] = {}
@@ -138,9 +139,7 @@ class SampleDropout:
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
             raise BatchError(f"got samples {samples!r} in stage {stage}; expected indices and a stage of at least 0")
-        if self._samples is not None:
-            self._samples.forget()
-        self._samples, self._stage = Samples(indices), stage
+        self._samples, self._stage = indices, stage
         self._times.clear()
 
     def _drop(self, module: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,8 +170,8 @@ class SampleDropout:
         if kind.features:
             shape[2 - is_alone :] = [1] * (len(shape) - 2 + is_alone)
         is_own = not is_alone and self._is_own(module, draw, tensor)
-        keys = (draw.samples if is_own else self._shared).keys(self._calls, draw.call, tensor.device)
-        mask = self._masks.draw(shape, keys, 1 - module.p)
+        keys = keys_of(self._seed, draw.call, draw.samples if is_own else (-1,), tensor.device)
+        mask = mask_of(shape, keys, 1 - module.p)
         if tensor.is_contiguous() or len(shape) < 3 or mask.shape != tensor.shape:
             return mask
         return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask)  # channels last
@@ -203,14 +202,13 @@ class SampleDropout:
         if current is None:
             raise AnyBatchError("dropout ran before begin(); expected begin(samples) at the start of each micro-batch")
         draws = self._drawn.setdefault(self._next_ticket(tensor), [])
-        alike = (draw for draw in draws if draw.samples is current or draw.samples.indices == current.indices)
-        known = next(alike, None)
+        known = next((draw for draw in draws if draw.samples == current), None)
         if in_backward():
             known = known or (draws[0] if len(draws) == 1 else None)
             if known is None:
                 raise self._refused(module, _NOT_REPLAYED)
         if known is None:
-            call = self._stage * CALLS + self._times[module] * len(self._numbers) + self._numbers[module]
+            call = self._stage * _CALLS + self._times[module] * len(self._numbers) + self._numbers[module]
             known = _Draw(current, call, tensor.shape)
             draws.append(known)
         elif known.shape != tensor.shape:
