@@ -85,14 +85,7 @@ class GradientSums:
             self._sparse = SparseSums(parameters, in_float32=self._low is not None)
 
     def take_(self, times: float) -> bool:
-        """Takes the gradients off the parameters, as far as they are added up here.
-
-        Args:
-            times: how many of its kind the whole batch is expected to have.
-
-        Returns:
-            Whether anything was or may still be added up here.
-        """
+        """Takes the gradients off the parameters, as far as they are added up here."""
         if self._sparse is not None:
             self._sparse.take_(times)
         if self._low is not None:
@@ -107,14 +100,7 @@ class GradientSums:
             self._low.absorb_(parameter, other._low, copy, factor)
 
     def give_(self, scale: float | None = None) -> int:
-        """Puts the sums on the parameters as their gradients.
-
-        Args:
-            scale: what to multiply them by first.
-
-        Returns:
-            The bytes that the buffers took.
-        """
+        """Puts the sums on the parameters as their gradients."""
         for sums in (self._low, self._sparse):
             if sums is not None:
                 sums.give_(scale)
@@ -187,9 +173,6 @@ class Accumulation:
     def run(self, micro_batches: Iterable[Any]) -> Sums:
         """Goes through the micro-batches.
 
-        Args:
-            micro_batches: on the device, as many as there are weights.
-
         Returns:
             What was added up; gradients are in ``.grad``, scaled if there is a scaler.
 
@@ -208,15 +191,7 @@ class Accumulation:
         return self.close()
 
     def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
-        """Goes through some of the micro-batches; others may be collected elsewhere.
-
-        Args:
-            micro_batches: on the device, each with its number.
-            is_alone: whether nothing is collected elsewhere at the same time.
-
-        Raises:
-            LossError, CountError: see ``run``.
-        """
+        """Goes through some of the micro-batches; others may be collected elsewhere."""
         watch, token = self._watch(is_alone=is_alone), accumulation.set(self._restriction)
         try:
             for index, batch in micro_batches:
@@ -237,9 +212,6 @@ class Accumulation:
         Args:
             other: of the same logical batch, and not closed.
             pairs: each parameter with its copy, one after the other so that one gradient at a time is moved.
-
-        Raises:
-            LossError: its losses or metrics are not of the same kinds.
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
@@ -251,11 +223,7 @@ class Accumulation:
                 add_gradient_(parameter, moved if factor == 1 else moved * factor)
 
     def close(self) -> Sums:
-        """Finishes the gradients, once everything was collected.
-
-        Raises:
-            LossError, CountError: see ``run``.
-        """
+        """Finishes the gradients, once everything was collected."""
         sums, scale = self._losses.sums, self._losses.closing_scale()
         sums.closing_scale = scale
         if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
@@ -420,13 +388,6 @@ def count_in_forward(
     """Counts the items of ``Mean`` s by a pass without gradient.
 
     The caller puts random state and buffers back afterwards.
-
-    Args:
-        model: the first argument of the loss function.
-        loss_fn: gives ``Mean`` s.
-        micro_batches: on the device.
-        settings: precision.
-        parts: the counts of samples, for losses that are plain means.
 
     Returns:
         The counts by the name of the loss, and of samples for every other loss.

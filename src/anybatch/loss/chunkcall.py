@@ -59,12 +59,6 @@ class ChunkCall:
     def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:
         """Runs a chunk.
 
-        Args:
-            chunk: a part of the batch.
-            state: before it.
-            wants_loss: whether a loss that is a function is called.
-            looks: whether it is looked at if such a loss draws random numbers.
-
         Raises:
             LossError: the function gives something else, or writes to what it is given.
         """
@@ -108,11 +102,7 @@ class ChunkCall:
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
-        """Refuses layers that look ahead, where what is ahead has been cut off.
-
-        Raises:
-            NotSplittable: one ran in the block.
-        """
+        """Refuses layers that look ahead, where what is ahead has been cut off."""
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 if isinstance(module, torch.nn.RNNBase) and module.bidirectional:
@@ -120,14 +110,7 @@ class ChunkCall:
             yield
 
     def refuse_hidden_dropout(self, *, on_cuda: bool | None = None) -> None:
-        """Refuses recurrent layers whose dropout between layers can't be drawn again.
-
-        Args:
-            on_cuda: whether they run there; ``None`` to look.
-
-        Raises:
-            NotSplittable: names the kinds and the ways out.
-        """
+        """Refuses recurrent layers whose dropout between layers can't be drawn again."""
         if found := hidden_dropout(self._modules, on_cuda=on_cuda):
             raise NotSplittable(
                 f"{type(found[0]).__name__}(num_layers={found[0].num_layers}, dropout={found[0].dropout}) on CUDA: "

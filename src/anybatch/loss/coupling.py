@@ -221,10 +221,6 @@ class CoupledPass:
 
         Returns:
             What was added up; gradients are in ``.grad``, scaled if there is a scaler.
-
-        Raises:
-            LossError: a function broke its contract.
-            NotRecomputable: ``encode`` can't run twice.
         """
         outputs, reruns = Outputs(self._samples), Reruns(is_first=not self._coupled.has_run_again)
         graphs = self._encoded(batches, again, outputs, reruns)

@@ -63,11 +63,7 @@ class _Open:
 
 @contextmanager
 def standing(leaves: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Lets leaves get gradients that no parameter stands for.
-
-    Args:
-        leaves: live for a moment only; ``None`` is left out.
-    """
+    """Lets leaves get gradients that no parameter stands for."""
     mine = _Open()
     mine._leaves = [leaf for leaf in leaves if leaf is not None]
     mine._open()

@@ -78,10 +78,6 @@ class Differentiation:
             name: of the loss.
             loss: a tensor without dimensions or a ``Mean``.
             share: of the micro-batch that a plain mean is over; a ``Mean`` has its own count.
-
-        Raises:
-            LossError: it has no gradient, or its weight is not known in time.
-            CountError: its count is none.
         """
         if isinstance(loss, Mean):
             self._add_mean(index, name, loss)
@@ -96,20 +92,11 @@ class Differentiation:
         self._wait(loss, weight)
 
     def also(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Lets a gradient that came from elsewhere go back together with the losses that wait.
-
-        Args:
-            tensor: whose gradient it is.
-            gradient: weighted and scaled as the losses are.
-        """
+        """Lets a gradient that came from elsewhere go back together with the losses that wait."""
         self._later(tensor, gradient)
 
     def add_nothing(self, loss: torch.Tensor | Mean) -> None:
-        """Lets a loss that counts nothing be differentiated, for what its backward communicates.
-
-        Args:
-            loss: a tensor without dimensions or a ``Mean``.
-        """
+        """Lets a loss that counts nothing be differentiated, for what its backward communicates."""
         total = loss.total if isinstance(loss, Mean) else loss
         had_gradient = self.sums.has_gradient
         if isinstance(total, torch.Tensor) and total.requires_grad:
@@ -117,12 +104,7 @@ class Differentiation:
         self.sums.has_gradient = had_gradient
 
     def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps the metrics of a micro-batch, each of which gives as many as the first.
-
-        Args:
-            index: of the micro-batch.
-            metrics: by name.
-        """
+        """Keeps the metrics of a micro-batch, each of which gives as many as the first."""
         kept = self.sums.metrics
         if metrics or (kept and kept[-1]):
             metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
@@ -132,14 +114,8 @@ class Differentiation:
     def absorb(self, other: "Differentiation") -> float:
         """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
 
-        Args:
-            other: has seen them.
-
         Returns:
             What their gradients are to be multiplied by, so that they can be added to those from here.
-
-        Raises:
-            LossError: a loss or a metric is not of the same kind there.
         """
         factor = 1.0
         if other._summed is not None:
@@ -164,12 +140,7 @@ class Differentiation:
         return factor
 
     def check_alone(self, name: str, seen: int) -> None:
-        """Refuses a second loss beside one whose weight is known only at the end.
-
-        Args:
-            name: of the loss that was added last.
-            seen: how many losses this micro-batch has given.
-        """
+        """Refuses a second loss beside one whose weight is known only at the end."""
         if self._summed is not None and (seen > 1 or name != self._summed):
             raise _several_unknown_counts(name)
 
@@ -303,11 +274,7 @@ class Differentiation:
             )
 
     def scale_gradients_(self, scale: float) -> None:
-        """Multiplies the gradients.
-
-        Args:
-            scale: what ``closing_scale`` gave.
-        """
+        """Multiplies the gradients."""
         targets = self._inputs if self._inputs is not None else self._parameters
         outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
         gradients = [tensor.grad for tensor in [*targets, *outside] if tensor.grad is not None]
@@ -325,18 +292,7 @@ def _value(loss: torch.Tensor) -> torch.Tensor:
 
 
 def checked_count(count: Any, name: str) -> Any:
-    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end.
-
-    Args:
-        count: a number or a tensor without dimensions.
-        name: of the loss.
-
-    Returns:
-        The number, or the tensor.
-
-    Raises:
-        CountError: it is something else, or it depends on what is learned.
-    """
+    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end."""
     if isinstance(count, torch.Tensor):
         if count.dim() != 0 or count.is_complex():
             raise CountError(

@@ -87,10 +87,6 @@ class LossGradients:
     def norms(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
         """The norm of each row.
 
-        Args:
-            device: where the result lies.
-            scale: what the losses were multiplied by, or ``None``.
-
         Returns:
             K norms, in float32 or float64; nothing waits for the device.
         """
@@ -112,12 +108,6 @@ class LossGradients:
             leaves: give shape, dtype and device.
             scale: is taken off the matrix and put on the result. With one, rows that are not finite are summed
                 without asking ``weighting``, so that the scaler sees them and skips the update.
-
-        Returns:
-            What goes upstream, by the leaf.
-
-        Raises:
-            LossError: the result is neither.
         """
         reached = sorted({index for row in self._rows for index in row})
         matrix = self._matrix(reached, leaves, scale)

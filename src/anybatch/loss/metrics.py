@@ -18,9 +18,6 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
         rows: the samples of the micro-batch, ``None`` if nobody knows.
         before: the checked metrics of the micro-batch before, ``None`` for the first one.
 
-    Returns:
-        The same names with detached values.
-
     Raises:
         LossError: a metric is of another kind, or the micro-batches do not have the same metrics.
     """

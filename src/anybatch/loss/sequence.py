@@ -245,12 +245,7 @@ class _Sequences:
         self._ends: list[Any] = []  # the last states of sequences that ended before the others did
 
     def at_once(self, length: int, *, cuts: bool = False) -> Iterator[Piece]:
-        """Gives the losses with the graphs of all chunks, or without any where none is made.
-
-        Args:
-            length: of a chunk.
-            cuts: whether the graph is cut between chunks.
-        """
+        """Gives the losses with the graphs of all chunks, or without any where none is made."""
         self._cut(length)
         state = self._initial()
         with self._looking_back():
@@ -418,15 +413,7 @@ class _Sequences:
         return ends[0] if len(ends) == 1 else joined(ends, self._dims.of(ends[0], self._rows))
 
     def _end(self, state: Any, given: Any) -> Generator[Piece, None, Gradients]:
-        """Gives the loss on the last states, and keeps these for the next batch.
-
-        Args:
-            state: after the last chunk.
-            given: before it.
-
-        Returns:
-            The gradient of the last states.
-        """
+        """Gives the loss on the last states, and keeps these for the next batch."""
         if not self._wants_ends:
             return []
         self._handed_on(kept(state, given), self._count - 1)
@@ -495,13 +482,7 @@ class _Sequences:
         ]
 
     def _compare(self, new: Any, expected: Any, index: int) -> None:
-        """Refuses a chunk that gives another state when it runs again; looked at once, since it waits for the device.
-
-        Args:
-            new: the state after the chunk.
-            expected: what it was the first time, of the sequences that go on.
-            index: of the chunk.
-        """
+        """Refuses a chunk that gives another state the second time; looked at once, since that waits for the device."""
         found, before = flat(self._going_on(detached(new), index)), flat(expected)
         if len(found) != len(before) or not all(map(is_near, found, before)):
             start, stop = self._chunks.bounds[index]
@@ -552,14 +533,6 @@ def best_length(total: int, state: float, step: float) -> int:
 
     With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
     T / k * s + k * a, which is least at k = sqrt(T * s / a). Longer chunks are faster.
-
-    Args:
-        total: steps in all.
-        state: bytes of a state.
-        step: bytes of activations a step.
-
-    Returns:
-        The number of steps.
 
     Example:
         >>> best_length(4096, 4096, 44544)

@@ -115,14 +115,7 @@ def shared(heard: Sequence[Mapping[str, Any]]) -> Shared:
 
 
 def values_of(sums: Sums) -> dict[str, float]:
-    """The value of each loss over the logical batch; waits for each device once.
-
-    Args:
-        sums: what was added up.
-
-    Returns:
-        The values by name; 0.0 for a loss over no items.
-    """
+    """The value of each loss over the logical batch; waits for each device once."""
     if sums.shared is not None:
         return dict(sums.shared.losses)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
@@ -139,14 +132,7 @@ def values_of(sums: Sums) -> dict[str, float]:
 
 
 def total_of(sums: Sums) -> torch.Tensor:
-    """The sum of the values of all losses, without waiting for a device.
-
-    Args:
-        sums: what was added up.
-
-    Returns:
-        A tensor without dimensions.
-    """
+    """The sum of the values of all losses, without waiting for a device."""
     if sums.shared is not None:
         return torch.tensor(sum(sums.shared.losses.values()))
     found = []

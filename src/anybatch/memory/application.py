@@ -34,12 +34,6 @@ def apply_optimizations(
         simulate_offload: whether nothing is really copied.
         pool: host memory, see ``offload``.
 
-    Returns:
-        A handle that takes all off.
-
-    Raises:
-        BatchError: a name or a number can't be meant; nothing is changed.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))
         >>> with apply_optimizations(model, recompute=["0:2"], head="2", loss_chunks=4) as applied:

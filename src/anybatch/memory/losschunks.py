@@ -19,11 +19,6 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
     selections of rows, the logits of one chunk are there at a time, and their gradient is computed with them. Every
     other use gets the ordinary logits. Gradients of low precision are added up in float32.
 
-    Args:
-        model: the model.
-        head: the dotted name of a ``torch.nn.Linear``.
-        chunks: how many parts the rows are split into.
-
     Returns:
         A handle that takes the memory optimization off and says how often it was of use.
 
@@ -52,11 +47,7 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    """Whether a module computes ``F.linear`` and nothing else.
-
-    Args:
-        module: any; layers of this package around its forward don't count.
-    """
+    """Whether a module computes ``F.linear`` and nothing else."""
     own = module.forward
     while isinstance(own, Layered):
         own = own.__wrapped__

@@ -165,7 +165,7 @@ class _Call:
 class _Entry:
     """A storage, or a part of one, on the host."""
 
-    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_source", "_taken", "_pool", "_uses", "_version")
+    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_pool", "_source", "_taken", "_uses", "_version")
 
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, pool: HostPool) -> None:
         self._kept: Any = None  # before anything that may run out of memory

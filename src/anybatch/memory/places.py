@@ -192,9 +192,6 @@ def places_of(model: torch.nn.Module, names: Iterable[str]) -> list[Place]:
     Returns:
         The parts in the order of the names; a module that has several names is there once.
 
-    Raises:
-        BatchError: a name is unknown, or names what can't be called.
-
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
         >>> [place.span for place in places_of(net, ["0", "1:3"])]

@@ -132,9 +132,6 @@ class SampleDropout:
         Args:
             samples: the indices of its samples in the logical batch, in the micro-batch's order.
             stage: another one for another function of the same samples, whose calls are counted apart.
-
-        Raises:
-            BatchError: an index or the stage is negative.
         """
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
@@ -251,12 +248,6 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 def refuse_unseen(model: nn.Module) -> None:
     """Refuses a model, before anything runs, of which a module would drop elements where nothing else sees it.
-
-    Args:
-        model: the model, in the mode in which it will run.
-
-    Raises:
-        NotSplittable: names the modules and what to do.
 
     Example:
         >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())

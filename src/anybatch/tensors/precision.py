@@ -38,10 +38,6 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
 def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
 
-    Args:
-        scaler: a ``GradScaler`` that has unscaled them.
-        optimizer: theirs.
-
     Returns:
         For each device with gradients a tensor without dimensions, 1.0 if one is infinite or NaN there.
     """
@@ -93,14 +89,7 @@ class Float32Accumulator:
             torch._foreach_add_(sums, gradients)
 
     def absorb_(self, parameter: torch.Tensor, other: "Float32Accumulator", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
-
-        Args:
-            parameter: one of these.
-            other: has summed for the copy.
-            copy: of the parameter, on any device.
-            factor: what to multiply that sum by.
-        """
+        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there."""
         buffer = other._sums.pop(id(copy), None)
         if buffer is None:
             return
@@ -113,11 +102,7 @@ class Float32Accumulator:
             self.bytes += moved.nbytes
 
     def give_(self, scale: float | None = None) -> None:
-        """Puts the sums on the parameters as their gradients, in the precision that these are to have.
-
-        Args:
-            scale: what to multiply them by first.
-        """
+        """Puts the sums on the parameters as their gradients, in the precision that these are to have."""
         for parameter in self._low:
             buffer = self._sums.pop(id(parameter), None)
             if buffer is not None:
@@ -132,10 +117,6 @@ def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds to the gradient of a parameter, as autograd does.
-
-    Args:
-        parameter: may have none yet; the new one is then its own.
-        gradient: on the same device, dense or sparse.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -155,10 +136,6 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor in another precision; complex numbers have parts of it, and integers stay.
-
-    Args:
-        tensor: any.
-        dtype: a real one; ``None`` to leave it.
 
     Example:
         >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype

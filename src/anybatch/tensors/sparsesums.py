@@ -39,11 +39,7 @@ class SparseSums:
         self._sums: dict[int, _RowSum] = {}
 
     def take_(self, times: float) -> None:
-        """Adds the sparse gradients to the sums and takes them off the parameters.
-
-        Args:
-            times: how many of its kind the whole batch is expected to have.
-        """
+        """Adds the sparse gradients to the sums and takes them off the parameters."""
         for parameter in self._open:
             gradient = parameter.grad
             if gradient is not None and gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
@@ -73,11 +69,7 @@ class SparseSums:
             self._add(parameter, moved if factor == 1 else moved * factor, 1.0)
 
     def give_(self, scale: float | None = None) -> None:
-        """Puts the sums on the parameters as their gradients, in the precision that these came in.
-
-        Args:
-            scale: what to multiply them by first.
-        """
+        """Puts the sums on the parameters as their gradients, in the precision that these came in."""
         for parameter in self._parameters:
             found = self._sums.pop(id(parameter), None)
             if found is not None:

@@ -178,14 +178,7 @@ class WeightPrints:
 
 
 def print_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight added up, all and every third, so that numbers that change places are seen too.
-
-    Args:
-        weight: with numbers.
-
-    Returns:
-        Two integers on its device.
-    """
+    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
     from anybatch.memory.meter import storages_of
 
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)

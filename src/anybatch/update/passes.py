@@ -77,19 +77,11 @@ class Task:
         self.every_module = self.every_module or modules_of(*self.modules)
 
     def optimized(self, model: Any) -> AbstractContextManager[None]:
-        """A context in which a model, or a copy of it, trades for memory what a plan says.
-
-        Args:
-            model: the model of this task, or its copy on another device.
-        """
+        """A context in which a model, or a copy of it, trades for memory what a plan says."""
         return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)
 
     def scaled_by(self, scaler: Any) -> "Task":
-        """The same with another ``GradScaler``.
-
-        Args:
-            scaler: the other one.
-        """
+        """The same with another ``GradScaler``."""
         return replace(self, settings=replace(self.settings, scaler=scaler))
 
     def cause(self, parts: Sequence[Part]) -> Cause:
@@ -234,15 +226,7 @@ class _Coupled:
         self, weights: Weights, batches: Any, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None,
         differentiate: bool,
     ) -> Sums:  # fmt: skip
-        """Runs it.
-
-        Args:
-            weights: of the micro-batches.
-            batches: the micro-batches, where the loader left them.
-            parameters: whose ``.grad`` is filled.
-            outside: is notified of other leaves.
-            differentiate: whether gradients are wanted.
-        """
+        """Runs it."""
         from anybatch.loss.coupling import CoupledPass
         from anybatch.update.overranks import whole_batch
 

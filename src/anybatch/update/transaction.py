@@ -43,9 +43,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     Args:
         error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
 
-    Returns:
-        True if it does.
-
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shape"))
         (True, False)
@@ -207,11 +204,7 @@ class SizeLimit:
         return False
 
     def resolve(self, largest: float) -> None:
-        """Notes a logical batch that went through, and grows if it was quiet for long enough.
-
-        Args:
-            largest: what the whole batch would have been as one micro-batch.
-        """
+        """Notes a logical batch that went through, and grows if it was quiet for long enough."""
         if self.value is None or self.value == self.ceiling:
             return
         self._quiet += 1
