@@ -22,8 +22,7 @@ from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
-from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
+from anybatch.tensors.precision import AccumulatePolicy, GradientSums, add_gradient_, needs_float32
 
 if TYPE_CHECKING:
     from anybatch.tensors.spectral import PowerIterations
@@ -46,7 +45,6 @@ class Settings:
         chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
         dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
         reducer: the other processes that take the same gradient.
-        sums_sparse: whether sparse gradients are added up with each row once; else as autograd does.
     """
 
     device: torch.device
@@ -58,53 +56,16 @@ class Settings:
     chunk_length: int | None = None
     dropout: DropoutPolicy = "native"
     reducer: Reducer = ALONE
-    sums_sparse: bool = True
+
+    def gradient_sums(self, parameters: Sequence[torch.Tensor], addends: int) -> GradientSums:
+        """What gradients of so many micro-batches are added up in."""
+        return GradientSums(parameters, in_float32=needs_float32(parameters, addends, self.policy))
 
     def context(self) -> AbstractContextManager[Any]:
         """A new context in which the user's forward runs."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
-
-
-class GradientSums:
-    """What gradients are added up in beside ``.grad``: float32 for low precision, each row once for sparse ones.
-
-    Args:
-        parameters: whose ``.grad`` is taken over.
-        addends: how many gradients are added up.
-        settings: say what is wanted.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], addends: int, settings: Settings) -> None:
-        self._low: Float32Accumulator | None = None
-        self._sparse: SparseSums | None = None
-        if needs_float32(parameters, addends, settings.policy):
-            self._low = Float32Accumulator(parameters)
-        if settings.sums_sparse and addends > 1:
-            self._sparse = SparseSums(parameters, in_float32=self._low is not None)
-
-    def take_(self, times: float) -> bool:
-        """Takes the gradients off the parameters, as far as they are added up here."""
-        if self._sparse is not None:
-            self._sparse.take_(times)
-        if self._low is not None:
-            self._low.take_()
-        return self._low is not None or (self._sparse is not None and not self._sparse.is_idle)
-
-    def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
-        if self._sparse is not None and other._sparse is not None:
-            self._sparse.absorb_(parameter, other._sparse, copy, factor)
-        if self._low is not None and other._low is not None:
-            self._low.absorb_(parameter, other._low, copy, factor)
-
-    def give_(self, scale: float | None = None) -> int:
-        """Puts the sums on the parameters as their gradients."""
-        for sums in (self._low, self._sparse):
-            if sums is not None:
-                sums.give_(scale)
-        return 0 if self._low is None else self._low.bytes
 
 
 class Accumulation:
@@ -154,8 +115,8 @@ class Accumulation:
             differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
         )  # fmt: skip
         self._differentiate = differentiate
-        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights.parts)
-        self._beside = GradientSums(parameters, addends, settings) if differentiate and addends > 1 else None
+        addends = _MANY if self._in_pieces else len(weights.parts)
+        self._beside = settings.gradient_sums(parameters, addends) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
@@ -231,13 +192,14 @@ class Accumulation:
         if scale is not None:
             self._losses.scale_gradients_(scale)
         if self._beside is not None:
-            sums.accumulator_bytes = self._beside.give_(scale)
+            sums.accumulator_bytes = self._beside.bytes
+            self._beside.give_(scale)
         return sums
 
-    def _take_(self, index: int) -> None:
+    def _take_(self) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
-        if self._beside is not None and not self._beside.take_(sum(self._samples) / max(1, self._samples[index])):
-            self._beside = self._beside if not self._is_alone else None
+        if self._beside is not None and not self._beside.take_() and self._is_alone:
+            self._beside = None
 
     def _counts_nothing(self, index: int) -> bool:
         """Whether a micro-batch is run only because other processes communicate in theirs."""
@@ -298,7 +260,7 @@ class Accumulation:
             self._run_result(index, result, watch)
             del result
         if self._beside is not None:
-            self._take_(index)
+            self._take_()
         if watch is not None and several and index == 0:
             watch.note()  # what a loss does, it does in the second micro-batch, too
 
@@ -350,7 +312,7 @@ class Accumulation:
                 metrics.append(piece.metrics or {})
                 del piece
                 self._losses.differentiate_waiting()
-                self._take_(index)
+                self._take_()
                 if watch is not None and index == 0 and chunks == 1:
                     watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
         self._losses.keep_metrics(index, added_metrics(metrics))
