@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,8 +110,8 @@ class Accumulation:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
         self._restriction = Restriction(settings.inputs, outside, len(weights.parts), scale)
         self._losses = Differentiation(
-            weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
-            differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
+            weights, rows, parameters, settings, outside=outside, differentiate=differentiate,
+            in_pieces=self._in_pieces,
         )  # fmt: skip
         self._differentiate = differentiate
         addends = _MANY if self._in_pieces else len(weights.parts)
@@ -141,31 +140,20 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        watch, token = self._watch(is_alone=True), accumulation.set(self._restriction)
-        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
-        try:
-            for batch in micro_batches:
-                self._run_one(next(numbers), batch, watch)
-                del batch
-        finally:
-            accumulation.reset(token)
+        self.collect(numbered(micro_batches), is_alone=True)
         return self.close()
 
     def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
         """Goes through some of the micro-batches; others may be collected elsewhere."""
-        watch, token = self._watch(is_alone=is_alone), accumulation.set(self._restriction)
+        self._is_alone = is_alone
+        watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
+        token = accumulation.set(self._restriction)
         try:
             for index, batch in micro_batches:
                 self._run_one(index, batch, watch)
                 del batch  # before the next one is made
         finally:
             accumulation.reset(token)
-
-    def _watch(self, *, is_alone: bool) -> GradientWatch | None:
-        self._is_alone = is_alone
-        if not self._differentiate:
-            return None
-        return GradientWatch(self._model, self._parameters, is_alone=is_alone)
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
@@ -257,15 +245,24 @@ class Accumulation:
             losses.differentiate_waiting()
             losses.keep_metrics(index, {})
         else:
-            self._run_result(index, result, watch)
+            losses.keep_metrics(index, self._run_result(index, result, watch))
             del result
         if self._beside is not None:
             self._take_()
         if watch is not None and several and index == 0:
             watch.note()  # what a loss does, it does in the second micro-batch, too
 
-    def _run_result(self, index: int, result: Any, watch: GradientWatch | None) -> None:
-        """Takes several losses, a ``Mean``, metrics, or a generator."""
+    def _run_result(
+        self, index: int, result: Any, watch: GradientWatch | None, share: Callable[[str], float] | None = None
+    ) -> Mapping[str, Any]:
+        """Takes several losses, a ``Mean``, or a generator; gives the metrics.
+
+        Args:
+            index: of the micro-batch.
+            result: of its loss.
+            watch: looks at gradients, or ``None``.
+            share: of the micro-batch that a plain loss is the mean over, by its name; ``None`` for all of it.
+        """
         losses = self._losses
         evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
         del result
@@ -273,7 +270,7 @@ class Accumulation:
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if watch is not None:
                 watch.check() if seen == 1 else watch.check_kept()
-            losses.add(index, name, loss)
+            losses.add(index, name, loss, 1.0 if share is None or isinstance(loss, Mean) else share(name))
             del loss
             losses.check_alone(name, seen)
             if evaluation.is_generator:
@@ -286,7 +283,7 @@ class Accumulation:
         if not seen:
             declare_nothing_to_do()
         losses.differentiate_waiting()
-        losses.keep_metrics(index, evaluation.metrics)
+        return evaluation.metrics
 
     def _checked(self, index: int, loss: Any, name: str) -> Any:
         """Lets a loss be nothing where there is nothing to count, instead of the mean over nothing, which is NaN."""
@@ -305,28 +302,19 @@ class Accumulation:
         chunks = 0
         with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
             for piece in pieces:
-                if watch is not None and piece.result is not None:
-                    watch.check()
+                for tensor, gradient in piece.roots if self._differentiate else ():
+                    self._losses.wait_for(tensor, gradient)
+                if piece.result is None:
+                    self._losses.differentiate_waiting()
+                else:
                     chunks += 1
-                self._add_piece(index, piece)
+                    self._run_result(index, piece.result, watch, piece.share)
                 metrics.append(piece.metrics or {})
                 del piece
-                self._losses.differentiate_waiting()
                 self._take_()
                 if watch is not None and index == 0 and chunks == 1:
                     watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
         self._losses.keep_metrics(index, added_metrics(metrics))
-
-    def _add_piece(self, index: int, piece: Piece) -> None:
-        if self._differentiate:
-            for tensor, gradient in piece.roots:
-                self._losses.also(tensor, gradient)
-        if piece.result is None:
-            return
-        found = Evaluation(piece.result, contextlib.nullcontext, functools.partial(self._checked, index))
-        for seen, (name, loss) in enumerate(found, start=1):
-            self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
-            self._losses.check_alone(name, seen)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,11 +10,14 @@ from anybatch.errors import CountError, LossError
 from anybatch.interception import WEIGHT
 from anybatch.loss.cutting import backward_to_leaves, declare_nothing_to_do
 from anybatch.loss.metrics import checked_metrics
-from anybatch.loss.reducing import ALONE, Reducer, Stage
+from anybatch.loss.reducing import Stage
 from anybatch.loss.sums import Sums, Term
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
+
+if TYPE_CHECKING:
+    from anybatch.loss.accumulate import Settings
 
 
 class Differentiation:
@@ -24,12 +27,10 @@ class Differentiation:
         weights: the counts.
         rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         parameters: whose gradients are scaled in the end, where counts are known only then.
-        scaler: a ``GradScaler`` that scales losses, or ``None``.
-        inputs: the only tensors that get a gradient, or ``None`` for all.
+        settings: precision, scaling, inputs.
         outside: knows the leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         in_pieces: whether a micro-batch may give the same loss several times.
-        reducer: the other processes that take the same gradient.
 
     Attributes:
         sums: what was added up.
@@ -40,23 +41,19 @@ class Differentiation:
         weights: Weights,
         rows: Sequence[int | None],
         parameters: Sequence[torch.Tensor],
+        settings: "Settings",
         *,
-        scaler: Any = None,
-        inputs: Sequence[torch.Tensor] | None = None,
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         in_pieces: bool = False,
-        reducer: Reducer = ALONE,
     ) -> None:
         self._weights = weights
         self._rows = rows
         self._parameters = parameters
-        self._scaler = scaler
-        self._inputs = inputs
+        self._scaler, self._inputs, self._reducer = settings.scaler, settings.inputs, settings.reducer
         self._outside = outside
         self._differentiate = differentiate
         self._in_pieces = in_pieces
-        self._reducer = reducer
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
         self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients
         self._with_gradient: set[str] = set()
@@ -90,10 +87,6 @@ class Differentiation:
             raise _no_gradient(name)
         self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
         self._wait(loss, weight)
-
-    def also(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Lets a gradient that came from elsewhere go back together with the losses that wait."""
-        self._later(tensor, gradient)
 
     def add_nothing(self, loss: torch.Tensor | Mean) -> None:
         """Lets a loss that counts nothing be differentiated, for what its backward communicates."""
@@ -218,9 +211,10 @@ class Differentiation:
         gradient = torch.where(divisor > 0, divisor.reciprocal(), torch.zeros_like(divisor))
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient)
-        self._later(total, gradient)
+        self.wait_for(total, gradient)
 
-    def _later(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    def wait_for(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Lets a gradient, weighted and scaled as losses are, go back together with the losses that wait."""
         self._waiting[0].append(tensor)
         self._waiting[1].append(gradient)
 
