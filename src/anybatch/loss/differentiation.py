@@ -9,9 +9,8 @@ import torch
 from anybatch.errors import CountError, LossError
 from anybatch.interception import WEIGHT
 from anybatch.loss.cutting import backward_to_leaves, declare_nothing_to_do
-from anybatch.loss.metrics import checked_metrics
 from anybatch.loss.reducing import Stage
-from anybatch.loss.sums import Sums, Term
+from anybatch.loss.sums import Sums, Term, checked_metrics
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves

@@ -147,33 +147,22 @@ def _mode(modules: Mapping[str, Any]) -> str:
 
 
 def _whole(cause: Cause) -> str:
-    budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
-    fits = (
-        "Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are updated "
-        f"once.\n{budget}"
-    )
     if cause.over_time:
         return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
+    first = "Give a budget."
     if cause.devices > 1:
-        return f"Leave devices= out, and give one device a budget. {fits}"
-    if cause.batches > 1:
-        return (
-            f"Join the {cause.batches} batches of the window: give the loader a batch_size that is as many times "
-            f"larger, and the step one batch instead of a window, with a budget in place of the split. {fits}"
-        )
-    if cause.planned:
-        return (
-            "Make the plan in the mode in which you train; name more modules that may be recomputed with "
-            f"blocks=[...], or lower the precision with autocast=torch.bfloat16. {fits}"
-        )
-    if cause.micro_batch_size is not None:
-        return f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget. {fits}"
-    if cause.verb == "backward":
-        return (
-            "Use torch.utils.checkpoint in the model, which works with anybatch.backward as it is (statistics are "
-            f"updated once all the same), or let a step choose what is recomputed. {fits}"
-        )
-    return f"Give a budget. {fits}"
+        first = "Leave devices= out, and give one device a budget."
+    elif cause.batches > 1:
+        first = f"Join the {cause.batches} batches of the window, and give a budget in place of the split."
+    elif cause.planned:
+        first = "Name more modules that may be recomputed with blocks=[...], or use autocast=torch.bfloat16."
+    elif cause.micro_batch_size is not None:
+        first = f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget."
+    budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
+    return (
+        f"{first} Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are "
+        f"updated once.\n{budget}"
+    )
 
 
 def _frozen(modules: Mapping[str, Any], cause: Cause) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.memory.measuring import measure
-from anybatch.tensors.dropmasks import keys_of, mask_of, mixed
-from anybatch.tensors.dropouts import SampleDropout
+from anybatch.tensors.dropouts import SampleDropout, keys_of, mask_of, mixed
 
 M64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -65,10 +64,10 @@ def test_large_tensors_are_made_in_slices_that_join(shape: tuple[int, ...], monk
     keys = keys_of(0, 0, range(shape[0]), CPU)
     whole = mask_of(shape, keys, 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 777)
+        patch.setattr("anybatch.tensors.dropouts._AT_ONCE_ON_CPU", 777)
         small = mask_of(shape, keys, 0.5) if math.prod(shape) < 2e5 else whole
     with monkeypatch.context() as patch:
-        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 2**22)
+        patch.setattr("anybatch.tensors.dropouts._AT_ONCE_ON_CPU", 2**22)
         assert torch.equal(mask_of(shape, keys, 0.5), whole)
     assert torch.equal(small, whole)
 
