@@ -208,10 +208,32 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
         >>> map_leaves(lambda leaf: leaf * 2, {"x": (1, [2, 3])})
         {'x': (2, [4, 6])}
     """
-    container = opened(node)
+    kind = type(node)
+    if kind is dict:  # the usual kinds first: to open one takes longer than a small operation
+        return {key: map_leaves(function, value) for key, value in node.items()}
+    if kind is list or kind is tuple:
+        return kind([map_leaves(function, item) for item in node])
+    container = None if kind is torch.Tensor else opened(node)
     if container is None:
         return function(node)
     return container.rebuild([map_leaves(function, child.value) for child in container.children])
+
+
+def flat(node: Any) -> list[Any]:
+    """Everything that is no container, in order.
+
+    Example:
+        >>> flat({"x": (1, [2, 3])})
+        [1, 2, 3]
+    """
+    kind = type(node)
+    if kind is torch.Tensor or node is None:
+        return [node]
+    if kind is dict:
+        return [leaf for value in node.values() for leaf in flat(value)]
+    if kind is list or kind is tuple:
+        return [leaf for item in node for leaf in flat(item)]
+    return [leaf for _, _, leaf in leaves(node)]
 
 
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, map_leaves
 from anybatch.errors import LossError
 from anybatch.tensors.dispatch import has_numbers
 
@@ -93,7 +93,7 @@ class _Ended(torch.autograd.Function):
 
 def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
     """The tensors of some outputs by position; ``None`` for anything else."""
-    return _tensors([leaf for _, _, leaf in leaves(outputs)])
+    return _tensors(flat(outputs))
 
 
 def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

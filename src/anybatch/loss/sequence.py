@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from anybatch.batch.counting import count_samples
+from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.chunkcall import Called, ChunkCall
 from anybatch.loss.cutting import cut, declare_nothing_to_do, standing
@@ -24,7 +25,6 @@ from anybatch.loss.states import (
     RowDims,
     checked_state,
     detached,
-    flat,
     is_near,
     joined,
     kept,

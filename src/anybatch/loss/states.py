@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, map_leaves
 from anybatch.errors import BatchError, LossError
 from anybatch.memory.meter import storages_of
 
@@ -31,7 +31,7 @@ def checked_state(state: Any, where: str) -> Any:
     """
     wrong = [leaf for leaf in flat(state) if not isinstance(leaf, (*_FINE, *_FINE_OF_TORCH))]
     if not wrong:
-        return mapped(lambda leaf: leaf, state)
+        return map_leaves(lambda leaf: leaf, state)
     label = next(label for label, _, leaf in leaves(state, "state") if leaf is wrong[0])
     hint = "make it a dataclass, or register its class with torch.utils._pytree, so that its tensors are found"
     if isinstance(wrong[0], PackedSequence):
@@ -46,39 +46,15 @@ def checked_state(state: Any, where: str) -> Any:
     )
 
 
-def flat(state: Any) -> list[Any]:
-    """The leaves of a state, in order."""
-    kind = type(state)
-    if kind is torch.Tensor or state is None:  # the usual kinds first: labels take longer than a small operation
-        return [state]
-    if kind in (tuple, list):
-        return [leaf for item in state for leaf in flat(item)]
-    if kind is dict:
-        return [leaf for item in state.values() for leaf in flat(item)]
-    return [leaf for _, _, leaf in leaves(state)]
-
-
-def mapped(function: Callable[[Any], Any], state: Any) -> Any:
-    """What ``map_leaves`` gives, quickly for the usual containers."""
-    kind = type(state)
-    if kind is torch.Tensor or state is None:
-        return function(state)
-    if kind in (tuple, list):
-        return kind([mapped(function, item) for item in state])
-    if kind is dict:
-        return {key: mapped(function, item) for key, item in state.items()}
-    return map_leaves(function, state)
-
-
 def like(state: Any, values: Iterable[Any]) -> Any:
     """The same container around other leaves."""
     iterator: Iterator[Any] = iter(values)
-    return mapped(lambda _: next(iterator), state)
+    return map_leaves(lambda _: next(iterator), state)
 
 
 def detached(state: Any) -> Any:
     """A state without its graph."""
-    return mapped(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def kept(state: Any, given: Any) -> Any:
@@ -96,7 +72,7 @@ def kept(state: Any, given: Any) -> Any:
         is_view = len(held) == 1 and held[0].nbytes() > leaf.nbytes and held[0]._cdata not in before
         return leaf.detach().clone() if is_view else leaf.detach()
 
-    return mapped(alone, state)
+    return map_leaves(alone, state)
 
 
 def own_bytes(state: Any, given: Any) -> int:
@@ -114,15 +90,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in a container whose writes can be seen, those of ``PackedSequence`` s included."""
     found = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in flat(tree))
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each tensor was written to.
-
-    Args:
-        tensors: what ``tensors_of`` gave; a view counts the writes to all that share its storage.
-    """
-    return [tensor._version for tensor in tensors]
 
 
 def standing_in(state: Any) -> tuple[Any, list[torch.Tensor | None]]:
