@@ -31,11 +31,7 @@ class Watcher(Protocol):
     """Looks on while a model is trained, as a doctor does."""
 
     def announced(self, *subjects: Any) -> None:
-        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers.
-
-        Args:
-            subjects: models and optimizers.
-        """
+        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers."""
 
     def look_away(self) -> None:
         """Sees nothing until ``look_again``."""
@@ -47,11 +43,7 @@ class Watcher(Protocol):
         """Is told that anybatch puts gradients aside, as often as it likes until ``gave_gradients``."""
 
     def gave_gradients(self, items: float) -> None:
-        """Is told that they are there again, with what was added.
-
-        Args:
-            items: the weight that all of that has beside what was there.
-        """
+        """Is told that they are there again, with what was added."""
 
 
 trial: ContextVar[bool] = ContextVar("anybatch_trial", default=False)
@@ -63,13 +55,7 @@ WEIGHT = "anybatch_weight"
 
 
 def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
-    """Tells those that look on what a step is about to train.
-
-    Args:
-        model: the model.
-        loss_fn: the loss function.
-        optimizers: of the step; none where only the gradient is taken.
-    """
+    """Tells those that look on what a step is about to train."""
     for one in watchers:
         one.announced(model, loss_fn, *optimizers)
 

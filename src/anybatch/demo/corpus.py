@@ -51,9 +51,6 @@ def read_sources(root: str | Path | None = None) -> SourceText:
     Args:
         root: the folder; ``None`` for the standard library of this Python.
 
-    Returns:
-        Nine files in ten to train on, the tenth held out.
-
     Raises:
         FileNotFoundError: there are too few files to hold one out.
 

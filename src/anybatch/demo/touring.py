@@ -99,27 +99,13 @@ CHAPTERS = (
 
 
 def prepare(folder: Path) -> None:
-    """Copies the scripts of all chapters.
-
-    Args:
-        folder: where to.
-    """
+    """Copies the scripts of all chapters."""
     for chapter in CHAPTERS:
         shutil.copy(FOLDER / chapter.script, folder / chapter.script)
 
 
 def run(command: str, folder: Path, *, columns: int, on_line: Callable[[str], None]) -> CommandRun:
-    """Runs a command of a chapter.
-
-    Args:
-        command: begins with ``python`` or ``anybatch``; this very Python and this very anybatch are run.
-        folder: that the scripts are in.
-        columns: how wide the output may be.
-        on_line: called with each line as it comes.
-
-    Returns:
-        What came out. If waiting is interrupted, the process is ended first.
-    """
+    """Runs a command of a chapter."""
     first, *rest = command.split()
     arguments = [sys.executable, *(["-m", "anybatch"] if first == "anybatch" else []), *rest]
     surroundings = {

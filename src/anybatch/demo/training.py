@@ -74,12 +74,6 @@ def rate_factor(fraction: float) -> float:
 
     Source of the cosine: Loshchilov and Hutter, "SGDR" (2017), equation 5.
 
-    Args:
-        fraction: how far training is, from 0 to 1.
-
-    Returns:
-        A factor in ``(0, 1]``.
-
     Example:
         >>> rate_factor(0.05), round(rate_factor(0.525), 2), rate_factor(1.0)
         (1.0, 0.51, 0.02)
@@ -120,12 +114,7 @@ def random_batch(text: Tensor, samples: int, context: int, generator: torch.Gene
 
     Args:
         text: bytes, of shape ``[length]``, longer than ``context``.
-        samples: how many.
         context: bytes of a sequence.
-        generator: decides the places.
-
-    Returns:
-        See ``cut_out``.
     """
     return cut_out(text, torch.randint(len(text) - context, (samples,), generator=generator), context)
 
@@ -135,12 +124,7 @@ def first_batch(text: Tensor, samples: int, context: int, seed: int) -> dict[str
 
     Args:
         text: bytes, of shape ``[length]``.
-        samples: how many sequences.
         context: bytes of a sequence.
-        seed: as for training.
-
-    Returns:
-        See ``cut_out``.
     """
     return random_batch(text, samples, context, torch.Generator().manual_seed(seed))
 
@@ -190,16 +174,7 @@ class TrainingRun:
         on_validation: Callable[[CurvePoint], None] = lambda point: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrainingCurve:
-        """Trains until time or updates are used up.
-
-        Args:
-            on_update: is called after every update.
-            on_validation: is called after every validation.
-            should_stop: is asked before every update.
-
-        Returns:
-            How it went, up to where it was stopped.
-        """
+        """Trains until time or updates are used up."""
         self._began = time.perf_counter()
         on_validation(self._validate())
         due = 1
@@ -270,15 +245,7 @@ class TrainingRun:
 
 
 def make_optimizer(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
-    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small.
-
-    Args:
-        model: whose parameters it steps.
-        settings: its rates.
-
-    Returns:
-        The optimizer, without state.
-    """
+    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]

@@ -104,15 +104,7 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def terms_of(loss: torch.Tensor, graph: Graph) -> tuple[Term, ...]:
-    """The summands of a finished loss, as far as its graph shows them.
-
-    Args:
-        loss: with a graph.
-        graph: knows its nodes.
-
-    Returns:
-        The terms, none if it is no sum; their values are not in the graph.
-    """
+    """The summands of a finished loss, as far as its graph shows them."""
     if loss.grad_fn is None or loss.numel() != 1:
         return ()
     terms: list[Term] = []
@@ -147,11 +139,6 @@ def _passes(kind: str, following: list[Any]) -> bool:
 
 def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
     """What the graph behind some tensors keeps in memory; nothing is unpacked, so that no checkpoint runs.
-
-    Args:
-        tensors: the losses.
-        places: what ran when a node was made.
-        without: tensors whose storage is there anyway.
 
     Returns:
         The bytes, or ``None`` where this torch can't tell a saved tensor from one that was given to hooks.

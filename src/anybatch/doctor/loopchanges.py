@@ -29,9 +29,6 @@ class Update:
 def update_of(step: LoopStep) -> Update | None:
     """The update that a loop makes after its backward, if it is one clearing, one backward and one step in a block.
 
-    Args:
-        step: what was found.
-
     Returns:
         It; ``None`` where the loop does anything else with the gradient, which then stays as it is.
     """
@@ -116,13 +113,7 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
     """The file of a loop with the lines changed.
 
     Args:
-        step: what was found.
         update: see ``update_of``; with ``None`` the loop keeps its update, and ``anybatch.backward`` goes back.
-        memory: the budget as Python text, for ``TrainStep``.
-        plan: the argument that says how a batch is split, for ``backward``.
-
-    Returns:
-        The file before and after; ``unified`` makes a patch of it.
 
     Raises:
         StepUnclear: the lines can't be changed in one way only.
@@ -221,9 +212,6 @@ def _reads_loss(step: LoopStep) -> bool:
 
 def results_of(step: LoopStep) -> list[str]:
     """The tensors of the forward that the loop reads after the backward, each with a row a sample.
-
-    Args:
-        step: what was found.
 
     Raises:
         StepUnclear: it reads something else, which micro-batches don't leave behind.

@@ -40,14 +40,7 @@ NOWHERE = Site()
 
 
 def user_line(depth: int = 1) -> tuple[str, int]:
-    """The innermost line on the stack that is neither torch's nor this library's.
-
-    Args:
-        depth: how many frames to leave out.
-
-    Returns:
-        The file and the number of the line.
-    """
+    """The innermost line on the stack that is neither torch's nor this library's."""
     frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename

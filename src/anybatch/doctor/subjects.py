@@ -40,9 +40,6 @@ class Subject:
 def subject_of(model: Any) -> Subject:
     """Reads what was given as the model.
 
-    Args:
-        model: a module, a sequence of modules, a mapping of names to modules or tensors, or pairs of names and tensors.
-
     Raises:
         TypeError: it is none of these.
         LossError: it has no parameters.
@@ -85,9 +82,6 @@ def _named(model: Any) -> Iterable[tuple[str, Any]]:
 
 def losses_of(result: Any) -> dict[str, Any]:
     """The losses by name in what a loss function returned; a single one has no name.
-
-    Args:
-        result: a tensor, a ``Mean``, a number, a mapping of names to these, one of these with metrics, or a generator.
 
     Raises:
         LossError: it is nothing of the kind.

@@ -167,13 +167,7 @@ class Departure:
 
 
 def returning(number: Any, departures: list[Departure], *, constructor: bool) -> Iterator[Departure]:
-    """Departures whose numbers come back; told by equality, so that only telling numbers count.
-
-    Args:
-        number: an argument of an operation.
-        departures: what left before.
-        constructor: whether the operation makes a tensor of numbers, which must then all be the same.
-    """
+    """Departures whose numbers come back; told by equality, so that only telling numbers count."""
     for departure in reversed(departures):
         if _same(number, departure.number, constructor=constructor):
             yield departure

@@ -35,14 +35,7 @@ _NAMES: dict[type[Fact], str] = {}
 
 
 def fact(kind: str) -> Callable[[F], F]:
-    """Gives a kind of fact the name that its lines bear.
-
-    Args:
-        kind: the name.
-
-    Returns:
-        A decorator for the dataclass.
-    """
+    """Gives a kind of fact the name that its lines bear."""
 
     def named(cls: F) -> F:
         KINDS[kind] = cls
@@ -53,14 +46,7 @@ def fact(kind: str) -> Callable[[F], F]:
 
 
 def to_line(one: Fact) -> str:
-    """A fact as a line of JSON; entries that have their default are left out.
-
-    Args:
-        one: the fact.
-
-    Returns:
-        The line, without its end. Numbers that are not finite are written as texts (``"nan"``, ``"inf"``, ``"-inf"``).
-    """
+    """A fact as a line of JSON; entries that have their default are left out."""
     kind = {"kind": _NAMES[type(one)]}
     try:
         return _AS_IT_IS.encode(kind | _own(one))
@@ -70,9 +56,6 @@ def to_line(one: Fact) -> str:
 
 def from_line(line: str) -> Fact | None:
     """Reads what ``to_line`` gave.
-
-    Args:
-        line: of JSON.
 
     Returns:
         The fact, or ``None`` for a kind that this version does not know.

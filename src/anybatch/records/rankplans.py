@@ -120,9 +120,6 @@ class RankPlan:
     def from_dict(cls, values: Any) -> "RankPlan":
         """Reads what ``to_dict`` gave.
 
-        Args:
-            values: the fields by name.
-
         Raises:
             PlanMismatch: it is nothing of the kind, or of another version.
         """

@@ -173,12 +173,7 @@ class Kept:
         self._bytes, self._rows = 0, -1
 
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
-        """Has two functions seen that no other hook looks at in this way.
-
-        Args:
-            wrap: has the calls of a function seen.
-            guarded: makes a function one that never raises.
-        """
+        """Has two functions seen that no other hook looks at in this way."""
         note_value, note_state = guarded(self._valued), guarded(self._loads)
 
         def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,11 +384,7 @@ def _numbers(value: Any) -> Iterator[torch.Tensor]:
 
 @unseen
 def mark(tensor: torch.Tensor) -> Any:
-    """What tells the values of a tensor from others.
-
-    Args:
-        tensor: with values.
-    """
+    """What tells the values of a tensor from others."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_numbers(tensor)
     if not is_plain or not tensor.numel() or tensor.is_complex():
         return tuple(tensor.shape)
@@ -415,11 +406,7 @@ def _versions(module: torch.nn.Module) -> dict[str, Any]:
 
 @unseen
 def marks(module: torch.nn.Module) -> dict[str, Any]:
-    """For each parameter and buffer what tells its values from others.
-
-    Args:
-        module: that has them.
-    """
+    """For each parameter and buffer what tells its values from others."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     return {name: mark(one) for name, one in tensors if one.layout is torch.strided and not one.is_meta}
 

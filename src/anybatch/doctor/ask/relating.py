@@ -80,11 +80,6 @@ class Risen:
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows.
 
-    Args:
-        tape: of a step; it is run with the parameters as they are now.
-        optimizer: the number of the one that stepped.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
     Raises:
         Unknown: it can't be told.
     """

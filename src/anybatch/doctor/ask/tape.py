@@ -249,14 +249,7 @@ hidden(Tape._run)
 
 
 def reissued(message: Any) -> bool:
-    """Shows a warning that came while a tape was on as of the line that it would be of without one.
-
-    Args:
-        message: a ``warnings.WarningMessage``.
-
-    Returns:
-        Whether it was of a line between the tape and the user's call, and was issued again.
-    """
+    """Shows a warning that came while a tape was on as of the line that it would be of without one."""
     if not message.filename.startswith(HIDDEN) and not message.filename.endswith(_BETWEEN):
         return False
     frame: Any = sys._getframe(1)
@@ -279,11 +272,7 @@ def _is_between(file: str) -> bool:
 
 
 def slots(value: Any) -> Iterable[Slot]:
-    """The slots in nested arguments.
-
-    Args:
-        value: of any kind.
-    """
+    """The slots in nested arguments."""
     if isinstance(value, Slot):
         yield value
     elif isinstance(value, slice):
@@ -339,18 +328,7 @@ def replay(
     number: Callable[[Any], Any],
     held: Mapping[Slot, torch.Tensor],
 ) -> Replay:
-    """Runs the operations of a tape again.
-
-    Args:
-        tape: of the step.
-        until: how many of the operations.
-        change: takes what came from outside or was drawn, and gives what is there in its place.
-        number: takes each number in the arguments, and gives another one.
-        held: other parameters than those of the models.
-
-    Returns:
-        What came out; what an operation of the user's raises is raised.
-    """
+    """Runs the operations of a tape again."""
     values: Values = {}
     for slot, leaf in tape.leaves.items():
         values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()

@@ -166,12 +166,6 @@ class Trial:
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
         """What the copy gives; its buffers and attributes are as before afterwards.
 
-        Args:
-            inputs: of it.
-            grad: whether with a graph.
-            watch: a mode that is entered.
-            again: whether random numbers go on from those drawn before.
-
         Raises:
             Unknown: the time is over, or the model can't take the inputs.
         """
@@ -201,11 +195,7 @@ class Trial:
         return self.forward(inputs, watch=watch, again=again), watch
 
     def few_rows(self, dim: int = 0) -> Inputs:
-        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run.
-
-        Args:
-            dim: along which the samples lie.
-        """
+        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
         inputs = self.inputs.along(dim) if dim else self.inputs
         sizes = {size for one in inputs.tensors() for dim, size in enumerate(one.shape) if dim != inputs.dim}
         for rows in _ROWS:

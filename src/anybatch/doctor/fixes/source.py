@@ -253,9 +253,6 @@ class UserSource:
     def edit(self, changes: Iterable[Change]) -> Edit:
         """The file with some changes.
 
-        Args:
-            changes: none of which overlap.
-
         Raises:
             UnclearEdit: they overlap, nothing changes, or the result is no Python.
         """
@@ -322,13 +319,7 @@ def only(found: Sequence[_T], what: str) -> _T:
 
 
 def unified(before: dict[str, str], after: dict[str, str], folder: str) -> str:
-    """The patch between two states of some files, as git and patch take it.
-
-    Args:
-        before: for the path of each file its text.
-        after: the same with the edits.
-        folder: where the patch is applied; files outside of it are named by their whole path.
-    """
+    """The patch between two states of some files, as git and patch take it."""
     parts = []
     for path, text in after.items():
         if text == before[path]:

@@ -80,9 +80,6 @@ Start = Callable[[Edit | None], Tried]
 def steps_for(findings: Iterable[Finding]) -> int:
     """After how many steps a trial of some findings may end.
 
-    Args:
-        findings: whose symptoms have to show.
-
     Example:
         >>> steps_for([Finding("late.", step=200)]), steps_for([Finding("early.", step=0)])
         (220, 60)
@@ -100,19 +97,7 @@ def with_edits(diagnosis: Diagnosis) -> list[Finding]:
 def tried(
     finding: Finding, run: Run, read: Callable[[str], UserSource], without: Callable[[], Tried], start: Start, most: int
 ) -> Outcome:
-    """Tries the edits of one finding until one is good.
-
-    Args:
-        finding: what was found.
-        run: the facts that it was found in.
-        read: gives a file of the user.
-        without: gives the run on trial without the edit, which is only made where there is something to try.
-        start: runs the script with an edit.
-        most: how many edits at most.
-
-    Returns:
-        The first edit that is good, with what it has shown; otherwise why there is none.
-    """
+    """Tries the edits of one finding until one is good."""
     reasons: list[str] = []
     good: list[Outcome] = []
     for edit in edits(finding, run, read, most):
@@ -152,13 +137,7 @@ def _end(outcome: Outcome) -> float:
 
 
 def worse(finding: Finding, before: Tried, after: Tried) -> str:
-    """Why an edit is no good; empty if it is.
-
-    Args:
-        finding: that it was made for.
-        before: the run without it.
-        after: the run with it.
-    """
+    """Why an edit is no good; empty if it is."""
     if after.unusable:
         return after.unusable
     if after.code != 0:
@@ -202,13 +181,7 @@ def _fall(values: Course) -> float:
 
 
 def shown(finding: Finding, before: Tried, after: Tried) -> str:
-    """What a good trial has shown.
-
-    Args:
-        finding: that is gone.
-        before: the run without the edit.
-        after: the run with it.
-    """
+    """What a good trial has shown."""
     steps, was, now = after.run.steps, course(before.run), course(after.run)
     if before.code != 0:
         without = "without: the script fails"

@@ -60,11 +60,7 @@ class Limit(float):
 
 
 def limits_of(judge: Callable[..., Any]) -> dict[str, Limit]:
-    """The thresholds of a rule by name.
-
-    Args:
-        judge: its function.
-    """
+    """The thresholds of a rule by name."""
     every = inspect.signature(judge).parameters.values()
     return {one.name: one.default for one in every if isinstance(one.default, Limit)}
 
@@ -104,11 +100,7 @@ class Found:
     severity: Severity | str = ""
 
     def place(self, run: Run) -> Place:
-        """Where it is, in the user's names.
-
-        Args:
-            run: the facts.
-        """
+        """Where it is, in the user's names."""
         numbers = [one for one in self.parameters if isinstance(one, int)]
         where, module, optimizer = self.where, self.module, self.optimizer
         if isinstance(optimizer, int):
@@ -136,12 +128,7 @@ class Found:
         return self.since if isinstance(self.since, Located) else None
 
     def finding(self, run: Run, rule: "Rule") -> Finding:
-        """The finding.
-
-        Args:
-            run: the facts.
-            rule: that has seen it.
-        """
+        """The finding."""
         asked = self.since if isinstance(self.since, Probed) else None
         since = self.since if asked is None else began(run)
         seen = since if self.step is None else self.step
@@ -210,12 +197,7 @@ class Rule:
         return limits_of(self.judge)
 
     def findings(self, run: Run, **limits: float) -> list[Finding]:
-        """What it finds in a run, the earliest first.
-
-        Args:
-            run: the facts.
-            limits: other thresholds than its own, by name.
-        """
+        """What it finds in a run, the earliest first."""
         if any(next(run.of(kind), None) is None for kind in self.needs):
             return []
         found = [
@@ -245,20 +227,7 @@ def rule(
     needs: tuple[type[Fact], ...] = (),
     slows: bool = False,
 ) -> Callable[[Judge], Judge]:
-    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package.
-
-    Args:
-        code: see ``Rule``.
-        name: see ``Rule``.
-        severity: see ``Rule``.
-        explains: see ``Rule``.
-        needs: see ``Rule``.
-        slows: see ``Rule``.
-
-    Returns:
-        A decorator for the function that takes a run and yields what it has seen. Its thresholds are keyword arguments
-        whose defaults are ``Limit``.
-    """
+    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package."""
 
     def declared(judge: Judge) -> Judge:
         if name in _RULES or any(code == one.code for one in _RULES.values()):
