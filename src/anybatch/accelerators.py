@@ -64,19 +64,12 @@ def synchronize(device: torch.device) -> None:
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device's memory, as its allocator counts them.
+    """Bytes of a device's memory, as its allocator counts them."""
 
-    Args:
-        allocated: in tensors.
-        reserved: that the allocator holds, for tensors and for later.
-        peak_allocated: the most since the peaks were forgotten.
-        peak_reserved: the same.
-    """
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
+    allocated: int  # in tensors
+    reserved: int  # that the allocator holds, for tensors and for later
+    peak_allocated: int  # the most since the peaks were forgotten
+    peak_reserved: int  # the same
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
@@ -100,17 +93,11 @@ def capacity_of(device: torch.device) -> tuple[int, int]:
 
 
 class TakenBlock(NamedTuple):
-    """A block of a device's memory.
+    """A block of a device's memory."""
 
-    Args:
-        address: where it begins.
-        size: bytes.
-        is_used: whether a tensor lies there, or did so until work that was asked for is done.
-    """
-
-    address: int
-    size: int
-    is_used: bool
+    address: int  # where it begins
+    size: int  # bytes
+    is_used: bool  # whether a tensor lies there, or did so until work that was asked for is done
 
 
 def segments_of(device: torch.device) -> list[tuple[bool, int, list[TakenBlock]]] | None:

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Call(NamedTuple):
-    """The arguments of a step that was about to run.
+    """The arguments of a step that was about to run."""
 
-    Args:
-        model: the model.
-        loss_fn: the loss function.
-        batch: the logical batch, or a window.
-        options: the other arguments by name; a verb takes those that it has a use for.
-    """
-
-    model: Any
-    loss_fn: Any
-    batch: Any
-    options: dict[str, Any]
+    model: Any  # the model
+    loss_fn: Any  # the loss function
+    batch: Any  # the logical batch, or a window
+    options: dict[str, Any]  # the other arguments by name; a verb takes those that it has a use for
 
 
 first_call: ContextVar[Callable[[Call], None] | None] = ContextVar("anybatch_first_call", default=None)
@@ -62,13 +55,9 @@ def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
 
 @dataclass(slots=True)
 class Added:
-    """What is added to gradients that were put aside.
+    """What is added to gradients that were put aside."""
 
-    Args:
-        items: the weight that all of it has beside what was there.
-    """
-
-    items: float = 1.0
+    items: float = 1.0  # the weight that all of it has beside what was there
 
 
 def _give(watcher: Watcher, added: Added) -> None:

@@ -25,13 +25,9 @@ _FLOAT32_ROUNDING = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways to fill ``.grad`` that are compared.
+    """The ways to fill ``.grad`` that are compared."""
 
-    Args:
-        planned: the size of the micro-batches, and the memory optimizations.
-    """
-
-    planned: PlanRow
+    planned: PlanRow  # the size of the micro-batches, and the memory optimizations
 
     @property
     def micro_batch_size(self) -> int:

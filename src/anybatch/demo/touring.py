@@ -16,19 +16,12 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One part of the tour.
+    """One part of the tour."""
 
-    Args:
-        title: its heading.
-        text: what it shows, in a sentence or two.
-        script: the file in ``FOLDER`` that is shown and run.
-        commands: what is run, as a user types it in the folder of the script.
-    """
-
-    title: str
-    text: str
-    script: str
-    commands: tuple[str, ...]
+    title: str  # its heading
+    text: str  # what it shows, in a sentence or two
+    script: str  # the file in ``FOLDER`` that is shown and run
+    commands: tuple[str, ...]  # what is run, as a user types it in the folder of the script
 
     @property
     def code(self) -> str:
@@ -38,19 +31,12 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
-    """A command that was run.
+    """A command that was run."""
 
-    Args:
-        command: as a user types it.
-        output: what it wrote, standard error included.
-        code: how it ended; 0 is well.
-        seconds: how long it took.
-    """
-
-    command: str
-    output: str
-    code: int
-    seconds: float
+    command: str  # as a user types it
+    output: str  # what it wrote, standard error included
+    code: int  # how it ended; 0 is well
+    seconds: float  # how long it took
 
 
 CHAPTERS = (

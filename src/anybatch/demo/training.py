@@ -23,33 +23,19 @@ _LOWEST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """How to train.
+    """How to train."""
 
-    Args:
-        plan: how a logical batch is run; ``None`` for ``micro_batch_size``.
-        micro_batch_size: samples in a micro-batch at most.
-        seconds: how long; counts only where ``updates`` is ``None``.
-        updates: how many updates; the run is then repeatable, for it does not look at the clock.
-        samples: sequences in a logical batch.
-        learning_rate: at its highest.
-        weight_decay: of AdamW.
-        clip_norm: the gradient's norm at most.
-        validations: how often to validate after the first time, evenly spread.
-        validation_samples: sequences of held-out text.
-        seed: decides the batches.
-    """
-
-    plan: Plan | None = None
-    micro_batch_size: int | None = None
-    seconds: float = 120.0
-    updates: int | None = None
-    samples: int = 34
-    learning_rate: float = 1e-2
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    validations: int = 10
-    validation_samples: int = 256
-    seed: int = 0
+    plan: Plan | None = None  # how a logical batch is run; ``None`` for ``micro_batch_size``
+    micro_batch_size: int | None = None  # samples in a micro-batch at most
+    seconds: float = 120.0  # how long; counts only where ``updates`` is ``None``
+    updates: int | None = None  # how many updates; the run is then repeatable, for it does not look at the clock
+    samples: int = 34  # sequences in a logical batch
+    learning_rate: float = 1e-2  # at its highest
+    weight_decay: float = 0.1  # of AdamW
+    clip_norm: float = 1.0  # the gradient's norm at most
+    validations: int = 10  # how often to validate after the first time, evenly spread
+    validation_samples: int = 256  # sequences of held-out text
+    seed: int = 0  # decides the batches
 
 
 @dataclass(frozen=True, slots=True)

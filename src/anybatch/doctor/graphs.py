@@ -25,20 +25,15 @@ def reentrant(node: Any) -> bool:
 class Graph:
     """Knows for nodes of the graph which of the numbered leaves they lead to, as bits of an integer.
 
-    Args:
-        bits: of each leaf, by its ``id``.
-        inside: gives the bits that a reentrant checkpoint leads to besides its inputs.
-        place: says what is running, for nodes that are new.
-
     Attributes:
         masks: the bits by node; holding the nodes keeps their identity.
         places: what was running when a node was first seen.
         others: leaves that have no bit.
     """
 
-    bits: Mapping[int, int]
-    inside: Callable[[Any], int] = lambda _: 0
-    place: Callable[[], str] = lambda: ""
+    bits: Mapping[int, int]  # of each leaf, by its ``id``
+    inside: Callable[[Any], int] = lambda _: 0  # gives the bits that a reentrant checkpoint leads to besides its inputs
+    place: Callable[[], str] = lambda: ""  # says what is running, for nodes that are new
     masks: dict[Any, int] = field(default_factory=dict)
     places: dict[Any, str] = field(default_factory=dict)
     others: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -13,17 +13,11 @@ from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stor
 
 @dataclass(slots=True)
 class Update:
-    """The statements around a backward that are one update, which ``TrainStep`` can take over.
+    """The statements around a backward that are one update, which ``TrainStep`` can take over."""
 
-    Args:
-        optimizer: what the loop calls it.
-        statements: that go: those that clear, clip, unscale and step.
-        clip: the text of what the gradient is clipped to; empty without.
-    """
-
-    optimizer: str
-    statements: list[ast.stmt]
-    clip: str = ""
+    optimizer: str  # what the loop calls it
+    statements: list[ast.stmt]  # that go: those that clear, clip, unscale and step
+    clip: str = ""  # the text of what the gradient is clipped to; empty without
 
 
 def update_of(step: LoopStep) -> Update | None:

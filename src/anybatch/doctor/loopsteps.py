@@ -25,27 +25,16 @@ class StepUnclear(AnyBatchError):
 
 @dataclass(slots=True)
 class LoopStep:
-    """What a loop does with one batch, up to its backward.
+    """What a loop does with one batch, up to its backward."""
 
-    Args:
-        source: the file.
-        back: the statement that calls ``backward``.
-        loss: the expression whose backward it is, without the scale of a ``GradScaler``.
-        scaler: what the loop calls its ``GradScaler``; empty without one.
-        names: what the loop's names were at the backward.
-        forward: the statements that make the loss of the batch.
-        modules: what is trained, by what the loop calls it.
-        batch: what is new in each iteration, by name.
-    """
-
-    source: UserSource
-    back: ast.stmt
-    loss: ast.expr
-    scaler: str
-    names: Mapping[str, Any]
-    forward: list[ast.stmt] = field(default_factory=list)
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    batch: dict[str, Any] = field(default_factory=dict)
+    source: UserSource  # the file
+    back: ast.stmt  # the statement that calls ``backward``
+    loss: ast.expr  # the expression whose backward it is, without the scale of a ``GradScaler``
+    scaler: str  # what the loop calls its ``GradScaler``; empty without one
+    names: Mapping[str, Any]  # what the loop's names were at the backward
+    forward: list[ast.stmt] = field(default_factory=list)  # the statements that make the loss of the batch
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)  # what is trained, by what the loop calls it
+    batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name
 
     @property
     def loops(self) -> list[ast.stmt]:

@@ -29,16 +29,6 @@ Known = tuple[str, str, str]
 class Policy:
     """What is reported and what is not.
 
-    Args:
-        select: codes, beginnings of codes, or names of rules; all where it is empty.
-        ignore: the same, of what is not reported.
-        per_path: for a pattern of paths, what is not reported there.
-        limits: other thresholds than their own, for each rule by name.
-        fail_on: the least severity that is a failure, ``None`` for none.
-        folder: that the patterns are relative to.
-        baseline: findings that were known before.
-        sources: reads the user's files.
-
     Example:
         >>> found = Finding("no gradient", code="AB101", name="OPT_PARAM_MISSING")
         >>> kept, left_out = Policy(ignore=("AB1",)).parted([found])
@@ -46,14 +36,16 @@ class Policy:
         ([], [('AB101', 'settings')])
     """
 
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()  # codes, beginnings of codes, or names of rules; all where it is empty
+    ignore: tuple[str, ...] = ()  # the same, of what is not reported
+    # for a pattern of paths, what is not reported there
     per_path: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # other thresholds than their own, for each rule by name
     limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    fail_on: str | None = None
-    folder: Path = field(default_factory=Path)
-    baseline: frozenset[Known] = frozenset()
-    sources: Sources = field(default_factory=Sources, compare=False)
+    fail_on: str | None = None  # the least severity that is a failure, ``None`` for none
+    folder: Path = field(default_factory=Path)  # that the patterns are relative to
+    baseline: frozenset[Known] = frozenset()  # findings that were known before
+    sources: Sources = field(default_factory=Sources, compare=False)  # reads the user's files
 
     def parted(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Suppressed]]:
         """Parts findings into those that are reported and those that are not."""

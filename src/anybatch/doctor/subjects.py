@@ -12,17 +12,11 @@ from anybatch.records.means import Mean
 
 @dataclass(slots=True)
 class Subject:
-    """The parameters and modules of what was given as the model.
+    """The parameters and modules of what was given as the model."""
 
-    Args:
-        parameters: by name; one that is tied has several.
-        modules: by name; the model itself has the name it was given, or none.
-        bits: one for each parameter, by its ``id``.
-    """
-
-    parameters: dict[str, torch.Tensor]
-    modules: dict[str, torch.nn.Module]
-    bits: dict[int, int]
+    parameters: dict[str, torch.Tensor]  # by name; one that is tied has several
+    modules: dict[str, torch.nn.Module]  # by name; the model itself has the name it was given, or none
+    bits: dict[int, int]  # one for each parameter, by its ``id``
 
     @property
     def fixtures(self) -> Iterator[torch.Tensor]:

@@ -17,17 +17,11 @@ from anybatch.tensors.modules import modules_behind
 
 
 class Placement(NamedTuple):
-    """A device and what belongs to it.
+    """A device and what belongs to it."""
 
-    Args:
-        device: on which micro-batches run.
-        speed: in proportion to the others.
-        copy: of the model; ``None`` where the model itself lies.
-    """
-
-    device: torch.device
-    speed: float
-    copy: ModelCopy | None
+    device: torch.device  # on which micro-batches run
+    speed: float  # in proportion to the others
+    copy: ModelCopy | None  # of the model; ``None`` where the model itself lies
 
 
 class Devices:

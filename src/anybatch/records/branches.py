@@ -12,15 +12,10 @@ _MOST_NAMES = 12
 
 @dataclass(slots=True)
 class Branch:
-    """A line and what hangs under it.
+    """A line and what hangs under it."""
 
-    Args:
-        text: the line.
-        children: in order.
-    """
-
-    text: str
-    children: list["Branch"] = field(default_factory=list)
+    text: str  # the line
+    children: list["Branch"] = field(default_factory=list)  # in order
 
     def add(self, text: str) -> "Branch":
         """Hangs a line under this one."""

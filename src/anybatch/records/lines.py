@@ -17,15 +17,10 @@ FORM = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that was seen in a run.
+    """Something that was seen in a run."""
 
-    Args:
-        at: the number of the event, counted over the whole run; facts are in this order.
-        step: how many optimizer steps were done before it: the most that any optimizer of the run has done.
-    """
-
-    at: int = 0
-    step: int = 0
+    at: int = 0  # the number of the event, counted over the whole run; facts are in this order
+    step: int = 0  # how many optimizer steps were done before it: the most that any optimizer of the run has done
 
 
 F = TypeVar("F", bound=type[Fact])

@@ -34,15 +34,12 @@ _LEFT_OUT: Mapping[type[Fact], Mapping[str, Any]] = {
 @fact("repeats")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats(Fact):
-    """Facts that are like earlier ones.
+    """Facts that are like earlier ones."""
 
-    Args:
-        rows: of each: the number of the one that it is like, its own number, its step, and the entries that
-            ``DIFFERING`` names. Or of all facts of a step: the numbers of those that they are like, the number of the
-            first, their step, and a list of the entries that differ, in their order; the seconds of a forward and
-            the calls that belong to a backward are not among them.
-    """
-
+    # of each: the number of the one that it is like, its own number, its step, and the entries that ``DIFFERING``
+    # names. Or of all facts of a step: the numbers of those that they are like, the number of the first, their step,
+    # and a list of the entries that differ, in their order; the seconds of a forward and the calls that belong to a
+    # backward are not among them.
     rows: tuple[tuple[Any, ...], ...] = ()
 
 

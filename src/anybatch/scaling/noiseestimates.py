@@ -13,15 +13,10 @@ _ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
 
 
 class Estimate(NamedTuple):
-    """What one logical batch tells.
+    """What one logical batch tells."""
 
-    Args:
-        trace: of the covariance of the gradient of one item.
-        signal: the squared norm of the true gradient; may come out below 0.
-    """
-
-    trace: float
-    signal: float
+    trace: float  # of the covariance of the gradient of one item
+    signal: float  # the squared norm of the true gradient; may come out below 0
 
 
 def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float) -> Estimate:
@@ -53,19 +48,12 @@ def estimate_from(spread: float, number: int, total: float, total_norm_sq: float
 
 
 class Measurement(NamedTuple):
-    """What was seen of one logical batch, by all processes.
+    """What was seen of one logical batch, by all processes."""
 
-    Args:
-        numbers: q of ``estimate`` and the norm of the gradient; not fetched from the device.
-        number: of micro-batches with items.
-        items: of all of them.
-        unit: what an item is.
-    """
-
-    numbers: torch.Tensor
-    number: int
-    items: float
-    unit: str
+    numbers: torch.Tensor  # q of ``estimate`` and the norm of the gradient; not fetched from the device
+    number: int  # of micro-batches with items
+    items: float  # of all of them
+    unit: str  # what an item is
 
     def estimate(self) -> Estimate:
         """Noise and signal; waits for the device."""

@@ -16,18 +16,11 @@ _MOST_FUNCTIONS = 8
 
 
 class Function(NamedTuple):
-    """A function of the user's, with what its forward left for its backward.
-
-    Args:
-        cls: its class.
-        context: has the tensors and attributes of the node of the graph, as copies.
-        shapes: of the gradients that come in.
-        dtype: of them.
-    """
+    """A function of the user's, with what its forward left for its backward."""
 
     cls: Any
-    context: Any
-    shapes: tuple[tuple[int, ...], ...]
+    context: Any  # has the tensors and attributes of the node of the graph, as copies
+    shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
     dtype: torch.dtype
 
 

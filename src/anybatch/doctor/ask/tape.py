@@ -44,45 +44,26 @@ class Slot(int):
 
 @dataclass(slots=True)
 class Operation:
-    """An operation of the step.
+    """An operation of the step."""
 
-    Args:
-        name: of the function.
-        func: it.
-        args: with slots in place of tensors.
-        kwargs: likewise.
-        outs: the slots of the tensors that it gave.
-        grad: whether with a graph.
-        file: of the user's line.
-        line: its number.
-        drawn: what it drew, for one that draws random numbers.
-    """
-
-    name: str
+    name: str  # of the function
     func: Any
-    args: Any
-    kwargs: Any
-    outs: tuple[Slot, ...] = ()
-    grad: bool = True
-    file: str = ""
+    args: Any  # with slots in place of tensors
+    kwargs: Any  # likewise
+    outs: tuple[Slot, ...] = ()  # the slots of the tensors that it gave
+    grad: bool = True  # whether with a graph
+    file: str = ""  # of the user's line
     line: int = 0
-    drawn: tuple[torch.Tensor, ...] | None = None
+    drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
 
 
 @dataclass(slots=True)
 class Loss:
-    """A tensor whose backward ran.
-
-    Args:
-        slot: of it.
-        before: how many operations had run.
-        file: of the line of the backward.
-        line: its number.
-    """
+    """A tensor whose backward ran."""
 
     slot: Slot
-    before: int
-    file: str
+    before: int  # how many operations had run
+    file: str  # of the line of the backward
     line: int
 
 
@@ -310,15 +291,10 @@ Values = dict[Slot, torch.Tensor]
 
 @dataclass(slots=True)
 class Replay:
-    """The step, run again.
+    """The step, run again."""
 
-    Args:
-        values: of all slots, as they were last.
-        results: for each operation copies of what it gave.
-    """
-
-    values: Values = field(default_factory=dict)
-    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    values: Values = field(default_factory=dict)  # of all slots, as they were last
+    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # for each operation copies of what it gave
 
 
 def replay(

@@ -35,21 +35,13 @@ class Unknown(Exception):
 
 
 class Operation(NamedTuple):
-    """An operation of a forward.
+    """An operation of a forward."""
 
-    Args:
-        name: of the function.
-        module: the innermost module that ran.
-        file: of the user's line.
-        line: its number.
-        results: copies of what it gave.
-    """
-
-    name: str
-    module: str
-    file: str
+    name: str  # of the function
+    module: str  # the innermost module that ran
+    file: str  # of the user's line
     line: int
-    results: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]  # copies of what it gave
 
 
 class Operations(TorchFunctionMode):
@@ -85,19 +77,12 @@ class Operations(TorchFunctionMode):
 
 @dataclass(slots=True)
 class Inputs:
-    """What a model is given.
-
-    Args:
-        args: of it.
-        kwargs: of it.
-        rows: how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first.
-        dim: of the samples.
-    """
+    """What a model is given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int
-    dim: int = 0
+    rows: int  # how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first
+    dim: int = 0  # of the samples
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Inputs":

@@ -25,34 +25,21 @@ class UnclearEdit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that take the place of others.
+    """Bytes that take the place of others."""
 
-    Args:
-        start: offset of the first byte that goes.
-        end: offset behind the last one; ``start`` to insert.
-        text: that comes.
-    """
-
-    start: int
-    end: int
-    text: str
+    start: int  # offset of the first byte that goes
+    end: int  # offset behind the last one; ``start`` to insert
+    text: str  # that comes
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One file, changed.
+    """One file, changed."""
 
-    Args:
-        path: of the file, absolute.
-        before: its text.
-        after: its text with the edit.
-        lines: those that are new; where some only went, what went.
-    """
-
-    path: str
-    before: str
-    after: str
-    lines: str = ""
+    path: str  # of the file, absolute
+    before: str  # its text
+    after: str  # its text with the edit
+    lines: str = ""  # those that are new; where some only went, what went
 
 
 class UserSource:

@@ -34,21 +34,13 @@ _SLOWER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A run of a script on trial.
+    """A run of a script on trial."""
 
-    Args:
-        diagnosis: of the run.
-        run: its facts.
-        refused: what it wanted to do that a trial may not; empty for a run that was whole.
-        late: whether it was stopped because its time was over.
-        code: its exit code, 0 too if it was ended after its steps.
-    """
-
-    diagnosis: Diagnosis
-    run: Run
-    refused: str = ""
-    late: bool = False
-    code: int = 0
+    diagnosis: Diagnosis  # of the run
+    run: Run  # its facts
+    refused: str = ""  # what it wanted to do that a trial may not; empty for a run that was whole
+    late: bool = False  # whether it was stopped because its time was over
+    code: int = 0  # its exit code, 0 too if it was ended after its steps
 
     @property
     def unusable(self) -> str:
@@ -60,17 +52,11 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the fix of one finding.
+    """What became of the fix of one finding."""
 
-    Args:
-        edit: that was tried and is good, ``None`` without.
-        said: what the trial has shown, or why there is none.
-        trial: the run with the edit, ``None`` without.
-    """
-
-    edit: Edit | None
-    said: str
-    trial: Tried | None = None
+    edit: Edit | None  # that was tried and is good, ``None`` without
+    said: str  # what the trial has shown, or why there is none
+    trial: Tried | None = None  # the run with the edit, ``None`` without
 
 
 Start = Callable[[Edit | None], Tried]

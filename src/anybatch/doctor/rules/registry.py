@@ -67,37 +67,27 @@ def limits_of(judge: Callable[..., Any]) -> dict[str, Limit]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a rule has seen; the names, the place and the code of the finding are made from it.
+    """What a rule has seen; the names, the place and the code of the finding are made from it."""
 
-    Args:
-        text: what is wrong, in a sentence.
-        fix: what to change.
-        cause: how this comes about.
-        since: the first event that was not as it should be, or its number; an answer holds from the first backward on.
-        step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
-        where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
-            the optimizer. A call of a loss function, an answer and a place also tell the module.
-        parameters: numbers, or names.
-        optimizer: its number, or what it is called.
-        group: the index of a group of it.
-        module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
-            has all the parameters if it is left out.
-        evidence: numbers and names that show it; those of the answer if they are left out.
-        severity: another one than that of the rule.
-    """
-
-    text: str
-    fix: str = ""
-    cause: str = ""
+    text: str  # what is wrong, in a sentence
+    fix: str = ""  # what to change
+    cause: str = ""  # how this comes about
+    # the first event that was not as it should be, or its number; an answer holds from the first backward on
     since: Fact | int
+    # at which the evidence was complete, a number or a fact; that of ``since`` if it is left out
     step: Fact | int | None = None
+    # what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else the
+    # optimizer. A call of a loss function, an answer and a place also tell the module.
     where: Located | tuple[str, int] | None = None
-    parameters: Iterable[int] | tuple[str, ...] = ()
-    optimizer: int | str = -1
-    group: int | None = None
+    parameters: Iterable[int] | tuple[str, ...] = ()  # numbers, or names
+    optimizer: int | str = -1  # its number, or what it is called
+    group: int | None = None  # the index of a group of it
+    # the number of a root and the name of a module in it, or a qualified name; the innermost module that has all the
+    # parameters if it is left out
     module: tuple[int, str] | str | None = None
+    # numbers and names that show it; those of the answer if they are left out
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    severity: Severity | str = ""
+    severity: Severity | str = ""  # another one than that of the rule
 
     def place(self, run: Run) -> Place:
         """Where it is, in the user's names."""
@@ -151,25 +141,17 @@ Judge = Callable[..., Iterable[Found | Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule.
+    """A rule."""
 
-    Args:
-        code: stable, such as ``"AB101"``; never given to another rule.
-        name: such as ``"OPT_PARAM_MISSING"``.
-        severity: of its findings unless they say otherwise.
-        explains: names of findings that may follow from this one; where both are found, and this one is not later,
-            those hang under it.
-        judge: the function.
-        needs: kinds of facts without each of which it says nothing.
-        slows: whether a model only learns less or later for it, so that it weighs less where the model learned well.
-    """
+    code: str  # stable, such as ``"AB101"``; never given to another rule
+    name: str  # such as ``"OPT_PARAM_MISSING"``
+    severity: Severity  # of its findings unless they say otherwise
+    # names of findings that may follow from this one; where both are found, and this one is not later, those hang under
 
-    code: str
-    name: str
-    severity: Severity
     explains: tuple[str, ...]
-    judge: Judge
-    needs: tuple[type[Fact], ...] = ()
+    judge: Judge  # the function
+    needs: tuple[type[Fact], ...] = ()  # kinds of facts without each of which it says nothing
+    # whether a model only learns less or later for it, so that it weighs less where the model learned well
     slows: bool = False
 
     @property
