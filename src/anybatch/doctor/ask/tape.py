@@ -31,7 +31,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "is_floating_point", "dim"})
+_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
 
 
 _BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
@@ -219,7 +219,7 @@ class Tape(TorchFunctionMode):
         if _is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
-        self.leaves[slot] = tensor.detach().clone()
+        self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
         return slot
