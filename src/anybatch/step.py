@@ -351,14 +351,7 @@ class TrainStep:
         return sums
 
     def _claim(self, *, may_be_within: bool = False) -> bool:
-        """Refuses a second call while one runs, which would take the gradients of the first for its own.
-
-        Args:
-            may_be_within: whether the thread whose call runs may make another one.
-
-        Returns:
-            Whether this call is to be given up again, by deleting ``_call``.
-        """
+        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
         mine = get_ident(), object()
         holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
         if holder is mine:
