@@ -17,17 +17,11 @@ from torch.utils import _pytree as pytree
 
 
 class Child(NamedTuple):
-    """A child of a container.
+    """A child of a container."""
 
-    Args:
-        label: how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``.
-        key: the bare key, such as ``x``, ``0`` or ``mask``.
-        value: the child itself.
-    """
-
-    label: str
-    key: str
-    value: Any
+    label: str  # how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``
+    key: str  # the bare key, such as ``x``, ``0`` or ``mask``
+    value: Any  # the child itself
 
 
 class Container(NamedTuple):

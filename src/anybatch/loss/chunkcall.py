@@ -19,17 +19,11 @@ from anybatch.tensors.randomness import RandomState
 
 
 class Called(NamedTuple):
-    """What a chunk gave.
+    """What a chunk gave."""
 
-    Args:
-        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
-        state: after it.
-        metrics: ``Mean`` s by name, or ``None``.
-    """
-
-    result: Any
-    state: Any
-    metrics: Any
+    result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
+    state: Any  # after it
+    metrics: Any  # ``Mean`` s by name, or ``None``
 
 
 class ChunkCall:

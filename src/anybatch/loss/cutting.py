@@ -204,19 +204,12 @@ _open_cuts: ContextVar[tuple["_Open", ...]] = ContextVar("anybatch_open_cuts", d
 
 
 class Restriction(NamedTuple):
-    """What a running accumulation wants of every backward in it.
+    """What a running accumulation wants of every backward in it."""
 
-    Args:
-        inputs: the only tensors that get a gradient, or ``None`` for all.
-        outside: is notified of leaves that nobody named, or ``None``.
-        micro_batches: in how many the batch is split.
-        scale: what losses are multiplied by beside their weight, or ``None``.
-    """
-
-    inputs: tuple[torch.Tensor, ...] | None = None
-    outside: OutsideLeaves | None = None
-    micro_batches: int = 1
-    scale: torch.Tensor | None = None
+    inputs: tuple[torch.Tensor, ...] | None = None  # the only tensors that get a gradient, or ``None`` for all
+    outside: OutsideLeaves | None = None  # is notified of leaves that nobody named, or ``None``
+    micro_batches: int = 1  # in how many the batch is split
+    scale: torch.Tensor | None = None  # what losses are multiplied by beside their weight, or ``None``
 
 
 _UNRESTRICTED = Restriction()

@@ -56,27 +56,16 @@ class ShortageElsewhere(Exception):  # no error of this process, and nobody but 
 
 @dataclass
 class Joint:
-    """What an encoder gave for the samples of all processes.
+    """What an encoder gave for the samples of all processes."""
 
-    Args:
-        outputs: in the containers of this process; its own value where it has no samples.
-        leaves: the tensors in it that get a gradient, by position.
-        rows: samples of all processes.
-        start: of this one's among them.
-        batches: of each process, if the loss looks at them.
-        place: of this process among those that have samples; they share out the blocks of the loss.
-        of: how many these are.
-        sum_: sums the gradients of the leaves over what all processes computed.
-    """
-
-    outputs: Any
-    leaves: Leaves
-    rows: int
-    start: int = 0
-    batches: Sequence[Any] = ()
-    place: int = 0
-    of: int = 1
-    sum_: Callable[[], None] = lambda: None
+    outputs: Any  # in the containers of this process; its own value where it has no samples
+    leaves: Leaves  # the tensors in it that get a gradient, by position
+    rows: int  # samples of all processes
+    start: int = 0  # of this one's among them
+    batches: Sequence[Any] = ()  # of each process, if the loss looks at them
+    place: int = 0  # of this process among those that have samples; they share out the blocks of the loss
+    of: int = 1  # how many these are
+    sum_: Callable[[], None] = lambda: None  # sums the gradients of the leaves over what all processes computed
 
 
 class Reducer:

@@ -108,21 +108,13 @@ class Term(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What several processes added up together.
+    """What several processes added up together."""
 
-    Args:
-        losses: the value of each loss.
-        counts: what ``Mean`` s were over, by the name of the loss.
-        metrics: the ``Mean`` s among the metrics, by name.
-        is_over_nothing: whether every loss was a ``Mean``, and all of them over no items.
-        facts: of each process, see ``Sums``.
-    """
-
-    losses: dict[str, float]
-    counts: dict[str, float]
-    metrics: dict[str, float]
-    is_over_nothing: bool
-    facts: Sequence[Any]
+    losses: dict[str, float]  # the value of each loss
+    counts: dict[str, float]  # what ``Mean`` s were over, by the name of the loss
+    metrics: dict[str, float]  # the ``Mean`` s among the metrics, by name
+    is_over_nothing: bool  # whether every loss was a ``Mean``, and all of them over no items
+    facts: Sequence[Any]  # of each process, see ``Sums``
 
 
 @dataclass

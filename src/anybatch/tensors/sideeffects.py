@@ -41,15 +41,10 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Place:
-    """Where something lies.
+    """Where something lies."""
 
-    Args:
-        code: how it is written where it is used, such as ``self.steps``.
-        owner: whose it is, to be written behind it, such as `` of Warmup``.
-    """
-
-    code: str
-    owner: str
+    code: str  # how it is written where it is used, such as ``self.steps``
+    owner: str  # whose it is, to be written behind it, such as `` of Warmup``
 
     def at(self, suffix: str) -> "Place":
         """The place of something that lies in this."""
@@ -58,21 +53,13 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One thing that was changed.
+    """One thing that was changed."""
 
-    Args:
-        place: where it lies.
-        before: what was there.
-        after: what is there now.
-        is_generator: whether it is the state of a random generator.
-        is_iterator: whether it went on and can't be put back.
-    """
-
-    place: Place
-    before: Any
-    after: Any
-    is_generator: bool
-    is_iterator: bool
+    place: Place  # where it lies
+    before: Any  # what was there
+    after: Any  # what is there now
+    is_generator: bool  # whether it is the state of a random generator
+    is_iterator: bool  # whether it went on and can't be put back
     _holder: "_Holder"
     _key: Any
 

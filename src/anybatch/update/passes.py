@@ -307,21 +307,13 @@ def _there(task: Task, batches: Any) -> Iterator[Any]:
 
 
 class Outcome(NamedTuple):
-    """What an attempt at a logical batch gave.
+    """What an attempt at a logical batch gave."""
 
-    Args:
-        weights: the counts.
-        sums: what was added up.
-        parts: how the batch was split.
-        skipped: why the update was left out; empty if it was not.
-        grad_norm: the norm before clipping, if it was measured.
-    """
-
-    weights: Weights
-    sums: Sums
-    parts: Sequence[Part]
-    skipped: str = ""
-    grad_norm: torch.Tensor | None = None
+    weights: Weights  # the counts
+    sums: Sums  # what was added up
+    parts: Sequence[Part]  # how the batch was split
+    skipped: str = ""  # why the update was left out; empty if it was not
+    grad_norm: torch.Tensor | None = None  # the norm before clipping, if it was measured
 
     def result(self, failed: tuple[Attempt, ...], rows: int, *, counts_anyway: bool = False) -> StepResult:
         """Puts together what a logical batch gave; nothing is fetched from the device yet.
