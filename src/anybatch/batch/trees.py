@@ -252,7 +252,6 @@ def lookup(node: Any, dotted: str) -> Any:
     """Finds what lies under a dotted path of keys, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        node: any nested container.
         dotted: keys, field names and positions, joined by dots; the empty text is the node itself.
     """
     found = node

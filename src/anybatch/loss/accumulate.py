@@ -259,9 +259,6 @@ class Accumulation:
         """Takes several losses, a ``Mean``, or a generator; gives the metrics.
 
         Args:
-            index: of the micro-batch.
-            result: of its loss.
-            watch: looks at gradients, or ``None``.
             share: of the micro-batch that a plain loss is the mean over, by its name; ``None`` for all of it.
         """
         losses = self._losses

@@ -112,7 +112,6 @@ class LossGradients:
 
         Args:
             weighting: takes the matrix of K rows of N numbers; gives N numbers, which go upstream, or K weights.
-            leaves: give shape, dtype and device.
             scale: is taken off the matrix and put on the result. With one, rows that are not finite are summed
                 without asking ``weighting``, so that the scaler sees them and skips the update.
         """
@@ -467,7 +466,6 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
     """Runs autograd backward, restricted to the inputs of the running accumulation if it has any.
 
     Args:
-        tensors: what to differentiate.
         gradients: one for each of ``tensors``, of its shape.
         name: of the losses, for the cuts whose blocks are being run; empty if they have none.
     """

@@ -93,9 +93,6 @@ class Reducer:
         """A context for one logical batch; an error that leaves it reaches the others.
 
         Args:
-            verb: what the user called.
-            parameters: whose gradients are summed.
-            updates: how many updates were applied before.
             adds: whether the gradients that are there stay in the sum.
             settings: gives what the update is made with, which has to be the same everywhere.
         """
@@ -147,7 +144,6 @@ class Reducer:
         """The outputs of the samples of all processes.
 
         Args:
-            outputs: of this one.
             gets: its leaves that get a gradient, by position; none where there are no samples.
             batch: of this process, if the loss looks at it, else ``None``.
         """
@@ -162,9 +158,7 @@ class Reducer:
         """Sums what was added up, and the gradients, over the processes.
 
         Args:
-            sums: of this process.
             parameters: whose ``.grad`` is summed in place; none if there was no gradient to take.
-            outside: knows leaves that are not among them.
         """
 
     @property

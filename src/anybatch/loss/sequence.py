@@ -272,7 +272,6 @@ class _Sequences:
         """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
 
         Args:
-            length: of a chunk.
             exact: whether gradients go from chunk to chunk; else none goes to the one before.
         """
         self._cut(length)
@@ -403,10 +402,6 @@ class _Sequences:
 
     def _end(self, carried: _Pair, given: Any) -> Generator[Piece, None, tuple[Any, Gradients]]:
         """Gives the loss on the last states, and keeps these for the next batch.
-
-        Args:
-            carried: after the last chunk.
-            given: before it.
 
         Returns:
             The last states, and their gradients.

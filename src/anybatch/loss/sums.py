@@ -74,7 +74,6 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
     """Joins metrics over micro-batches.
 
     Args:
-        found: the checked metrics of each micro-batch.
         order: the position in the logical batch of each sample, in the order in which they ran.
 
     Returns:

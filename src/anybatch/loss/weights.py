@@ -102,7 +102,6 @@ def weigh(
 
     Args:
         count: how to count; ``"forward"`` and ``count_samples`` count samples here without looking into the batch.
-        parts: which samples make which micro-batch.
         micro_batches: gives the micro-batches, in the order of ``parts``.
         wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
         samples: in each micro-batch; ``None`` where nobody knows, which counts as one.

@@ -47,7 +47,6 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     runs within a transform of ``torch.func`` or forward-mode differentiation is not computed again.
 
     Args:
-        model: the model.
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
 
     Raises:
@@ -105,7 +104,6 @@ class Checkpoint:
         Args:
             function: of its arguments, the modules and the global random state only.
             *args: in any nested containers; tensors stay as they are until the backward.
-            **kwargs: the same.
 
         Raises:
             NotRecomputable: it can't run twice; what is seen only in the backward is raised there.

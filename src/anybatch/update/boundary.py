@@ -110,7 +110,6 @@ class Boundary:
         """Steps all optimizers; what comes after it may not take them back.
 
         Args:
-            progress: is told what is running.
             again: the gradient, for optimizers that evaluate it themselves.
             is_shared: whether other ranks apply the same update, which they can't take back.
         """

@@ -104,10 +104,6 @@ def run_pass(
 
     Args:
         task: the logical batch and how to go through it.
-        parts: how it is split.
-        parameters: whose ``.grad``, empty now, is filled.
-        progress: is told what is running.
-        differentiate: whether gradients are wanted.
         outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
@@ -319,8 +315,6 @@ class Outcome(NamedTuple):
         """Puts together what a logical batch gave; nothing is fetched from the device yet.
 
         Args:
-            failed: the attempts before this one.
-            rows: samples of the logical batch.
             counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
         """
         largest = max(map(attrgetter("cost"), self.parts), default=0)
