@@ -163,15 +163,8 @@ class Checkpoint:
     def refuse_hidden_dropout(self) -> None:
         """Refuses recurrent modules that would draw other masks the second time."""
         if hidden := hidden_dropout(self._recurrent):
-            found = hidden[0]
-            raise NotRecomputable(
-                f"{self.title} can't be recomputed: {type(found).__name__}(num_layers={found.num_layers}, "
-                f"dropout={found.dropout}) on CUDA: cuDNN draws the dropout between its layers from a state of its "
-                "own, which the random state does not put back, so a second forward would draw other masks. Use layers "
-                "of their own with torch.nn.Dropout between them, or torch.backends.cudnn.enabled = False"
-                f"{'' if self.title == self.name else ', or leave the block out'}",
-                block=self.name,
-            )
+            other = "" if self.title == self.name else ", or leave the block out"
+            raise NotRecomputable(f"{self.title} can't be recomputed: {why_hidden(hidden[0])}{other}", block=self.name)
 
     def changed(self, what: str) -> NotRecomputable:
         """The error that says what the second forward would not find as it was."""
@@ -376,6 +369,16 @@ def _differs(title: str, name: str, how: str) -> NotRecomputable:
         "arguments, parameters, buffers and random state only. A cache, a counter or a list that it changes is the "
         "usual reason; leave it out of recompute",
         block=name,
+    )
+
+
+def why_hidden(found: torch.nn.RNNBase) -> str:
+    """Why a recurrent module can't run again, and what does as well."""
+    return (
+        f"{type(found).__name__}(num_layers={found.num_layers}, dropout={found.dropout}) on CUDA: cuDNN draws the "
+        "dropout between its layers from a state of its own, which the random state does not put back, so a second "
+        "forward would draw other masks. Use layers of their own with torch.nn.Dropout between them, or "
+        "torch.backends.cudnn.enabled = False (slower)"
     )
 
 
