@@ -442,8 +442,7 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
         worst = order[0]
         raise BatchError(
             f"batch[{worst}] costs {costs[worst]:g}, the limit of a micro-batch is {limit:g}; raise micro_batch_size "
-            "to "
-            f"at least {costs[worst]:g}, or truncate or drop the sample",
+            f"to at least {costs[worst]:g}, or truncate or drop the sample",
             path=f"batch[{worst}]",
         )
     packs = []

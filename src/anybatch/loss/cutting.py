@@ -365,8 +365,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if self._closed:
             raise CutClosed(
                 "a gradient reached a cut tensor after its block had ended, so it would be lost; call backward() "
-                "inside "
-                "of `with anybatch.cut(...)`, or use the tensor from before the cut"
+                "inside of `with anybatch.cut(...)`, or use the tensor from before the cut"
             )
 
     def __exit__(
@@ -422,8 +421,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if was_cut and not self._without_backward_is_fine:
             warnings.warn(
                 "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
-                "in the "
-                "block, or leave the cut out",
+                "in the block, or leave the cut out",
                 AnyBatchWarning,
                 stacklevel=3,
             )

@@ -322,8 +322,7 @@ def _no_gradient(name: str) -> LossError:
     return LossError(
         f"the loss {name!r} has no gradient, so there is nothing to differentiate; expected a loss that depends on "
         "parameters with requires_grad. Look for detach(), .item(), torch.no_grad() or a frozen model, and return "
-        "what is "
-        "only to be looked at as a metric",
+        "what is only to be looked at as a metric",
         name=name,
     )
 

@@ -31,8 +31,7 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
                 raise LossError(
                     f"the metric {name!r} is {kinds.get(name, 'missing')} in a micro-batch and "
                     f"{usual.get(name, 'missing')} in the one before; expected the same metrics each time: a Mean "
-                    "over no "
-                    "items is Mean(0, 0), rows of unlike length are padded or given as a Mean",
+                    "over no items is Mean(0, 0), rows of unlike length are padded or given as a Mean",
                     name=name,
                 )
     return checked

@@ -173,7 +173,6 @@ def _check_sums(weights: Weights, wholes: Sequence[Mapping[str, float]]) -> None
             which = f"count[{name!r}]" if name else "count"
             raise CountError(
                 f"{which} of the whole batch is {whole:g}, of its micro-batches together {total:g}; expected a count "
-                "that "
-                "adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer dtype or "
-                "float64"
+                "that adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer "
+                "dtype or float64"
             )
