@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.places import Handle, Place, places_of
+from anybatch.memory.places import Handle, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
 
@@ -59,7 +59,11 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         >>> model[0].weight.grad.shape
         torch.Size([3, 3])
     """
-    return Handle([place.put_on(_Block(place)) for place in places_of(model, names)])
+    advice = "Leave the block out of recompute, or change the state after the backward"
+    return Handle(
+        place.put_on(Checkpoint(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice))
+        for place in places_of(model, names)
+    )
 
 
 class Checkpoint:
@@ -175,18 +179,6 @@ class Checkpoint:
         )
 
 
-class _Block(Checkpoint):
-    """The layer around the forward of a block.
-
-    Args:
-        place: the block.
-    """
-
-    def __init__(self, place: Place) -> None:
-        advice = "Leave the block out of recompute, or change the state after the backward"
-        super().__init__(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice)
-
-
 class _Kept(torch.autograd.Function):
     """Saves the arguments in the graph, where an outer block or an offload finds them."""
 
@@ -212,10 +204,7 @@ class _Slot:
 class _Call:
     """One call, which can run again: the first time it looks at what it depends on, later it puts that back."""
 
-    def __init__(
-        self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any, *,
-        devices: Iterable[torch.device] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         what.refuse_hidden_dropout()
         self._what, self._function = what, function
         self._first: Any = (args, kwargs)
@@ -233,28 +222,22 @@ class _Call:
         self._arguments = map_leaves(slot, (args, kwargs))
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-        self._surroundings = Surroundings({*what.devices, *devices, *_devices_among([*tensors, *what.tensors()])})
+        self._surroundings = Surroundings({*what.devices, *_devices_among([*tensors, *what.tensors()])})
         self._state = State(what)
 
     def on_kept(self) -> Any:
         """Runs the function on its arguments; the second time torch stops it as soon as it has what it needs."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            return self._run(*args, **kwargs)
+            output = self._function(*args, **kwargs)
+            self._surroundings.end_forward()
+            self._state.end_forward()
+            return output
         args, kwargs = self._kept()
-        self._again(*args, **kwargs)
-        raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._function(*args, **kwargs)
-        self._surroundings.end_forward()
-        self._state.end_forward()
-        return output
-
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
         _last_run[:] = [(self._what.title, self._what.name)]
         with self._surroundings.again(), self._state.as_before(), recomputing():
-            return self._function(*args, **kwargs)
+            self._function(*args, **kwargs)
+        raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
 
     def _kept(self) -> tuple[Any, Any]:
         try:

@@ -178,6 +178,11 @@ class SideEffects:
         self._holders.append(holder)
         return holder.saved
 
+    def _hold_each(self, read: Any, write: Any, place: Callable[[Any], Place]) -> None:
+        """Holds something, and what is in it."""
+        for key, value in self._hold(read, write, place).items():
+            self._visit(value, place(key))
+
     def _visit(self, value: Any, place: Place) -> None:
         kind = type(value)
         if kind in _PLAIN or id(value) in self._seen or len(self._holders) > _MOST_HOLDERS:
@@ -304,8 +309,7 @@ class SideEffects:
             elif read():
                 del cell.cell_contents
 
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
     def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
         """The globals of those names, also of those that are not there yet."""
@@ -318,8 +322,7 @@ class SideEffects:
 
         names = [name for name in names if (id(home), name) not in self._globals]
         self._globals.update((id(home), name) for name in names)
-        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
-            self._visit(value, place(name))
+        self._hold_each(read, functools.partial(_write, home, read), place)
 
     def _visit_class(self, kind: type) -> None:
         """What a class of the user holds for all its objects, and what its methods read."""
@@ -346,8 +349,7 @@ class SideEffects:
             def place(name: str, base: type = base) -> Place:
                 return Place(f"{base.__name__}.{name}", "")
 
-            for name, value in self._hold(read, write, place).items():
-                self._visit(value, place(name))
+            self._hold_each(read, write, place)
 
     def _visit_object(self, value: Any) -> None:
         kind, attributes = type(value), getattr(value, "__dict__", None)
@@ -397,8 +399,7 @@ class SideEffects:
                 setattr(value, key, inner)
 
         place = Place(f"self.{name}", f" of {type(value).__name__}")
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
 
 def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:
