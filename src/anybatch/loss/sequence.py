@@ -388,7 +388,7 @@ class _Sequences:
         """The rows of a state that go on after a chunk; those of sequences that end in it join the ends, if wanted."""
         start, stop = self._chunks.bounds[index]
         entered, left = self.steps.rows_at(start), self.steps.rows_at(stop)
-        if entered is None or left is None or entered == left:
+        if entered is None or left is None or entered == left or not (left or self._wants_ends):
             return state, ends
         dims = self._dims.of(state, entered)
         if self._wants_ends:
