@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.doctor.ask.remedies import prove
 from anybatch.doctor.probing import run_probes
+from anybatch.doctor.proofs import with_proofs
 from anybatch.records.events import Clipped
 from anybatch.records.findings import Finding
 from anybatch.records.lines import Fact
@@ -116,6 +116,11 @@ def test_an_own_parameter_can_not_be_initialised_again() -> None:
 
 def stepped(lr: float) -> tuple[Fact, ...]:
     return (CALLED, OptimizerFacts(optimizer=0, cls="SGD", default_lr=lr, groups=(GroupFacts(parameters=(), lr=lr),)))
+
+
+def prove(findings: list[Finding], recorder: Any) -> list[Finding]:
+    """The findings with what the probes of ``--prove`` bring."""
+    return list(with_proofs(findings, Run([*run_probes(recorder, prove=True)])))
 
 
 def test_a_rate_that_is_too_high_is_proved_and_a_sound_one_is_not() -> None:
