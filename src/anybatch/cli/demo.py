@@ -230,7 +230,6 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
     from anybatch.demo.budgeting import plan_update
     from anybatch.demo.comparison import compare_gradients
     from anybatch.demo.facts import DemoRecord
-    from anybatch.demo.footprint import process_bytes
     from anybatch.demo.training import TrainingRun, as_tensor, first_batch
     from anybatch.demo.transformer import make_model, write_text
 
@@ -242,13 +241,7 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
         plan = plan_update(model, batch, settings, options.memory)
     screen.show_plan(plan)
     with screen.comparing():
-        comparison = compare_gradients(
-            model,
-            batch,
-            plan=plan,
-            rounds=3 if options.quick else 6,
-            **({} if options.quick else {"process_bytes": process_bytes}),
-        )
+        comparison = compare_gradients(model, batch, plan=plan, rounds=3 if options.quick else 6)
     screen.show_comparison(comparison)
     seconds = _training_seconds(options, time.monotonic() - began)
     run = TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds))
