@@ -136,12 +136,11 @@ def run_backward(
     progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
     with gradients_aside():
         before = Before(task.model, task.loss_fn, parameters)
-        retries = Retries(splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights)
+        retries = Retries(splittable, limit, before.restore, progress, reducer)
         for parts in retries:
             with retries:
                 proofs.look(task, parts, parameters, optimizations)
                 outcome = _attempt(task, parts, parameters, progress, before, optimizations)
-        before.snapshot.look_at_weights()
         before.commit_()
     result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
     result.proof, result.layout = proofs.latest, splittable.outline()

@@ -258,7 +258,7 @@ class TrainStep:
                         boundary.roll_back()
                         before.restore()
 
-                retries = Retries(splittable, self._limit, roll_back, progress, reducer, before.note_weights)
+                retries = Retries(splittable, self._limit, roll_back, progress, reducer)
                 for parts in retries:
                     with retries:
                         outcome = self._attempt(task, parts, parameters, progress, before)
@@ -278,7 +278,6 @@ class TrainStep:
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(task, parts, parameters, progress)
-            before.look_at_weights()
             grad_norm = None
             if not skipped:
                 watch.on_gradient()
@@ -343,11 +342,10 @@ class TrainStep:
             self._boundary.zero_()
             before.restore()
 
-        retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer, before.note_weights)
+        retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer)
         for parts in retries:
             with retries:
                 _, sums, skipped = self._gradient(task, parts, parameters, progress)
-                before.look_at_weights()
                 if not skipped:
                     self._boundary.prepare(progress, scaler)
         return sums

@@ -18,8 +18,9 @@ CELLS = {
 SEVERAL_THREADS = "several threads"
 """Among what could not be examined: what came after two threads trained at once."""
 
-Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed"]
-"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen."""
+Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed", "checked"]
+"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen;
+``"checked"`` of a certificate, whose verdict is the reason."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, or ``--timeout``."""
 _MOST_RULES = 8
