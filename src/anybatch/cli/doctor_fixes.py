@@ -80,7 +80,7 @@ class Trials:
             command.insert(0, str(folder / "run.py"))
         settings = {
             "record": str(record), "script": self.target.name, "arguments": self.target.arguments, "every": None,
-            "active": False, "prove": False, "ask": True, "launches_ranks": False,
+            "active": False, "ask": True, "launches_ranks": False,
             "trial": {"folder": str(folder), "sources": dict(sources), "steps": self.steps},
         }  # fmt: skip
         return launch(command, folder, settings, self.seconds, output=folder / "output")
