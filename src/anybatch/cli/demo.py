@@ -38,31 +38,18 @@ _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for on the command line.
+    """What was asked for on the command line."""
 
-    Args:
-        quick: whether it all has to be over in about 20 seconds.
-        seconds: of training, ``None`` for what suits.
-        updates: of training, instead of a time.
-        seed: of weights, batches and sample.
-        sources: where the text is from, ``None`` for the standard library.
-        output: the page.
-        json_path: the findings as JSON, ``None`` for none.
-        memory: what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs.
-        samples: sequences in a logical batch, ``None`` for what suits.
-        sample_bytes: how much text is written.
-    """
-
-    quick: bool
-    seconds: float | None
-    updates: int | None
-    seed: int
-    sources: Path | None
-    output: Path
-    json_path: Path | None
-    memory: int | None
-    samples: int | None
-    sample_bytes: int
+    quick: bool  # whether it all has to be over in about 20 seconds
+    seconds: float | None  # of training, ``None`` for what suits
+    updates: int | None  # of training, instead of a time
+    seed: int  # of weights, batches and sample
+    sources: Path | None  # where the text is from, ``None`` for the standard library
+    output: Path  # the page
+    json_path: Path | None  # the findings as JSON, ``None`` for none
+    memory: int | None  # what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs
+    samples: int | None  # sequences in a logical batch, ``None`` for what suits
+    sample_bytes: int  # how much text is written
 
     @property
     def logical_samples(self) -> int:

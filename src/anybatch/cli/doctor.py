@@ -35,37 +35,21 @@ _TIMED_OUT = 124
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The doctor's own options.
+    """The doctor's own options."""
 
-    Args:
-        wanted: what is reported, and how.
-        record: what was seen.
-        output: the page.
-        fail_on: the least severity that is a failure.
-        active: whether also probes that train a copy run.
-        ask: whether any question is asked after the script.
-        timeout: in seconds.
-        every: steps from one sample to the next.
-        fix: whether fixes are tried by running the script again.
-        patch: the file for the patch, ``None`` for standard output.
-        fix_seconds: that one trial may take.
-        steps: after which the run ends, ``None`` for none.
-        stop_on: findings for which it ends.
-    """
-
-    wanted: Wanted
-    record: Path | None
-    output: Path | None
-    fail_on: str | None
-    active: bool
-    ask: bool
-    timeout: float | None
-    every: int | None
-    fix: bool
-    patch: Path | None
-    fix_seconds: float
-    steps: int | None
-    stop_on: tuple[str, ...]
+    wanted: Wanted  # what is reported, and how
+    record: Path | None  # what was seen
+    output: Path | None  # the page
+    fail_on: str | None  # the least severity that is a failure
+    active: bool  # whether also probes that train a copy run
+    ask: bool  # whether any question is asked after the script
+    timeout: float | None  # in seconds
+    every: int | None  # steps from one sample to the next
+    fix: bool  # whether fixes are tried by running the script again
+    patch: Path | None  # the file for the patch, ``None`` for standard output
+    fix_seconds: float  # that one trial may take
+    steps: int | None  # after which the run ends, ``None`` for none
+    stop_on: tuple[str, ...]  # findings for which it ends
 
 
 @click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")

@@ -21,13 +21,6 @@ def probed(doctor: Any, *, active: bool) -> list[Fact]:
 
     A copy can run out of time or memory, or crash, and the script's exit code is still its own. With a GPU there is no
     copy, since CUDA does not survive a fork.
-
-    Args:
-        doctor: detached.
-        active: whether also those that train a copy of the model.
-
-    Returns:
-        The facts.
     """
     if not hasattr(os, "fork") or _has_gpu():
         return list(_run(doctor, active=active))

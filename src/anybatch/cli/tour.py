@@ -21,8 +21,6 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
     """Goes through all chapters.
 
     Args:
-        console: where to.
-        page: the page to write; it is left out, and that is said, where an extra is missing.
         json_path: where all that was run is written as JSON; ``None`` for nowhere.
 
     Raises:

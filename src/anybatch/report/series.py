@@ -25,55 +25,32 @@ MOST_MODULES = 64
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How far one step moved the weight matrices, each relative to its own norm.
+    """How far one step moved the weight matrices, each relative to its own norm."""
 
-    Args:
-        step: of the optimizer.
-        low: the least of the matrices.
-        middle: the median.
-        high: the greatest.
-        lowest: the name of the matrix that moved least.
-        highest: the name of the one that moved most.
-    """
-
-    step: int
-    low: float
-    middle: float
-    high: float
-    lowest: str = ""
-    highest: str = ""
+    step: int  # of the optimizer
+    low: float  # the least of the matrices
+    middle: float  # the median
+    high: float  # the greatest
+    lowest: str = ""  # the name of the matrix that moved least
+    highest: str = ""  # the name of the one that moved most
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one module put out, at the first and the last sampled step.
+    """What one module put out, at the first and the last sampled step."""
 
-    Args:
-        module: its name; empty for the model itself.
-        cls: its class.
-        first_std: the standard deviation of the output at the first sampled step.
-        last_std: at the last one.
-        absmax: the largest absolute value, over all sampled steps.
-        zeros: share of entries that are zero, last.
-        dead: share of units that were zero in all samples.
-        saturated: share of entries at a limit, last; ``None`` where there are none.
-        spread: over the batch, relative to the mean absolute value, last; ``None`` for a batch of one.
-        samples: how many steps.
-        steps: some of them.
-        percentiles: at each of these, ``PERCENTILES`` of the entries; none in records that have none.
-    """
-
-    module: str
+    module: str  # its name; empty for the model itself
     cls: str
-    first_std: float
-    last_std: float
-    absmax: float
-    zeros: float
-    dead: float
-    saturated: float | None
-    spread: float | None
-    samples: int
-    steps: tuple[int, ...] = ()
+    first_std: float  # the standard deviation of the output at the first sampled step
+    last_std: float  # at the last one
+    absmax: float  # the largest absolute value, over all sampled steps
+    zeros: float  # share of entries that are zero, last
+    dead: float  # share of units that were zero in all samples
+    saturated: float | None  # share of entries at a limit, last; ``None`` where there are none
+    spread: float | None  # over the batch, relative to the mean absolute value, last; ``None`` for a batch of one
+    samples: int  # how many steps
+    steps: tuple[int, ...] = ()  # some of them
+    # at each of these, ``PERCENTILES`` of the entries; none in records that have none
     percentiles: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -89,37 +66,21 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """All series of a run; each may be empty.
+    """All series of a run; each may be empty."""
 
-    Args:
-        flow: norms of gradients, layer by layer.
-        ratios: updates relative to weights.
-        losses: one curve for each line that called a backward.
-        rates: one curve for each learning rate that differs from the others.
-        norms: of the whole gradient.
-        guess: the loss of the best constant guess, where the first of the losses is one that has such.
-        clips: limits that gradients were clipped to.
-        memory: in bytes.
-        graphs: losses of earlier steps whose graph was still alive.
-        watched: norms of outputs, and of their gradients, that were asked for.
-        outputs: of modules, some where there are very many.
-        modules: of how many modules outputs were sampled.
-        calls: lines of the loop.
-    """
-
-    flow: Flow
-    ratios: tuple[Ratio, ...]
-    losses: tuple[Curve, ...]
-    guess: float | None
-    rates: tuple[Curve, ...]
-    norms: tuple[Curve, ...]
-    clips: tuple[float, ...]
-    memory: tuple[Curve, ...]
-    graphs: tuple[Curve, ...]
-    watched: tuple[Curve, ...]
-    outputs: tuple[Output, ...]
-    modules: int
-    calls: tuple[Call, ...]
+    flow: Flow  # norms of gradients, layer by layer
+    ratios: tuple[Ratio, ...]  # updates relative to weights
+    losses: tuple[Curve, ...]  # one curve for each line that called a backward
+    guess: float | None  # the loss of the best constant guess, where the first of the losses is one that has such
+    rates: tuple[Curve, ...]  # one curve for each learning rate that differs from the others
+    norms: tuple[Curve, ...]  # of the whole gradient
+    clips: tuple[float, ...]  # limits that gradients were clipped to
+    memory: tuple[Curve, ...]  # in bytes
+    graphs: tuple[Curve, ...]  # losses of earlier steps whose graph was still alive
+    watched: tuple[Curve, ...]  # norms of outputs, and of their gradients, that were asked for
+    outputs: tuple[Output, ...]  # of modules, some where there are very many
+    modules: int  # of how many modules outputs were sampled
+    calls: tuple[Call, ...]  # lines of the loop
 
     def to_dict(self) -> dict[str, Any]:
         """The series as plain values for JSON; numbers that are not finite are texts (``"nan"``, ``"inf"``)."""
@@ -147,12 +108,6 @@ def _limits(run: Run) -> list[float]:
 
 def series_of(run: Run) -> Series:
     """Gathers what was measured over a run; long series are thinned, and what stands out in them stays.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        The series.
 
     Example:
         >>> backwards = [Backward(value=1.0 / (step + 1), file="a.py", line=3, step=step) for step in range(3)]
@@ -284,13 +239,6 @@ def _ratios(run: Run) -> list[Ratio]:
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     """Leaves points out so that a drawing of the others looks the same.
 
-    Args:
-        points: in order.
-        most: that may stay, at least 8.
-
-    Returns:
-        The first, the last, and of each stretch between them the least, the greatest and the first that is not finite.
-
     Example:
         >>> len(thinned([(step, float(step % 7)) for step in range(5000)], 240)) <= 240
         True
@@ -336,14 +284,7 @@ def _curve_dict(curve: Curve) -> dict[str, Any]:
 
 
 def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
-    """What each module put out, in forward order.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        At most ``MOST_MODULES``, those that stand out always among them; and how many there are in all.
-    """
+    """What each module put out, in forward order."""
     seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
     for one in run.of(Activations):
         for module in one.modules:
