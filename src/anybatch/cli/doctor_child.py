@@ -30,9 +30,9 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     """Makes the doctor attach itself as soon as torch has been imported.
 
     Args:
-        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``ask``, ``launches_ranks`` (whether this
-            process starts others that train, each of which then writes a record of its own), ``steps`` after which
-            the run ends, and ``trial`` if a fix is tried.
+        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``ask``, ``launches_ranks``
+            (whether this process starts others that train, each of which then writes a record of its
+            own), ``steps`` after which the run ends, and ``trial`` if a fix is tried.
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
