@@ -1,6 +1,5 @@
 """``anybatch demo``: trains for real on this machine, on data that it already has."""
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
+from anybatch.cli.options import INTERRUPTED, write_json
 from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
@@ -33,7 +33,6 @@ _QUICK_SECONDS = 20.0
 _QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
 _PROMPT = "def "
-_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path
             _run(options, screen)
     except KeyboardInterrupt:
         screen.say("Stopped. Nothing more was written.")
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
 
@@ -186,7 +185,7 @@ def _run(options: Options, screen: Screen) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
     if options.json_path is not None:
-        _write_json(options.json_path, record)
+        write_json(options.json_path, record.to_dict())
     if page is not None:
         from anybatch.demo.presentation import demo_page
 
@@ -291,11 +290,3 @@ def _versions() -> dict[str, str | int]:
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
     }
-
-
-def _write_json(path: Path, record: "DemoRecord") -> None:
-    text = json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n"
-    if str(path) == "-":
-        click.echo(text, nl=False)
-    else:
-        path.write_text(text, encoding="utf-8")

@@ -1,11 +1,9 @@
 """The record of a run after its script has ended: completed where the script could not, and as values for JSON."""
 
 import json
-import math
 import os
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
 from anybatch.records.findings import SEVERITIES
 from anybatch.records.lines import from_line, to_line
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.tables import Started
 from anybatch.report.series import series_of
@@ -104,20 +103,8 @@ def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
     ended = next(run.of(Ended), Ended())
     head = {"version": VERSION, "kind": "anybatch diagnosis"}
     tail = {"own_seconds": ended.own_seconds, "torch": run.started.torch, "python": run.started.python}
-    values: dict[str, Any] = _finite(head | diagnosis.to_dict() | tail | {"series": series_of(run).to_dict()})
+    values: dict[str, Any] = plain(head | diagnosis.to_dict() | tail | {"series": series_of(run).to_dict()}, str)
     return values
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_finite(entry) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:

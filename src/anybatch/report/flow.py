@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
 
@@ -48,17 +49,10 @@ class Flow:
 
     def to_dict(self) -> dict[str, Any]:
         """The flow as plain values for JSON; ``None`` is no gradient."""
-        rows = [
-            {"name": row.name, "parameters": row.parameters, "values": [plain(value) for value in row.values]}
-            | {"ratios": [plain(value) for value in row.ratios]}
-            for row in self.rows
-        ]
-        return {"steps": list(self.steps), "rows": rows, "sampled_steps": self.total, "layers": self.layers}
-
-
-def plain(value: float | None) -> float | str | None:
-    """A number as JSON can hold it: one that is not finite is a text."""
-    return value if value is None or math.isfinite(value) else str(value)
+        rows = [{name: getattr(row, name) for name in ("name", "parameters", "values", "ratios")} for row in self.rows]
+        flow = {"steps": self.steps, "rows": rows, "sampled_steps": self.total, "layers": self.layers}
+        values: dict[str, Any] = plain(flow, str)
+        return values
 
 
 def flow_of(run: Run) -> Flow:

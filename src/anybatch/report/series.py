@@ -4,15 +4,16 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
 from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
-from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, plain
+from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of
 from anybatch.report.loop import Call, calls_of, root_name
 from anybatch.report.svg import Curve
 
@@ -58,11 +59,6 @@ class Output:
         """Whether nearly all of it is dead or saturated, or some of it is not finite."""
         return self.dead > _NEARLY_ALL or (self.saturated or 0) > _NEARLY_ALL or not math.isfinite(self.absmax)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        fields = {name: plain(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
-        return fields | {"percentiles": [[plain(value) for value in row] for row in self.percentiles]}
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -84,21 +80,11 @@ class Series:
 
     def to_dict(self) -> dict[str, Any]:
         """The series as plain values for JSON; numbers that are not finite are texts (``"nan"``, ``"inf"``)."""
-        curves = ("losses", "rates", "norms", "memory", "graphs", "watched")
-        return {
-            "flow": self.flow.to_dict(),
-            "ratios": [
-                {"step": one.step, "low": plain(one.low), "median": plain(one.middle), "high": plain(one.high)}
-                | {"lowest": one.lowest, "highest": one.highest}
-                for one in self.ratios
-            ],
-            "guess": plain(self.guess),
-            "clips": [plain(limit) for limit in self.clips],
-            "outputs": [one.to_dict() for one in self.outputs],
-            "modules": self.modules,
-            "calls": [asdict(call) for call in self.calls],
-            **{name: [_curve_dict(curve) for curve in getattr(self, name)] for name in curves},
-        }
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        ratios = [asdict(one) for one in self.ratios]
+        named = [{"median": one.pop("middle"), **one} for one in ratios]
+        values: dict[str, Any] = plain({**own, "flow": self.flow.to_dict(), "ratios": named}, str)
+        return values
 
 
 def _limits(run: Run) -> list[float]:
@@ -277,10 +263,6 @@ def _merged(curves: dict[str, Points]) -> dict[str, Points]:
 
 def _all_finite(values: Iterable[float]) -> bool:
     return all(math.isfinite(value) for value in values)
-
-
-def _curve_dict(curve: Curve) -> dict[str, Any]:
-    return {"name": curve.name, "steps": list(curve.steps), "values": [plain(value) for value in curve.values]}
 
 
 def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
