@@ -11,7 +11,7 @@ from typing import Any
 from anybatch.doctor.crashing.kinds import told_of
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import source_of
-from anybatch.doctor.proofs import is_tested
+from anybatch.doctor.tested import is_tested
 from anybatch.records.events import Crashed
 
 _TEXT = 2000

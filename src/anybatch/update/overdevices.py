@@ -160,7 +160,7 @@ class _Worker:
     """
 
     def __init__(
-        self, run: _Run, placement: Placement, task: "Task", numbers: Iterator[int], batches: list[Any],
+        self, run: _Run, placement: Placement, task: "Task", numbers: Sequence[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
