@@ -146,11 +146,7 @@ class AnyBatchWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the caller of the package, however deep in it this is called.
-
-    Args:
-        text: what is probably not what was meant, and what to do.
-    """
+    """Warns at the line of the caller of the package, however deep in it this is called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "anybatch":
         level, frame = level + 1, frame.f_back

@@ -28,9 +28,6 @@ _MOST_RULES = 8
 def missing_of(unexamined: Sequence[str]) -> str:
     """What could not be examined, in words.
 
-    Args:
-        unexamined: see ``Diagnosis``.
-
     Example:
         >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
         '1 rule failed (AB101 OPT_PARAM_MISSING) and the recorder met an error of its own'
@@ -93,14 +90,7 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The cell.
-        """
+        """Reads what ``to_dict`` gave."""
         known = {name: entry for name, entry in values.items() if name != "meaning"}
         return cls(**{**known, "parameters": tuple(known.get("parameters", ()))})
 
@@ -130,14 +120,7 @@ class Suppressed:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Suppressed":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            It.
-        """
+        """Reads what ``to_dict`` gave."""
         return cls(Finding.from_dict(values["finding"]), values["by"], values["reason"])
 
 
@@ -209,14 +192,7 @@ class Diagnosis(Shown):
         return tuple(finding for finding in self.findings if not finding.consequence_of)
 
     def consequences(self, root: Finding) -> tuple[Finding, ...]:
-        """The findings that follow from one.
-
-        Args:
-            root: the finding.
-
-        Returns:
-            Those that name it, in order of rank.
-        """
+        """The findings that follow from one."""
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,14 +217,7 @@ class Diagnosis(Shown):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Diagnosis":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The diagnosis.
-        """
+        """Reads what ``to_dict`` gave."""
         known = {name: entry for name, entry in values.items() if name != "healthy"}
         return cls(
             **{

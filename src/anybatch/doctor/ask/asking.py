@@ -28,14 +28,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
-    """The answers of all questions; one that fails leaves the others theirs.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-        modules: the roots that ran last, by number.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-    """
+    """The answers of all questions; one that fails leaves the others theirs."""
     for question in OBSERVED:
         try:
             yield from question(kept, run)
