@@ -129,11 +129,10 @@ def page_of_advice(found: BatchAdvice) -> str:
         places = [math.log2(size) for size in found.sizes]
         curves = [Curve(name, places, [found.cost(size)[which] for size in found.sizes])
                   for which, name in enumerate(("updates", found.unit))]  # fmt: skip
-        marks = [("pays", math.log2(found.pays)), ("yours", math.log2(found.batch))]
-        marks = marks[: 1 + (found.pays != found.batch)]
         svg = line_chart(
-            curves, x_label="batch, as a power of two", y_label="times the least",
-            axis=Axis(places[0], places[-1], is_even=True), is_logarithmic=True, marks=marks,
+            curves, x_label=f"batch, as a power of two; yours is {found.batch}", y_label="times the least",
+            axis=Axis(places[0], places[-1], is_even=True), is_logarithmic=True,
+            marks=[("pays", math.log2(found.pays))],
         )  # fmt: skip
         pictures = [Picture("What a batch costs to the same loss", svg, "After McCandlish et al. 2018.", str(found))]
     return _small("anybatch tune", facts, table, verdict=str(found), pictures=pictures)
