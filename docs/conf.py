@@ -41,8 +41,8 @@ html_show_sphinx = False
 html_copy_source = False
 
 DESCRIPTION = (
-    "Exact gradient accumulation for PyTorch within a memory budget, proved on your own step; and a doctor that says why "
-    "a model does not learn."
+    "Exact gradient accumulation for PyTorch within a memory budget, proved on your own step; and a doctor that says "
+    "why a model does not learn."
 )
 _LITERAL = re.compile(r"(``.*?``)")
 
