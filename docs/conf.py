@@ -25,6 +25,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes that are properties too are described once
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines the names of modules, as if they were links
 html_title = f"anybatch {release}"
 html_baseurl = os.environ.get("DOCS_URL", "")  # where the folder of this version is served, for links from elsewhere
 html_static_path = ["static"]
