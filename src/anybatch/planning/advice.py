@@ -174,7 +174,12 @@ class _Remedy:
 
 
 def what_helps(
-    subject: Subject, holders: Sequence[ModuleShare], needed: int, budget: int, least: Callable[[Subject], int] | None
+    subject: Subject,
+    holders: Sequence[ModuleShare],
+    needed: int,
+    budget: int,
+    activations: int,
+    least: Callable[[Subject], int] | None,
 ) -> str:
     """Says why nothing is split, if nothing is, and what would help.
 
@@ -183,11 +188,12 @@ def what_helps(
         holders: the blocks that hold the most.
         needed: bytes that it takes.
         budget: bytes that there are.
+        activations: bytes of them at the peak of the smallest configuration.
         least: gives the smallest budget for a step; ``None`` where nothing is to be tried.
     """
     reasons = [text for text in (why_whole(subject),) if text]
     tried = []
-    for way in _remedies(subject, holders, needed - budget) if least is not None else ():
+    for way in _remedies(subject, holders, needed - budget, activations) if least is not None else ():
         try:
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
@@ -217,14 +223,19 @@ def why_whole(subject: Subject) -> str:
     )
 
 
-def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int) -> Iterator[_Remedy]:
+def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, activations: int) -> Iterator[_Remedy]:
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
     if subject.batch_norm == "refuse" and not subject.splits:
         for policy in ("ghost", "frozen"):
             yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
-    if subject.settings.autocast is None and any(p.dtype is torch.float32 for p in subject.parameters):
+    # A half of the activations is the most that it saves in any configuration.
+    if (
+        activations > excess
+        and subject.settings.autocast is None
+        and any(p.dtype is torch.float32 for p in subject.parameters)
+    ):
         settings = replace(subject.settings, autocast=torch.bfloat16)
         yield _Remedy("autocast=torch.bfloat16", other(settings=settings))
     if subject.optimizers and not all(map(_holds_nothing, subject.optimizers)):

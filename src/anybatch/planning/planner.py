@@ -25,6 +25,7 @@ from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
+from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 
 logger = logging.getLogger(__name__)
@@ -311,10 +312,10 @@ class Planner:
             return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
             row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
-            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
+            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside, peak)}",
         )  # fmt: skip
 
-    def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int) -> str:
+    def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int, peak: Peak) -> str:
         def least(subject: Subject) -> int:
             planner = type(self)(subject, self.target, allow=self._allow)
             if subject.optimizers is not self.subject.optimizers:  # nothing else differs then
@@ -323,7 +324,8 @@ class Planner:
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
         may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real
-        return what_helps(self.subject, holders, needed, budget, least if may_try else None)
+        activations = peak.by_category.get(ACTIVATIONS, 0)
+        return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
     def _plan(self, ranked: list[Finalist], budget: int) -> Plan:
         search, row, peak = ranked[0]
