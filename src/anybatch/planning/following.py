@@ -122,10 +122,6 @@ class Follower:
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
 
-        Args:
-            splittable: the batch.
-            clear: takes gradients off before anything is planned, since they take memory.
-
         Raises:
             DoesNotFit: nothing fits into the budget.
             PlanMismatch: the given plan was made for something else.
@@ -395,12 +391,7 @@ class MadePlans:
         self._plans = [*self._plans[1 - _MOST :], plan]
 
     def good_for(self, subject: Subject) -> Plan | None:
-        """The latest plan that was made for a batch at least as large as this one in everything.
-
-        Args:
-            subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
-                shapes which of its micro-batches are large.
-        """
+        """The latest plan that was made for a batch at least as large as this one in everything."""
         if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
             return None
         rows, here = subject.splittable.rows, shapes_of(subject)

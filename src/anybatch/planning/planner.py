@@ -16,7 +16,6 @@ from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
-from anybatch.planning.optimizer import history_of
 from anybatch.planning.overtimesearch import ChunkLengths, ChunkSearch, InChunks
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
@@ -120,10 +119,6 @@ class Planner:
 
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
-
-        Args:
-            budget: bytes.
-            race: whether the best ways are measured against each other where the device is at hand.
 
         Returns:
             The plan.
@@ -268,11 +263,7 @@ class Planner:
         return min(((search, *search.least()) for search in searches), key=lambda one: one[1].needed_bytes)
 
     def least_budget(self, budget: int) -> int:
-        """The smallest budget that a plan can be made for.
-
-        Args:
-            budget: bytes that micro-batches which have to run for real stay within.
-        """
+        """The smallest budget that a plan can be made for."""
 
         def found() -> int:
             self._searches = self._all_searches(budget)[-1]
@@ -310,7 +301,7 @@ class Planner:
             reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
             return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
-            row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
+            row, peak, budget, needed, self._usable_of, search.shares(row), beside,
             lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
         )  # fmt: skip
 
@@ -336,7 +327,7 @@ class Planner:
             whole_bytes=search.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
-            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row), history_of(self.subject)),
+            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row)),
             modules=tuple(search.shares(row)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
