@@ -343,15 +343,14 @@ class Profile:
         """
         update, constants = self.update, self.constants
         fixed = {PARAMETERS: update.at_peak.get(PARAMETERS, 0), OPTIMIZER: update.state}
+        kept = self.count * self.fit.kept_bytes(self.size)  # losses, which are not there yet while a batch is counted
         ways = [
-            (dict(update.at_peak), update.peak, update.operation, "update"),
-            ({**fixed, GRADIENTS: constants.summed - fixed[PARAMETERS]}, constants.summed + update.state,
+            (dict(update.at_peak), kept, update.operation, "update"),
+            ({**fixed, GRADIENTS: constants.summed - fixed[PARAMETERS]}, kept,
              "the sum of gradients over the devices", "update"),
-            ({**fixed, ACTIVATIONS: constants.counted - fixed[PARAMETERS]}, constants.counted + update.state,
-             "the count of the whole batch", "count"),
+            ({**fixed, ACTIVATIONS: constants.counted - fixed[PARAMETERS]}, 0, "the count of the whole batch", "count"),
         ]  # fmt: skip
-        found, _, operation, stage = max(ways, key=lambda way: way[1])
-        kept = self.count * self.fit.kept_bytes(self.size)  # such as losses
+        found, kept, operation, stage = max(ways, key=lambda way: sum(way[0].values()) + way[1])
         for name, more in ((BUFFERS, 2 * constants.buffers), (INPUTS, constants.batch), (ACTIVATIONS, kept)):
             found[name] = found.get(name, 0) + more
         return found, operation, stage

@@ -28,6 +28,8 @@ from anybatch.records.plans import Plan, PlanRow
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 OPTIMIZATIONS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
 _ATTEMPTS = 4
@@ -126,11 +128,16 @@ class Planner:
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
+        return self._stable(lambda: self._planned(budget, race), budget)
+
+    def _stable(self, search: Callable[[], T], budget: int) -> T:
+        """What a search finds once nothing new is found out about the step, of which nothing stays."""
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return until_stable(self._known, self._forget, lambda: self._planned(budget, race))
+                return until_stable(self._known, self._forget, search)
             except NothingRuns as error:
-                raise self._stopped(error, budget) from None
+                beside, why = self.subject.bytes_beside, why_whole(self.subject)
+                raise stopped(error.needed, budget, self._usable_of, beside, why) from None
 
     def _known(self) -> tuple[object, ...]:
         return tuple(search.known for search in itertools.chain(*self._made.values()))
@@ -270,14 +277,10 @@ class Planner:
             self._look_within(self._searches, budget)
             return self._least_budget()
 
-        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            try:
-                return until_stable(self._known, self._forget, found)
-            except NothingRuns as error:
-                return self._stopped(error, budget).needed or 0
-
-    def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
-        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside, why_whole(self.subject))
+        try:
+            return self._stable(found, budget)
+        except DoesNotFit as error:
+            return error.needed or 0
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
@@ -339,9 +342,6 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="predicted")
-
-
-T = TypeVar("T")
 
 
 def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:
