@@ -33,12 +33,12 @@ def traced(name: str, rows: int) -> PassTrace:
     )
     planned = Subject(subject.model, subject.loss_fn, Settings(CPU, subject.autocast), splittable, batch_norm="ghost")
     blocks = blocks_of(subject.model)
-    return trace_pass(planned, Part(range(rows), rows), Recipe(), blocks, split=True, fake=True)
+    return trace_pass(planned, [Part(range(rows), rows)], Recipe(), blocks, split=True, fake=True)
 
 
 def facts(trace: PassTrace) -> list[Any]:
     found = [(a.born, a.size, a.category, a.died, a.back) for a in trace.allocations]
-    return [trace.operations, found, trace.starts, trace.trained, trace.accumulated, trace.kept, trace.input_sizes]
+    return [trace.operations, found, trace.trained, trace.accumulated, trace.kept, trace.input_sizes]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FACTORIES[name]().needs_real_probes])
