@@ -121,7 +121,7 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
             place = _place_in(worker.group(2)) or place
         from anybatch.doctor.crashing.table import TABLE  # not needed by a run that ends well
 
-        told = told_of(live, TABLE)
+        told = told_of(live, TABLE) or _asked(live)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as failure:  # noqa: BLE001 - whatever fails here must not hide the user's error
@@ -132,6 +132,12 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
     file, line, code = place
     told = told or Crashed(name="", error="", text="")
     return replace(told, error=type(error).__name__, text=_text_of(error), file=file, line=line, code=code)
+
+
+def _asked(live: Live) -> Crashed | None:
+    from anybatch.doctor.crashing.asked import asked
+
+    return asked(live)
 
 
 def _text_of(error: BaseException) -> str:
