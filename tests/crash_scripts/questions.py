@@ -401,7 +401,7 @@ EXPECTED = {
     "ragged collate dict": ("SHAPE_MISMATCH", {"message": "tokens", "fix": "pad_sequence"}),
     "collate of none": ("SHAPE_MISMATCH", {"message": "collate", "fix": "collate_fn"}),
     "worker killed": ("WORKER_DIED", {"message": "worker", "fix": "num_workers=0"}),
-    "pickled lambda": ("WORKER_DIED", {"message": "lambda", "fix": "top level"}),
+    "pickled lambda": ("WORKER_DIED", {"message": "Rows", "fix": "top level"}),
     "cpu allocator": ("OUT_OF_MEMORY", {"message": "PiB", "fix": "memory="}),
     "bfloat16 linear": ("DTYPE_MISMATCH", {"message": "bfloat16", "fix": "x = x"}),
     "autocast outside": ("DTYPE_MISMATCH", {"message": "bfloat16", "fix": "feats = feats.float()"}),

@@ -264,7 +264,8 @@ def _of_mode(live: Live) -> str:
             if isinstance(value, torch.utils.data.DataLoader) and value.batch_size and not value.drop_last:
                 rows = len(value.dataset) if hasattr(value.dataset, "__len__") else 0
                 if rows % value.batch_size == 1:
-                    return f"{variable} = DataLoader(..., batch_size={value.batch_size}, drop_last=True)  # 1 of {rows} is left"
+                    size = value.batch_size
+                    return f"{variable} = DataLoader(..., batch_size={size}, drop_last=True)  # 1 of {rows} is left"
     live.modules()
     return f"{next(iter(live.roots), 'model')}.eval() before this line, where it is not trained; or several samples"
 

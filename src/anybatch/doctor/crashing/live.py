@@ -251,6 +251,19 @@ class Live:
                         return f"{name}.{attribute}"
         return ""
 
+    def tools(self) -> dict[str, str]:
+        """The user's variables of an optimizer, a scaler and a scheduler, those that the line reads first."""
+        classes = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+        names = ("optimizer", "scaler", "scheduler")
+        held = self.line_reads()
+        for frame in reversed(self.users):
+            for name, value in list(frame.values.items()):
+                held += [(name, value), *((f"{name}.{key}", one) for key, one in _objects(value))]
+        return {
+            name: next((path for path, one in held if isinstance(one, cls)), name)
+            for name, cls in zip(names, classes, strict=True)
+        }
+
     def named(self) -> Iterator[tuple[str, torch.Tensor, Frame]]:
         """Tensors in the user's frames with the text that reads them, the innermost frame first."""
         seen: set[int] = set()

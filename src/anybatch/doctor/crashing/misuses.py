@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from anybatch.doctor.crashing.kinds import Answer, answer, first_line, quoted, shape
+from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
 from anybatch.doctor.graphs import nodes_behind
@@ -87,35 +87,6 @@ def missing_arguments(live: Live, match: "re.Match[str]") -> Answer:
     return answer(change=f"{change}  # or a default for {' and '.join(names)} in {where}", module=where.split(".")[0])
 
 
-def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
-    """Why a tensor has no gradient, where the line reads one."""
-    statement = live.statement()
-    for node in () if statement is None or live.user is None else ast.walk(statement):
-        if live.user and isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
-            tensor = live.value(live.user, node.value)
-            if isinstance(tensor, torch.Tensor) and (not tensor.is_leaf or tensor.grad is None):
-                return _without(live, ast.unparse(node.value), tensor)
-    return None
-
-
-def _without(live: Live, path: str, tensor: torch.Tensor) -> Answer:
-    name = live.parameter_name(tensor)
-    guard = f"if {path}.grad is not None:\n    {live.code()}"
-    why = "No backward has reached it: the loss does not depend on it, or the gradients were cleared, or there was no "
-    why, change = why + "backward.", guard
-    if not tensor.is_leaf and tensor.grad_fn is not None:
-        why = f"It is no leaf: it is the result of {tensor.grad_fn.name()}, and a backward keeps gradients of leaves "
-        why += "only."
-        change = f"{path} = {path}.detach().requires_grad_()  # where it is made; or {path}.retain_grad()"
-    elif not tensor.requires_grad:
-        why, change = "Its requires_grad is False.", f"{path}.requires_grad_()  # or: {guard}"
-    return answer(
-        shown=quoted(path) + (f" ({name})" if name and name != path else ""), path=path, why=why, change=change,
-        module=name.rpartition(".")[0], parameters=filter(None, [name]), tensor=f"{name or path} {shape(tensor)}",
-        evidence={"is_leaf": tensor.is_leaf, "requires_grad": tensor.requires_grad},
-    )  # fmt: skip
-
-
 def unknown_attribute(live: Live, match: "re.Match[str]") -> Answer | None:
     """The attributes of the user's object that has not the one that was asked for, and the nearest of them."""
     cls, name = match.groups()
@@ -123,24 +94,6 @@ def unknown_attribute(live: Live, match: "re.Match[str]") -> Answer | None:
     own = [key for key, _ in attributes(values[-1]) if not key.startswith("_")] if values else []
     near = difflib.get_close_matches(name, own, 1)
     return answer(names=", ".join(own[:8]), nearest=near[0], module=cls) if near else None
-
-
-def unused_input(live: Live, match: "re.Match[str]") -> Answer:
-    """The tensor that the value of ``torch.autograd.grad`` does not depend on."""
-    given, outputs = (
-        (one,) if isinstance(one, torch.Tensor) else tuple(one or ())
-        for one in (live.local("grad", "inputs"), live.local("grad", "outputs"))
-    )
-    if match.groups():
-        tensor = given[number] if (number := int(match.group(1))) < len(given) else None
-    else:  # torch 2.6 does not say which one it is
-        nodes = nodes_behind(outputs)
-        leaves = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
-        unused = (one for one in given if id(one) not in leaves and one.grad_fn not in nodes)
-        tensor = next((one for one in given if not one.requires_grad), next(unused, None))
-    name = live.name_of(tensor) if tensor is not None else ""
-    parameters = filter(None, [live.parameter_name(tensor)])
-    return answer(path=quoted(name) or "A tensor", name=name or "it", parameters=parameters, tensor=name)
 
 
 _KEEPS_AWAY = {
@@ -163,22 +116,6 @@ def nan_operation(live: Live, match: "re.Match[str]") -> Answer:
     )  # fmt: skip
 
 
-def marked_twice(live: Live, match: "re.Match[str]") -> Answer:
-    """The parameter that DistributedDataParallel saw twice."""
-    name = re.search(r"Parameter at index (\d+) (?:with name (\S+) )?has been marked", live.text)
-    shown = (name[2] or f"number {name[1]}") if name else ""
-    return answer(
-        shown=shown or "a parameter", parameters=filter(None, [shown.rstrip(".")]), module=shown.rpartition(".")[0]
-    )
-
-
-def without_gradients(live: Live, match: "re.Match[str]") -> Answer:
-    """The parameters that got no gradient."""
-    missing = [name for name, one in live.parameters().items() if one.requires_grad and one.grad is None]
-    listed = f": {', '.join(missing[:5])}" if missing else ""
-    return answer(listed=listed, parameters=missing[:50], evidence={"missing": len(missing)})
-
-
 def ragged(live: Live, match: "re.Match[str]") -> Answer | None:
     """The sizes of samples that could not be stacked, and the key that they have in the samples."""
     in_worker = str(live.error).startswith("Caught")
@@ -197,41 +134,6 @@ def ragged(live: Live, match: "re.Match[str]") -> Answer | None:
         f"[row[{keys[0]!r}] for row in rows], batch_first=True)" if keys else
         "DataLoader(..., collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))",
     )  # fmt: skip
-
-
-def missing_sample(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The data set of which a sample is None."""
-    if not any("collate" in frame.function for frame in live.frames) and "collate" not in live.text:
-        return None
-    fetcher = next((f.values.get("self") for f in reversed(live.frames) if f.function == "fetch"), None)
-    name = type(getattr(fetcher, "dataset", None)).__name__
-    return answer(name="the data set" if name == "NoneType" else name)
-
-
-def pickled(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The function of a data set that can't be sent to a worker."""
-    for name, loader in ((name, one) for frame in live.users for name, one in frame.values.items()):
-        if isinstance(loader, torch.utils.data.DataLoader):
-            cls = type(loader.dataset).__name__
-            held = {f"{name}.collate_fn": loader.collate_fn}
-            for path, one in (held | {f"{cls}.{key}": one for key, one in vars(loader.dataset).items()}).items():
-                if inspect.isfunction(one) and "<l" in one.__qualname__:
-                    return answer(path=path, what="a lambda" if "<lambda>" in one.__qualname__ else "an inner function")
-    return None
-
-
-def owner_class(live: Live, match: "re.Match[str]") -> Answer:
-    """The class whose method is running."""
-    own = live.user.values.get("self") if live.user is not None else None
-    cls = type(own).__name__ if own is not None else "the module"
-    return answer(cls=cls, module=cls)
-
-
-def held_class(live: Live, match: "re.Match[str]") -> Answer:
-    """What a file holds besides tensors."""
-    found = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)", live.text)
-    name = next(filter(None, found.groups()), "") if found else ""
-    return answer(held=quoted(name) or "objects", name=name or "...", evidence={"holds": name})
 
 
 def not_a_loss(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -264,60 +166,66 @@ def class_itself(live: Live, match: "re.Match[str]") -> Answer | None:
     return None
 
 
-def own_function(live: Live, match: "re.Match[str]") -> Answer | None:
-    """Where the user's own Function or hook is written, by its name in the error."""
-    name = re.sub(r"Backward$", "", match.group(1))
-    for frame in reversed(live.users):
-        source = live.source(frame)
-        for node in () if source is None else ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                inner = {one.name: one for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
-                body, forward = inner.get("backward", node), inner.get("forward")
-                back = [one for one in ast.walk(body) if isinstance(one, ast.Return)]
-                given = [] if forward is None else [one.arg for one in forward.args.args[1:]]
-                at = live.at(back[-1] if back else body, frame.file)
-                return answer(owner=name, at=at, returned=quoted(at[2]), given=", ".join(given), tensor=name)
+def collating(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Whether it happened while samples were put into a batch."""
+    return {} if "collate" in live.text or any("collate" in one.function for one in live.frames) else None
+
+
+def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Why a tensor has no gradient, where the line reads one."""
+    statement, frame = live.statement(), live.user
+    for node in () if statement is None else ast.walk(statement):
+        if frame and isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
+            tensor, path = live.value(frame, node.value), ast.unparse(node.value)
+            if not isinstance(tensor, torch.Tensor) or (tensor.is_leaf and tensor.grad is not None):
+                continue
+            why = "No backward has reached it: the loss does not depend on it, or the gradients were cleared."
+            change = f"if {path}.grad is not None:\n    {live.code()}"
+            if not tensor.is_leaf:
+                why = f"It is the result of {tensor.grad_fn}, and a backward keeps gradients of leaves only."
+                change = f"{path} = {path}.detach().requires_grad_()  # where it is made; or {path}.retain_grad()"
+            elif not tensor.requires_grad:
+                why, change = "Its requires_grad is False.", f"{path}.requires_grad_()"
+            name = live.parameter_name(tensor)
+            return answer(
+                shown=quoted(path) + (f" ({name})" if name and name != path else ""), path=path, why=why,
+                change=change, module=name.rpartition(".")[0], parameters=filter(None, [name]),
+                tensor=f"{name or path} {shape(tensor)}",
+            )  # fmt: skip
     return None
 
 
-def worker(live: Live, match: "re.Match[str]") -> Answer:
-    """The first line of what a loader says of its worker."""
-    return answer(said=first_line(live.text))
+def unused_input(live: Live, match: "re.Match[str]") -> Answer:
+    """The tensor that the value of ``torch.autograd.grad`` does not depend on."""
+    outputs, given = live.local("grad", "outputs"), live.local("grad", "inputs")
+    outputs, given = ([one] if isinstance(one, torch.Tensor) else list(one or ()) for one in (outputs, given))
+    nodes = nodes_behind(outputs)
+    reached = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
+    tensor = next((one for one in given if id(one) not in reached and one.grad_fn not in nodes), None)
+    name = live.name_of(tensor) if tensor is not None else ""
+    return answer(path=quoted(name) or "A tensor", name=name or "it", tensor=name,
+                  parameters=filter(None, [live.parameter_name(tensor)]))  # fmt: skip
 
 
-def recomputed(live: Live, match: "re.Match[str]") -> Answer:
-    """What a checkpoint says of its second run."""
-    return answer(said=live.text.splitlines()[0].partition(": ")[2], evidence={"text": live.text[:500]})
-
-
-def compiled(live: Live, match: "re.Match[str]") -> Answer:
-    """The user's line that torch.compile could not follow."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s+(.*)', live.text)
-    own = [one for one in found if live.user is not None and one[0] == live.user.file]
-    file, line, _, code = own[-1] if own else ("", "0", "", "")
-    return answer(
-        at=(file, int(line), code.strip()) if own else None, at_line=f" at {quoted(code.strip())}" if own else ""
-    )
+def own_function(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Where the user's own Function or hook is written, by its name in the error."""
+    name = match.group(1).removesuffix("Backward")
+    for source in filter(None, map(live.source, live.users)):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                inner = [one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "backward"]
+                back = [one for one in ast.walk((inner or [node])[0]) if isinstance(one, ast.Return)]
+                at = live.at((back or [node])[-1], source.file)
+                return answer(owner=name, at=at, returned=quoted(at[2]), tensor=name)
+    return None
 
 
 def inference_tensor(live: Live, match: "re.Match[str]") -> Answer | None:
-    """Which tensor was made in inference mode, and where."""
-    parameter = next((name for name, one in live.parameters().items() if one.is_inference()), "")
-    if parameter:
-        return answer(
-            what=f"The parameter {parameter}", use="can't be trained",
-            why="Tensors that are made under torch.inference_mode() never take part in autograd.",
-            change="Make the model outside of torch.inference_mode().", module=parameter.rpartition(".")[0],
-            parameters=[parameter], tensor=parameter,
-        )  # fmt: skip
-    in_line = {path for path, _ in live.line_reads()}
-    found = sorted(((p, one) for p, one, _ in live.named() if one.is_inference()), key=lambda e: e[0] not in in_line)
-    sources = [(frame, source) for frame in reversed(live.users) if (source := live.source(frame)) is not None]
-    calls = [(f, node) for f, source in sources for node in ast.walk(source.tree) if called(node) == "inference_mode"]
-    return None if not found else answer(
-        what=f"{quoted(found[0][0])} {shape(found[0][1])}", use="is used where autograd is on",
-        why="Tensors that are made under torch.inference_mode() can't be saved for a backward.",
-        change=f"torch.no_grad() instead of torch.inference_mode() where {found[0][0]} is made; or "
-        f"{found[0][0]} = {found[0][0]}.clone()", module=live.module_name(live.module()),
-        tensor=f"{found[0][0]} {shape(found[0][1])}", at=live.at(calls[0][1], calls[0][0].file) if calls else None,
-    )  # fmt: skip
+    """Which tensor was made in inference mode."""
+    read = {path for path, _ in live.line_reads()}
+    found = [(name, one) for name, one in live.parameters().items() if one.is_inference()]
+    found += sorted(((p, one) for p, one, _ in live.named() if one.is_inference()), key=lambda e: e[0] not in read)
+    return answer(
+        what=f"{quoted(found[0][0])} {shape(found[0][1])}", path=found[0][0], module=live.module_name(live.module()),
+        tensor=f"{found[0][0]} {shape(found[0][1])}",
+    ) if found else None  # fmt: skip
