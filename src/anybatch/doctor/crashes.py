@@ -13,6 +13,8 @@ from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import source_of
 from anybatch.doctor.proofs import is_tested
 from anybatch.records.events import Crashed
+from anybatch.tensors.dispatch import nobody_looks
+from anybatch.tensors.randomness import RandomState
 
 _TEXT = 2000
 _LONGEST_CHAIN = 10
@@ -135,9 +137,19 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
 
 
 def _asked(live: Live) -> Crashed | None:
+    """What the failing call answers; it runs again, which neither the recorder nor a mode of the user's sees."""
     from anybatch.doctor.crashing.asked import asked
 
-    return asked(live)
+    random, away = RandomState(), getattr(live.doctor, "look_away", None)
+    try:
+        if away is not None:
+            away()
+        with nobody_looks():
+            return asked(live)
+    finally:
+        random.restore()
+        if away is not None:
+            live.doctor.look_again()
 
 
 def _text_of(error: BaseException) -> str:

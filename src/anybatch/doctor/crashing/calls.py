@@ -177,7 +177,7 @@ def may_run(value: Any) -> bool:
         return False
     if name in _ACTS or name.startswith(("set_", "_")) or (name.endswith("_") and not isinstance(value, type)):
         return False
-    if isinstance(owner, torch.Tensor) or getattr(value, "__objclass__", None) is torch._C.TensorBase:
+    if isinstance(owner, torch.Tensor):
         return True
     home = getattr(value, "__module__", None) or getattr(type(owner), "__module__", "")
     return home == "torch" or f"{home}.".startswith(_PURE)
@@ -262,9 +262,16 @@ def _of_call(live: Live, frame: Frame, node: ast.Call) -> Call | None:
         else:
             value = _value(live, frame, one.value, given, one.arg)
             operands += [Operand(one.arg, value, ast.unparse(one.value)), *_parts(one.arg, value, one.value)]
-    if any(callable(one.value) and not may_run(one.value) and not inspect.ismethod(one.value) for one in operands):
+    if any(_is_theirs(one.value) for one in operands):
         return None
     return Call(function, title, operands, subject, node)
+
+
+def _is_theirs(value: Any) -> bool:
+    """Whether using a value may run code of the user's: a function, or a tensor of a class of their own."""
+    if any(not type(one).__module__.startswith("torch") for one in tensors_of(value)):
+        return True
+    return callable(value) and not inspect.ismethod(value) and not may_run(value)
 
 
 def _parts(key: Any, value: Any, node: ast.AST) -> Iterator[Operand]:
