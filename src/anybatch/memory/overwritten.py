@@ -40,19 +40,15 @@ class Overwritten(Mode):
     ) -> Any:
         """Runs an operation; copies first what it is about to write to."""
         kwargs = kwargs or {}
-        given = {
-            key for value in (*args, *kwargs.values()) for one in _tensors(value) if (key := _key(one)) is not None
-        }
-        if func._schema.is_mutable:
+        is_mutable, makes = _known.get(func) or _known.setdefault(func, _kind(func))
+        if is_mutable:
             for argument, value in _arguments(func, args, kwargs):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in _tensors(value):
                         self._keep(tensor)
         result = func(*args, **kwargs)
-        for value in _tensors(result):
-            key = _key(value)
-            if key is not None and key not in given:  # a view of what was there before is no tensor of this block
-                self._made.add(key)
+        if makes:  # a view of what was there before is no tensor of this block
+            self._made.update(key for one in _tensors(result) if (key := _key(one)) is not None)
         return result
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -69,6 +65,15 @@ class Overwritten(Mode):
             if whole.untyped_storage().nbytes() == before.nbytes:
                 whole.copy_(before)
         self._kept.clear()
+
+
+_known: dict[Any, tuple[bool, bool]] = {}
+
+
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether an operation writes to what it is given, and whether what it gives is new."""
+    returns = func._schema.returns
+    return func._schema.is_mutable, bool(returns) and all(one.alias_info is None for one in returns)
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:
