@@ -18,13 +18,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     On an accelerator with streams each one is copied from pinned memory on a stream of its own, one ahead of the
     computation. On the host, or where nothing has to be moved, they pass through as they are.
 
-    Args:
-        micro_batches: any iterable of nested containers.
-        device: where the model's first parameter lies.
-
-    Returns:
-        An iterator over micro-batches on ``device``.
-
     Example:
         >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
         ['cpu']
@@ -39,9 +32,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Numbers micro-batches; unlike ``enumerate``, it holds none while the next one is made.
-
-    Args:
-        micro_batches: any iterable.
 
     Example:
         >>> list(numbered("ab"))

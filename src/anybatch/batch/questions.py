@@ -30,13 +30,7 @@ IN_A_ROW = (
 
 
 def could_be_both(found: Sequence[Found], rows: int, own: int | None) -> BatchError:
-    """The question about containers that may hold samples, or leaves with rows of their own.
-
-    Args:
-        found: the containers.
-        rows: their items.
-        own: the rows of the leaves.
-    """
+    """The question about containers that may hold samples, or leaves with rows of their own."""
     first = found[0]
     kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
     if len(found) > 1 or not first.dotted:

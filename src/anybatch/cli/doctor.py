@@ -211,8 +211,9 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         if wishes.fix:
             diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.fix_seconds, several=several)
         console = Console(stderr=True, highlight=False)
-        if not wishes.wanted.quiet:
-            console.print()  # what the script wrote ends here
+        with contextlib.suppress(OSError):  # a standard error that is closed; the report has other places
+            if not wishes.wanted.quiet:
+                console.print()  # what the script wrote ends here
         wishes.wanted.write(diagnosis, run, console, wishes.output, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
             write_whole(wishes.patch, patch)

@@ -106,6 +106,15 @@ def check_patch(path: Path | None, *, force: bool) -> None:
         raise click.UsageError(f"{path} exists and is no patch; name another or add --force")
 
 
+def json_text(values: Mapping[str, Any]) -> str:
+    """Plain values as JSON.
+
+    Args:
+        values: what to write.
+    """
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Writes plain values as JSON.
 
@@ -113,7 +122,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         path: the file; ``-`` for standard output.
         values: what to write.
     """
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    text = json_text(values)
     if str(path) == "-":
         click.echo(text, nl=False)
     else:

@@ -103,7 +103,7 @@ def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
     """
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
-    call += ", or any optimizer stepped after a backward" if verb == "plan" else ""
+    call += ", or any optimizer stepped after a backward" if verb != "tune" else ""
     if ending.status == "refused":
         return f"the first step of {script} can't be {done}. {facts['error']}"
     if ending.status == "broken":

@@ -19,10 +19,6 @@ _NAMES = ("whole", "split", "loop")
 def process_bytes(planned: PlanRow, samples: int) -> dict[str, int | None]:
     """Starts a process for each way to the gradient, which runs one pass over a random logical batch.
 
-    Args:
-        planned: how the batch is run in pieces.
-        samples: in the logical batch.
-
     Returns:
         For ``"whole"``, ``"split"`` and ``"loop"`` the bytes that the pass added to the resident memory; ``None`` where
         the system does not say.

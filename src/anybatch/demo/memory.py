@@ -9,9 +9,6 @@ _PROCESS = Path("/proc/self/status")
 def resident_bytes(*, peak: bool = False) -> int | None:
     """Asks the system how much memory this process holds.
 
-    Args:
-        peak: the most it ever held instead of what it holds now.
-
     Returns:
         Bytes. Systems without ``/proc`` give the most it ever held in either case; ``None`` where none is known.
     """

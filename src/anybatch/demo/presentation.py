@@ -107,12 +107,6 @@ def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
 def demo_page(record: DemoRecord) -> str:
     """Renders the page of a run; the same record gives the same text.
 
-    Args:
-        record: what the run found.
-
-    Returns:
-        HTML that loads nothing.
-
     Raises:
         ImportError: jinja2 is not installed.
     """

@@ -55,12 +55,6 @@ def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
 def prefix(crashed: Crashed) -> str:
     """What is printed before the traceback: what, where, why and what to change.
 
-    Args:
-        crashed: as ``explain`` gave it.
-
-    Returns:
-        A few lines, each with its end; empty for an error that was not explained.
-
     Example:
         >>> print(prefix(Crashed(name="X", error="E", text="", message="It broke.", file="a/b.py", line=3, code="f()")))
         anybatch doctor: X

@@ -29,11 +29,7 @@ def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
     A rule that fails is logged and left out; the others are asked all the same.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
-
-    Returns:
-        The findings in order of rank, each root followed by what follows from it.
 
     Example:
         >>> diagnose(Run([]))
@@ -46,11 +42,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
     """All that the doctor says about a run.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
-
-    Returns:
-        The findings in order of rank, the four cells, and what the run was.
 
     Example:
         >>> diagnosis(Run([])).verdict

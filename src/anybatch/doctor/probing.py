@@ -19,16 +19,6 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
 
     Nothing of the user's is touched: not the models, not the gradients, not the random state. Where a question has no
     sure answer, the answer is ``"unknown"``, with the reason.
-
-    Args:
-        doctor: a recorder; its ``last_inputs`` has for the number of each root the module and its last arguments.
-        active: whether to ask what needs training a copy, too.
-        prove: whether to try one-step counterfactuals, too.
-        seconds: that all questions together may take.
-
-    Returns:
-        The answers. Batch: do samples mix? Time: does an output depend on later inputs? Input: is the input ignored?
-        Modes: do two evaluations differ?
     """
     found: list[Probed] = []
     try:

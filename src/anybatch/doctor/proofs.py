@@ -54,13 +54,6 @@ TESTED = frozenset(
 def with_proofs(findings: Iterable[Finding], run: Run) -> tuple[Finding, ...]:
     """Gives findings the proof that a probe of the run has brought, and says how sure their fixes are.
 
-    Args:
-        findings: of the run.
-        run: its facts.
-
-    Returns:
-        The findings in the same order.
-
     Example:
         >>> evidence = {"factor": 0.001, "factor_unscaled": 1.0}
         >>> run = Run([Probed(probe="unscale first", answer="yes", evidence=evidence)])
@@ -78,12 +71,7 @@ def _with_kind(finding: Finding) -> Finding:
 
 
 def is_tested(name: str, fix: str) -> bool:
-    """Whether a test has applied such a fix.
-
-    Args:
-        name: of the finding.
-        fix: as it is printed.
-    """
+    """Whether a test has applied such a fix."""
     return bool(fix) and name in TESTED and is_code(fix)
 
 

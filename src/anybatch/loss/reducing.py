@@ -116,55 +116,26 @@ class Reducer:
         """Says that another gradient of the same logical batch begins."""
 
     def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """A context in which no module communicates by itself.
-
-        Args:
-            modules: that the loss runs through.
-        """
+        """A context in which no module communicates by itself."""
         return contextlib.nullcontext()
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes that summing over processes takes beside the step.
-
-        Args:
-            modules: that the loss runs through.
-            parameters: whose gradients are summed.
-        """
+        """The bytes that summing over processes takes beside the step."""
         return 0
 
     def known_leaves(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What a forward may have in the place of parameters; is called within ``apart``.
-
-        Args:
-            parameters: as the optimizer has them.
-        """
+        """What a forward may have in the place of parameters; is called within ``apart``."""
         return parameters
 
     def weights(self, local: Weights, rows: int, *, can_pad: bool = False) -> Weights:
-        """Weighs the micro-batches by the counts of all processes.
-
-        Args:
-            local: the counts of this one.
-            rows: its samples.
-            can_pad: whether micro-batches that count nothing may be added.
-        """
+        """Weighs the micro-batches by the counts of all processes."""
         return local
 
     def when_begun(self, function: Callable[[], None], *, is_wanted: bool) -> None:
-        """Has something done by all processes together, once they have begun a logical batch, if one wants it.
-
-        Args:
-            function: what is done.
-            is_wanted: whether this one does.
-        """
+        """Has something done by all processes together, once they have begun a logical batch, if one wants it."""
 
     def hear(self, mine: Mapping[str, Any], stage: Stage = Stage.PROOF) -> Sequence[Mapping[str, Any]]:
-        """What every process tells that comes to a stage.
-
-        Args:
-            mine: what this one does: plain values.
-            stage: where it tells it.
-        """
+        """What every process tells that comes to a stage."""
         return [mine]
 
     def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
@@ -176,20 +147,11 @@ class Reducer:
         return []
 
     def forward_weights(self, local: Weights) -> Weights:
-        """Weighs by counts that a forward gave.
-
-        Args:
-            local: the counts of this process.
-        """
+        """Weighs by counts that a forward gave."""
         return Weights(local.parts, self.totals(local.own_totals, Stage.FORWARD))
 
     def totals(self, local: Mapping[str, float], stage: Stage) -> dict[str, float]:
-        """Adds up counts over the processes.
-
-        Args:
-            local: of this one, by the name of the loss.
-            stage: where they are told.
-        """
+        """Adds up counts over the processes."""
         return added(one["counts"] for one in self.hear({"counts": dict(local)}, stage))
 
     def gathered(self, outputs: Any, gets: Leaves, batch: Any) -> Joint:
@@ -204,11 +166,7 @@ class Reducer:
         return Joint(outputs, gets, rows)
 
     def rows(self, local: int) -> int:
-        """The samples of all processes together.
-
-        Args:
-            local: of this one.
-        """
+        """The samples of all processes together."""
         return local
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
@@ -226,14 +184,7 @@ class Reducer:
         return True
 
     def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Tells the others that memory ran out here.
-
-        Args:
-            tried: the size of the micro-batches.
-            is_final: whether nothing smaller is left to try.
-            where: what was running.
-            text: of the error.
-        """
+        """Tells the others that memory ran out here."""
         return Shortage(tried, is_final, where, text)
 
 

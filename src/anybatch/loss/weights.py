@@ -49,11 +49,7 @@ class Weights:
         return name in self.totals and name != _EVERY
 
     def total(self, name: str) -> float:
-        """The count of the whole logical batch for a loss.
-
-        Raises:
-            CountError: there is no count for this loss.
-        """
+        """The count of the whole logical batch for a loss."""
         key = name if name in self.totals else _EVERY
         if key not in self.totals:
             raise CountError(
@@ -82,9 +78,6 @@ def check_count(count: Any) -> None:
 
     Args:
         count: a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
-
-    Raises:
-        CountError: it is something else.
     """
     if isinstance(count, Mapping):
         wrong = {name: function for name, function in count.items() if not callable(function)}
@@ -157,17 +150,7 @@ def _called(function: Any, batch: Any) -> Any:
 
 
 def fetched(values: Sequence[Any]) -> list[float]:
-    """Brings numbers and tensors without dimensions to the host, waiting for each device once.
-
-    Args:
-        values: numbers or tensors.
-
-    Returns:
-        Plain numbers.
-
-    Raises:
-        CountError: one is not finite or is negative.
-    """
+    """Brings numbers and tensors without dimensions to the host, waiting for each device once."""
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, value in enumerate(values):

@@ -6,10 +6,10 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.handles import Handle
 from anybatch.memory.hostpool import HostPool
 from anybatch.memory.losschunks import ChunkedLoss, chunk_loss
 from anybatch.memory.offloading import offload
+from anybatch.memory.places import Handle
 
 
 def apply_optimizations(
@@ -33,12 +33,6 @@ def apply_optimizations(
         loss_chunks: how many chunks; 1 leaves the loss as it is.
         simulate_offload: whether nothing is really copied.
         pool: host memory, see ``offload``.
-
-    Returns:
-        A handle that takes all off.
-
-    Raises:
-        BatchError: a name or a number can't be meant; nothing is changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.handles import INSIDE, Handle
-from anybatch.memory.places import Place, places_of
+from anybatch.memory.places import Handle, Place, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
 
@@ -51,9 +50,6 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         model: the model.
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
 
-    Returns:
-        A handle that takes it off. A backward after that is fine.
-
     Raises:
         BatchError: a name is unknown or names what can't be called; nothing is changed.
 
@@ -64,7 +60,7 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         >>> model[0].weight.grad.shape
         torch.Size([3, 3])
     """
-    return Handle([place.put_on(_Block(place), INSIDE) for place in places_of(model, names)])
+    return Handle([place.put_on(_Block(place)) for place in places_of(model, names)])
 
 
 class Checkpoint:
@@ -167,11 +163,7 @@ class Checkpoint:
             yield from (tensor for tensor in home.values() if tensor is not None)
 
     def refuse_hidden_dropout(self) -> None:
-        """Refuses recurrent modules that would draw other masks the second time.
-
-        Raises:
-            NotRecomputable: there is one.
-        """
+        """Refuses recurrent modules that would draw other masks the second time."""
         if hidden := hidden_dropout(self._recurrent):
             found = hidden[0]
             raise NotRecomputable(
@@ -365,11 +357,7 @@ _last_run: list[tuple[str, str]] = []  # one at most: what was recomputed last
 
 @contextmanager
 def differences_named() -> Iterator[None]:
-    """Says which part was recomputed otherwise where torch only says how, at a backward in its block.
-
-    Raises:
-        NotRecomputable: in place of torch's error.
-    """
+    """Says which part was recomputed otherwise where torch only says how, at a backward in its block."""
     try:
         yield
     except CheckpointError as error:
@@ -398,13 +386,6 @@ def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None =
 
     cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
     and https://github.com/pytorch/pytorch/issues/104697.
-
-    Args:
-        modules: are to run twice.
-        on_cuda: whether they run there with cuDNN; ``None`` to look.
-
-    Returns:
-        Those in training mode with dropout between several layers.
 
     Example:
         >>> lstm = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1)

@@ -74,12 +74,6 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The cross-entropy of ``F.linear(rows, weight, bias)``, without ever holding more than a part of that.
 
-    Args:
-        task: what is computed.
-        rows: of shape ``[rows, features]``.
-        weight: of shape ``[classes, features]``.
-        bias: of shape ``[classes]``, or ``None``.
-
     Returns:
         The loss, with a gradient for ``rows``, ``weight`` and ``bias``, which can be used once.
     """
@@ -92,11 +86,7 @@ def chunked_cross_entropy(
 
 
 def refuse_second_derivative() -> None:
-    """Refuses a backward that is to be differentiated itself, whose gradient would lack a part.
-
-    Raises:
-        AnyBatchError: it is.
-    """
+    """Refuses a backward that is to be differentiated itself, whose gradient would lack a part."""
     if torch.is_grad_enabled():
         raise AnyBatchError(
             "a loss in chunks was differentiated with create_graph=True, and it has no second derivative; expected "
@@ -148,14 +138,7 @@ class _Pass:
         self._needs = needs
 
     def run(self, gradient: torch.Tensor | None = None) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Computes the loss, and the gradients that are needed.
-
-        Args:
-            gradient: of the loss; ``None`` for 1.
-
-        Returns:
-            The loss and the gradients of rows, weight and bias.
-        """
+        """Computes the loss, and the gradients that are needed."""
         task, device = self._task, self._task.target.device
         with torch.autocast(device.type, enabled=False):
             # What autocast would do, but for the weight once and not in each chunk.
@@ -222,13 +205,7 @@ class _Rule:
     def apply(
         self, logits: torch.Tensor, target: torch.Tensor, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The losses of some rows, and the gradient at their logits if there is a factor.
-
-        Args:
-            logits: as the linear layer gives them; nobody else holds them.
-            target: the classes.
-            factor: of each row's gradient.
-        """
+        """The losses of some rows, and the gradient at their logits if there is a factor."""
         task, dtype = self._task, logits.dtype
         for cast in (*task.casts, self._dtype):
             logits = logits.to(cast)

@@ -17,17 +17,11 @@ from anybatch.tensors.modules import modules_behind
 
 
 class Placement(NamedTuple):
-    """A device and what belongs to it.
+    """A device and what belongs to it."""
 
-    Args:
-        device: on which micro-batches run.
-        speed: in proportion to the others.
-        copy: of the model; ``None`` where the model itself lies.
-    """
-
-    device: torch.device
-    speed: float
-    copy: ModelCopy | None
+    device: torch.device  # on which micro-batches run
+    speed: float  # in proportion to the others
+    copy: ModelCopy | None  # of the model; ``None`` where the model itself lies
 
 
 class Devices:
@@ -63,11 +57,7 @@ class Devices:
         return [placement.copy for placement in self.placements if placement.copy is not None]
 
     def most(self, splittable: Splittable) -> float:
-        """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
-
-        Args:
-            splittable: the logical batch.
-        """
+        """What a micro-batch may be at most, in samples or in cost, so that every device gets its share."""
         share = min(placement.speed for placement in self.placements) / sum(
             placement.speed for placement in self.placements
         )
@@ -81,12 +71,6 @@ class Devices:
         Each goes to the device that would be done with it first, going by costs and speeds, as from a queue. The
         answer depends on nothing else, so that sums are taken in the same order each time. Of devices of unlike kinds
         nobody knows the speeds, and there is a real queue.
-
-        Args:
-            parts: the micro-batches.
-
-        Returns:
-            The numbers of the micro-batches for each device.
         """
         if self.is_queue:
             queue: SimpleQueue[int] = SimpleQueue()
@@ -108,22 +92,13 @@ class Devices:
         return found
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
-        """How many micro-batches one device runs at most.
-
-        Args:
-            parts: the micro-batches.
-        """
+        """How many micro-batches one device runs at most."""
         if self.is_queue:  # nobody knows who takes how many
             return len(parts)
         return max(len(numbers) for numbers in self._shares(parts))
 
     def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
-        """The time until the last device is done.
-
-        Args:
-            parts: the micro-batches.
-            one: gives the time of a micro-batch on the first device by its cost.
-        """
+        """The time until the last device is done."""
         first = self.placements[0].speed
         ends = zip(self._shares(parts), self.placements, strict=True)
         return max(sum(one(parts[n].cost) for n in numbers) * first / placement.speed for numbers, placement in ends)
@@ -162,8 +137,6 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 
     Args:
         devices: a sequence of devices; a mapping of devices to their speeds; ``None`` for the model's own.
-        model: lies on one of them.
-        loss_fn: goes to all of them too if it is a module.
 
     Returns:
         The devices, that of the model first; ``None`` if it is the only one.

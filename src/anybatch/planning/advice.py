@@ -56,7 +56,8 @@ def binding_of(peak: Peak, hint: str, floor_size: float | None, history: History
 
 def does_not_fit(
     smallest: PlanRow, peak: Peak, budget: int, needed: int, usable: Callable[[int], int],
-    shares: Sequence[ModuleShare], beside: int, history: History | None, remedies: Callable[[Sequence[str]], str],
+    shares: Sequence[ModuleShare], beside: int, history: History | None,
+    remedies: Callable[[Sequence[ModuleShare]], str],
 ) -> DoesNotFit:  # fmt: skip
     """The error for a budget that nothing fits in.
 
@@ -69,7 +70,7 @@ def does_not_fit(
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
         history: what the optimizer keeps of its last iterations.
-        remedies: says what would help, by the names of the blocks that hold the most.
+        remedies: says what would help, by the blocks that hold the most.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -83,7 +84,7 @@ def does_not_fit(
     elif history is not None and (history.largest_within(excess) or peak.floor > usable(budget)):
         remedy = _history_remedy(history, excess)
     else:
-        remedy = remedies(names).lstrip()
+        remedy = remedies(holders).lstrip()
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
@@ -154,6 +155,7 @@ def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
 
 
 _MOST_FROZEN = 2
+_OF_A_WEIGHT = 4  # its gradient, two moments and a master copy are the most that freezing saves for each of its bytes
 
 
 @dataclass(frozen=True)
@@ -172,20 +174,20 @@ class _Remedy:
 
 
 def what_helps(
-    subject: Subject, holders: Sequence[str], needed: int, budget: int, least: Callable[[Subject], int] | None
+    subject: Subject, holders: Sequence[ModuleShare], needed: int, budget: int, least: Callable[[Subject], int] | None
 ) -> str:
     """Says why nothing is split, if nothing is, and what would help.
 
     Args:
         subject: what does not fit.
-        holders: the names of the blocks that hold the most.
+        holders: the blocks that hold the most.
         needed: bytes that it takes.
         budget: bytes that there are.
         least: gives the smallest budget for a step; ``None`` where nothing is to be tried.
     """
     reasons = [text for text in (why_whole(subject),) if text]
     tried = []
-    for way in _remedies(subject, holders) if least is not None else ():
+    for way in _remedies(subject, holders, needed - budget) if least is not None else ():
         try:
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
@@ -215,7 +217,7 @@ def why_whole(subject: Subject) -> str:
     )
 
 
-def _remedies(subject: Subject, holders: Sequence[str]) -> Iterator[_Remedy]:
+def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int) -> Iterator[_Remedy]:
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
@@ -232,7 +234,9 @@ def _remedies(subject: Subject, holders: Sequence[str]) -> Iterator[_Remedy]:
     names = {
         name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
     }
-    for name in [one for one in holders if one in names][:_MOST_FROZEN]:
+    known = [one for one in holders if one.name in names][:_MOST_FROZEN]
+    # Of one of many equal blocks it is known without a plan that it holds less than what is missing.
+    for name in [one.name for one in known if _OF_A_WEIGHT * one.parameter_bytes + one.activation_bytes > excess]:
         yield _Remedy(
             f'anybatch.freeze(model, "{name}")',
             other(),

@@ -297,7 +297,7 @@ class _Run:
         if inputs is not None and inputs_like is not None:
             inputs = tuple(map(inputs_like, inputs))
         settings = replace(
-            subject.settings, scaler=None, reducer=ALONE, sums_sparse=False, kept_graphs=self._recipe.keep,
+            subject.settings, scaler=None, reducer=ALONE, kept_graphs=self._recipe.keep,
             inputs=inputs, device=device,
         )  # fmt: skip
         rows = sum(len(part.samples) for part in self.parts)

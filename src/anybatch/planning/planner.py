@@ -25,7 +25,7 @@ from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
-from anybatch.records.plans import Plan, PlanRow
+from anybatch.records.plans import ModuleShare, Plan, PlanRow
 
 logger = logging.getLogger(__name__)
 
@@ -314,9 +314,12 @@ class Planner:
             lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
         )  # fmt: skip
 
-    def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
+    def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int) -> str:
         def least(subject: Subject) -> int:
             planner = type(self)(subject, self.target, allow=self._allow)
+            if subject.optimizers is not self.subject.optimizers:  # nothing else differs then
+                for other, own in zip(planner._searches, self._searches, strict=True):
+                    other.profiles.share(own.profiles)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
         may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real

@@ -196,6 +196,14 @@ class Predictor:
         except NotFake:
             return make()
 
+    def share(self, other: "Predictor") -> None:
+        """Takes over the traces of another one, whose step differs in its optimizers only.
+
+        Args:
+            other: which may go on.
+        """
+        self._traces.update(other._traces)
+
     def stay_within(self, budget: int, limit: int | None = None) -> None:
         """Sets the bytes that real probes stay under.
 

@@ -124,7 +124,7 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     """
     kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
     return replace(
-        subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False,
+        subject.settings, scaler=None, policy="native", reducer=ALONE,
         kept_graphs=kept if recipe.keep is None else recipe.keep,
         chunk_length=length if recipe.chunk is None else recipe.chunk,
     )  # fmt: skip

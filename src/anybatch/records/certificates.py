@@ -51,14 +51,7 @@ class Reason:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Reason":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name; those that are unknown are left out.
-
-        Returns:
-            The reason.
-        """
+        """Reads what ``to_dict`` gave."""
         return cls(
             code=str(values["code"]),
             where=str(values["where"]),
@@ -68,11 +61,7 @@ class Reason:
         )
 
     def shown(self, prefix: str = "") -> str:
-        """The text, wrapped; remedies on lines of their own, which are not wrapped, so that they can be copied.
-
-        Args:
-            prefix: what the text begins with.
-        """
+        """The text, wrapped; remedies on lines of their own, which are not wrapped, so that they can be copied."""
         text = f"{prefix}{self.code}, in {self.where}: {self.message}"
         head = textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         return "\n".join([*head, *(f"    {line}" for line in self.remedies)])

@@ -17,8 +17,9 @@ CELLS = {
 SEVERAL_THREADS = "several threads"
 """Among what could not be examined: what came after two threads trained at once."""
 
-Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed"]
-"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen."""
+Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed", "checked"]
+"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen;
+``"checked"`` of a certificate, whose verdict is the reason."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, or ``--timeout``."""
 _MOST_RULES = 8
@@ -26,9 +27,6 @@ _MOST_RULES = 8
 
 def missing_of(unexamined: Sequence[str]) -> str:
     """What could not be examined, in words.
-
-    Args:
-        unexamined: see ``Diagnosis``.
 
     Example:
         >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
@@ -92,14 +90,7 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The cell.
-        """
+        """Reads what ``to_dict`` gave."""
         known = {name: entry for name, entry in values.items() if name != "meaning"}
         return cls(**{**known, "parameters": tuple(known.get("parameters", ()))})
 
@@ -129,14 +120,7 @@ class Suppressed:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Suppressed":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            It.
-        """
+        """Reads what ``to_dict`` gave."""
         return cls(Finding.from_dict(values["finding"]), values["by"], values["reason"])
 
 
@@ -208,14 +192,7 @@ class Diagnosis(Shown):
         return tuple(finding for finding in self.findings if not finding.consequence_of)
 
     def consequences(self, root: Finding) -> tuple[Finding, ...]:
-        """The findings that follow from one.
-
-        Args:
-            root: the finding.
-
-        Returns:
-            Those that name it, in order of rank.
-        """
+        """The findings that follow from one."""
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,14 +217,7 @@ class Diagnosis(Shown):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Diagnosis":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The diagnosis.
-        """
+        """Reads what ``to_dict`` gave."""
         known = {name: entry for name, entry in values.items() if name != "healthy"}
         return cls(
             **{

@@ -15,9 +15,6 @@ FixKind = Literal["tried", "tested", "suggestion"]
 def is_code(fix: str) -> bool:
     """Whether a fix is Python, or a sentence that tells what to do.
 
-    Args:
-        fix: of a finding.
-
     Example:
         >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
         (True, False)
@@ -123,14 +120,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Finding":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The finding.
-        """
+        """Reads what ``to_dict`` gave."""
         place = {name: entry for name, entry in values["place"].items() if name != "text"}
         place["parameters"] = tuple(place.get("parameters", ()))
         return cls(**{**values, "place": Place(**place), "consequence_of": values["consequence_of"] or ""})

@@ -71,14 +71,7 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Timeline":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The timeline.
-        """
+        """Reads what ``to_dict`` gave."""
         found: Timeline = read(cls, values)
         return found
 

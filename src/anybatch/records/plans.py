@@ -125,19 +125,12 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """What one block of a model holds.
+    """What one block of a model holds."""
 
-    Args:
-        name: its qualified name.
-        parameter_bytes: of its parameters.
-        activation_bytes: what it keeps for the backward of one micro-batch.
-        seconds: its forward of one micro-batch, ``None`` if that was not measured.
-    """
-
-    name: str
-    parameter_bytes: int
-    activation_bytes: int
-    seconds: float | None = None
+    name: str  # its qualified name
+    parameter_bytes: int  # of its parameters
+    activation_bytes: int  # what it keeps for the backward of one micro-batch
+    seconds: float | None = None  # its forward of one micro-batch, ``None`` if that was not measured
 
 
 @dataclass(frozen=True, slots=True)

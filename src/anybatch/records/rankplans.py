@@ -22,34 +22,22 @@ WORK = "activations, batch and the rest"
 
 @dataclass(frozen=True, slots=True)
 class UnitShare:
-    """What is gathered and reduced together.
+    """What is gathered and reduced together."""
 
-    Args:
-        name: of the module; empty for what is in no block.
-        whole_bytes: of its parameters.
-        rank_bytes: of the part of rank 0, which has the largest.
-    """
-
-    name: str
-    whole_bytes: int
-    rank_bytes: int
+    name: str  # of the module; empty for what is in no block
+    whole_bytes: int  # of its parameters
+    rank_bytes: int  # of the part of rank 0, which has the largest
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One kind of collective in a step.
+    """One kind of collective in a step."""
 
-    Args:
-        name: of the collective.
-        count: how often a rank takes part in one.
-        payload_bytes: of all of them, as whole tensors: what is gathered, what is summed.
-        sent_bytes: by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that
-            of an all-reduce.
-    """
-
-    name: str
-    count: int
-    payload_bytes: int
+    name: str  # of the collective
+    count: int  # how often a rank takes part in one
+    payload_bytes: int  # of all of them, as whole tensors: what is gathered, what is summed
+    # by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that of an
+    # all-reduce
     sent_bytes: int
 
 
@@ -119,9 +107,6 @@ class RankPlan:
     @classmethod
     def from_dict(cls, values: Any) -> "RankPlan":
         """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
 
         Raises:
             PlanMismatch: it is nothing of the kind, or of another version.

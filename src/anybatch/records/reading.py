@@ -32,11 +32,7 @@ class Malformed(ValueError):
         return f"{self.path} {self._problem}{self.expected and f', expected {self.expected}'}".lstrip()
 
     def within(self, key: Any) -> "Malformed":
-        """The same seen from the container around.
-
-        Args:
-            key: of the value in it.
-        """
+        """The same seen from the container around."""
         self.path = f"[{key!r:.80}]{self.path}"
         return self
 
@@ -53,14 +49,6 @@ class Least(typing.NamedTuple):
 
 def read(kind: Any, value: Any) -> Any:
     """Reads a value.
-
-    Args:
-        kind: an annotation: a dataclass or a TypedDict, whose unknown entries are passed over, a class, a ``Literal``,
-            or a union, tuple, list or mapping of such.
-        value: of plain containers.
-
-    Returns:
-        What the annotation says.
 
     Raises:
         Malformed: it is something else; nothing deeper than the annotation is looked at.

@@ -5,11 +5,7 @@ from typing import Any
 
 
 def page_of(record: Any) -> str | None:
-    """The markup of a record's page; ``None`` if jinja2 is not installed, so that a notebook shows its text.
-
-    Args:
-        record: a result of anybatch.
-    """
+    """The markup of a record's page; ``None`` if jinja2 is not installed, so that a notebook shows its text."""
     from anybatch.report.notebook import html_of
 
     return html_of(record)

@@ -93,6 +93,8 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
         >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
         '1 error: The head is in no group'
     """
+    if diagnosis.verdict == "checked":
+        return diagnosis.reason
     others = _suppressed(diagnosis)
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
@@ -229,6 +231,11 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     if ended is not None and ended.failure:
         said.append(f"the recorder met an error of its own, so something may be missing: {ended.failure}")
     return "; ".join(said)
+
+
+def tool_of(diagnosis: Diagnosis) -> str:
+    """The command that the findings are of."""
+    return "anybatch check" if diagnosis.verdict == "checked" else "anybatch doctor"
 
 
 def title_of(diagnosis: Diagnosis) -> str:

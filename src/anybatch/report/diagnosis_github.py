@@ -29,7 +29,7 @@ def text_of(diagnosis: Diagnosis, run: Run) -> str:
         title = _property(f"{one.code} {one.name}".strip())
         lines.append(f"::{_COMMANDS[one.severity or 'info']} {where}title={title}::{_data(one.message + fix)}\n")
     verdict = f"{words.title_of(diagnosis)}: {words.verdict_of(diagnosis, run)}"
-    lines += [f"::notice title=anybatch doctor::{_data(text)}\n" for text in (verdict, *diagnosis.notes)]
+    lines += [f"::notice title={words.tool_of(diagnosis)}::{_data(text)}\n" for text in (verdict, *diagnosis.notes)]
     return "".join(lines)
 
 

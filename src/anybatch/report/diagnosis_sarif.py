@@ -37,7 +37,7 @@ def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     sources = Sources()
     everything = [*((one, None) for one in diagnosis.findings), *((one.finding, one) for one in diagnosis.suppressed)]
     driver = {
-        "name": "anybatch doctor",
+        "name": words.tool_of(diagnosis),
         "version": __version__,
         "rules": [
             {

@@ -22,16 +22,6 @@ def rates_that_train(
     """A short range test: how far the loss falls in a few updates at several learning rates.
 
     Each rate begins where the run is now, with the same batches; what it did is put back after it.
-
-    Args:
-        step: takes one batch, and returns what has a ``loss``.
-        model: that it trains.
-        optimizers: that it steps.
-        batches: one an update.
-
-    Returns:
-        For factors of the learning rate, the smallest first, how much lower the loss of the later half of the batches
-        is than without any update; minus infinity where it is not finite.
     """
     saved = copy.deepcopy((model.state_dict(), [one.state_dict() for one in optimizers]))
     rates = [[float(group["lr"]) for group in one.param_groups] for one in optimizers]
@@ -56,9 +46,6 @@ def rates_that_train(
 def batch_that_pays(noise: float) -> int | None:
     """The power of two nearest to a noise scale; ``None`` where that is not finite.
 
-    Args:
-        noise: see ``NoiseScale.value``.
-
     Example:
         >>> batch_that_pays(700.0), batch_that_pays(0.2), batch_that_pays(math.inf)
         (512, 1, None)
@@ -67,15 +54,7 @@ def batch_that_pays(noise: float) -> int | None:
 
 
 def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, float]) -> tuple[float, float, str]:
-    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed.
-
-    Args:
-        optimizers: of the run.
-        batch: the size now, and the other one.
-
-    Returns:
-        The rate now, the other one, and the name of the rule; ``"sqrt"`` where none was derived or it does not reach.
-    """
+    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed."""
     now = float(optimizers[0].param_groups[0]["lr"])
     if batch[0] == batch[1]:
         return now, now, "none is needed"

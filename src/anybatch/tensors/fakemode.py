@@ -97,11 +97,7 @@ class QuickFakeMode(FakeTensorMode):
         return pairs
 
     def stays(self, fake: torch.Tensor) -> None:
-        """Notes a tensor that could not be exchanged.
-
-        Args:
-            fake: of this mode.
-        """
+        """Notes a tensor that could not be exchanged."""
         self._given.append(weakref.ref(fake))
 
     def __torch_dispatch__(
@@ -145,13 +141,7 @@ class QuickFakeMode(FakeTensorMode):
         return result
 
     def recalled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What is remembered, for a mode that torch would ask right before this one; else ``UNKNOWN``.
-
-        Args:
-            func: the operation.
-            args: its arguments.
-            kwargs: those by name.
-        """
+        """What is remembered, for a mode that torch would ask right before this one; else ``UNKNOWN``."""
         kind = self.remembered.kind_of(func)
         if not kind or self.is_over:
             return UNKNOWN

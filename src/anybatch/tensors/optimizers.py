@@ -13,9 +13,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
     Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead, or a learning rate.
 
-    Args:
-        optimizer: any.
-
     Example:
         >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
         []

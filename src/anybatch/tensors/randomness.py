@@ -76,11 +76,7 @@ class RandomState:
 
     @staticmethod
     def load_state_dict(state: Mapping[str, Any]) -> None:
-        """Sets the generators to a saved state; accelerators that are not here are left alone.
-
-        Args:
-            state: what ``state_dict`` gave.
-        """
+        """Sets the generators to a saved state; accelerators that are not here are left alone."""
         torch.set_rng_state(state["cpu"].cpu())
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -96,11 +92,7 @@ class RandomState:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's default generator of a device.
-
-    Args:
-        device: any.
-    """
+    """The state of torch's default generator of a device."""
     if device.type in ("cpu", "meta"):
         return torch.get_rng_state()
     state: torch.Tensor = _generators(device).get_rng_state(device)

@@ -161,12 +161,7 @@ class SideEffects:
 
     @unseen
     def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
-        """Puts everything back.
-
-        Args:
-            keep: what stays as it is.
-            generators: whether random generators are put back, too.
-        """
+        """Puts everything back."""
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
             if holder.is_generator and not generators:
@@ -433,11 +428,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and of attributes that some code reads, that of its inner functions included.
-
-    Args:
-        code: of a function.
-    """
+    """The names of globals and of attributes that some code reads, that of its inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -445,11 +436,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The arguments of a function that have a default, and the default.
-
-    Args:
-        function: of Python.
-    """
+    """The arguments of a function that have a default, and the default."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
@@ -471,10 +458,6 @@ def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are as good as the same one.
-
-    Args:
-        one: anything.
-        other: anything.
 
     Example:
         >>> same([1, torch.ones(2)], [1, torch.ones(2)]), same(1, True)
@@ -503,9 +486,6 @@ def same(one: Any, other: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
     """Whether a module is the user's own code, and not a library's.
-
-    Args:
-        module: its name.
 
     Example:
         >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")

@@ -1,6 +1,6 @@
 """What was written to: whether an optimizer had begun when it failed, and weights where no version tells of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,41 +151,8 @@ def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     return False
 
 
-class WeightPrints:
-    """What weights held at one moment, in one number each.
-
-    Numbers of a device stay there until somebody asks which weights have changed.
-
-    Args:
-        weights: any tensors; those without numbers never change.
-
-    Example:
-        >>> one, other = torch.ones(3), torch.ones(3)
-        >>> prints = WeightPrints([one, other])
-        >>> _ = one.data.mul_(0.9)
-        >>> len(prints.changed()), one._version
-        (1, 0)
-    """
-
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        self._weights = [weight for weight in weights if not weight.is_meta]
-        self._before = [print_of(weight) for weight in self._weights]
-
-    def changed(self) -> list[torch.Tensor]:
-        """The weights that hold something else now."""
-        pairs = zip(self._weights, self._before, strict=True)
-        return [weight for weight, before in pairs if bool((print_of(weight) != before).any())]
-
-
 def print_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight added up, all and every third, so that numbers that change places are seen too.
-
-    Args:
-        weight: with numbers.
-
-    Returns:
-        Two integers on its device.
-    """
+    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
     from anybatch.memory.meter import storages_of
 
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)

@@ -83,14 +83,7 @@ class StepCall:
 
 
 def step_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Steps where there is no batch to run again: each evaluation gives the gradient that is there.
-
-    Args:
-        optimizer: over tensors that stand in for those of another one.
-
-    Returns:
-        Whether the batch would have run again.
-    """
+    """Steps where there is no batch to run again: each evaluation gives the gradient that is there."""
     own = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     before, runs = [_trace(p) for p, _ in own], list[bool]()
 

@@ -24,9 +24,6 @@ _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 def turned(tape: Tape) -> Probed:
     """Whether axes change places by a reshape, which leaves the entries where they are, or an image came that way.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told.
     """
@@ -78,9 +75,6 @@ def _texture(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def given_away(tape: Tape) -> Probed:
     """Whether the target of a regression is one of the numbers that the model is given.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told.
     """
@@ -116,9 +110,6 @@ def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
 def blank(tape: Tape) -> Probed:
     """Whether the targets of a CTC loss hold the blank, or are longer than what they are aligned with.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: no such loss was seen, or its arguments can't be read.
     """
@@ -143,12 +134,7 @@ def _value(values: Any, one: Any) -> torch.Tensor:
 
 
 def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss counts the places at which the tokens of its root are padding.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a loss counts the places at which the tokens of its root are padding."""
     for root, batches in kept.batches.items():
         padded, total, seen = 0, 0, set[int]()
         for tokens, name, given in batches:

@@ -19,12 +19,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
-    """What becomes of nets that were copies of others, which are trained, when both were first called.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """What becomes of nets that were copies of others, which are trained, when both were first called."""
     states = list(kept.states.values()) if run.steps >= _ENOUGH_STEPS else []
     for state in states:
         yield from _within(kept, run, state)
@@ -188,12 +183,7 @@ def _alike(one: State, two: State) -> bool:
 
 
 def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether an evaluation writes to what a forward of the training writes to as well.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether an evaluation writes to what a forward of the training writes to as well."""
     for (root, training), names in kept.written.items():
         if training or (root, True) not in kept.written:
             continue
@@ -205,12 +195,7 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a net is given numbers of another scale in evaluation than in training, or one number only.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a net is given numbers of another scale in evaluation than in training, or one number only."""
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]

@@ -29,13 +29,6 @@ _MOST_POWERS = 4  # of ten
 def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> Probed:
     """Whether a batch is learned at another rate and not at that of the run.
 
-    Args:
-        kept: of the run.
-        tape: of a step.
-        number: of its optimizer.
-        run: its facts.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
     Raises:
         Unknown: it can't be told.
     """

@@ -16,28 +16,16 @@ _MOST_FUNCTIONS = 8
 
 
 class Function(NamedTuple):
-    """A function of the user's, with what its forward left for its backward.
-
-    Args:
-        cls: its class.
-        context: has the tensors and attributes of the node of the graph, as copies.
-        shapes: of the gradients that come in.
-        dtype: of them.
-    """
+    """A function of the user's, with what its forward left for its backward."""
 
     cls: Any
-    context: Any
-    shapes: tuple[tuple[int, ...], ...]
+    context: Any  # has the tensors and attributes of the node of the graph, as copies
+    shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
     dtype: torch.dtype
 
 
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
-    """The functions of the user's own in the graph of a loss that were not seen before.
-
-    Args:
-        loss: whose backward has not run.
-        known: classes that were seen; new ones are added.
-    """
+    """The functions of the user's own in the graph of a loss that were not seen before."""
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node: Any = waiting.pop()
@@ -57,12 +45,7 @@ def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
 
 
 def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
-    """Whether a backward gives the opposite for the opposite of what comes in.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a backward gives the opposite for the opposite of what comes in."""
     for one in kept.functions:
         answer, why = _asked(one)
         file, line = _line(one.cls)

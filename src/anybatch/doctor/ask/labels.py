@@ -26,12 +26,6 @@ _NEIGHBOURS = 7
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
     """Whether labels of classes are related to what the model is given.
 
-    Args:
-        kept: of the run.
-        module: the root.
-        root: whose batches are asked.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
     Raises:
         Unknown: it can't be told.
     """

@@ -42,30 +42,19 @@ _TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where what parameters make meets what they do not make.
+    """Where what parameters make meets what they do not make."""
 
-    Args:
-        index: of the operation.
-        slot: of what they do not make.
-    """
-
-    index: int
-    slot: Slot
+    index: int  # of the operation
+    slot: Slot  # of what they do not make
 
 
 @dataclass(frozen=True, slots=True)
 class Risen:
-    """What other orders of the rows do to a number.
+    """What other orders of the rows do to a number."""
 
-    Args:
-        own: with the rows as they are.
-        gain: by how much it rises on average.
-        spread: how far the orders differ.
-    """
-
-    own: float
-    gain: float
-    spread: float
+    own: float  # with the rows as they are
+    gain: float  # by how much it rises on average
+    spread: float  # how far the orders differ
 
     @property
     def answer(self) -> str:
@@ -79,11 +68,6 @@ class Risen:
 
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows.
-
-    Args:
-        tape: of a step; it is run with the parameters as they are now.
-        optimizer: the number of the one that stepped.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
 
     Raises:
         Unknown: it can't be told.

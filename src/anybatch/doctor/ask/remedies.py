@@ -77,16 +77,7 @@ PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [
 
 
 def prove(findings: Iterable[Finding], doctor: Any, *, seconds: float = 20.0) -> list[Finding]:
-    """Tries the remedies of findings for one step on a copy, and says whether the symptom goes.
-
-    Args:
-        findings: of a run.
-        doctor: its recorder, with ``last_inputs``.
-        seconds: that all of it may take.
-
-    Returns:
-        The findings in the same order; those that a remedy cured have ``proof``.
-    """
+    """Tries the remedies of findings for one step on a copy, and says whether the symptom goes."""
     until = time.perf_counter() + seconds
     run = getattr(doctor, "run", None) or Run([])
     given = dict(getattr(doctor, "last_inputs", None) or {})

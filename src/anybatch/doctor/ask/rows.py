@@ -26,9 +26,6 @@ Pattern = tuple[int, int]
 def torn(tape: Tape) -> Probed:
     """Whether a loss changes when rows and labels are permuted together, and what tears them apart.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told.
     """
@@ -66,9 +63,6 @@ def torn(tape: Tape) -> Probed:
 def rows_of(tape: Tape) -> int:
     """The rows of the batch of a step that can be run again.
 
-    Args:
-        tape: of the step.
-
     Raises:
         Unknown: it can't be run again.
     """
@@ -86,12 +80,7 @@ def rows_of(tape: Tape) -> int:
 
 
 def slots_of(tape: Tape, loss: Loss) -> set[Slot]:
-    """The slots that a loss is made of.
-
-    Args:
-        tape: of its step.
-        loss: it.
-    """
+    """The slots that a loss is made of."""
     needed = {loss.slot}
     for operation in reversed(tape.operations[: loss.before]):
         if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
@@ -120,13 +109,6 @@ def replayed(
     tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n, held: Mapping[Slot, torch.Tensor] | None = None
 ) -> Replay:
     """Runs a step again as far as a loss, without random numbers of its own.
-
-    Args:
-        tape: of the step.
-        loss: it.
-        change: takes what came from outside, and gives what is there in its place.
-        number: takes each number in the arguments, and gives another one.
-        held: other parameters than those of the models.
 
     Raises:
         Unknown: it did not run.
@@ -215,9 +197,6 @@ _SIZING = frozenset({"pow", "__pow__", "square", "abs", "__abs__", "norm", "mul"
 def of_itself(tape: Tape) -> Probed:
     """Whether a term of the loss compares what the model gives with itself.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told.
     """
@@ -262,9 +241,6 @@ def _itself(operation: Operation) -> Probed:
 
 def mixed_sums(tape: Tape) -> Probed:
     """Whether a loss adds a mean over the batch and a sum over it.
-
-    Args:
-        tape: of a step.
 
     Raises:
         Unknown: it can't be told.

@@ -17,12 +17,7 @@ _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", r
 
 
 def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a ``ReduceLROnPlateau`` is given values that get better in the direction that it takes for worse.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a ``ReduceLROnPlateau`` is given values that get better in the direction that it takes for worse."""
     for one in kept.plateaus.values():
         values = one.values
         if len(values) < 4:
@@ -69,24 +64,14 @@ def _named(one: Plateau) -> str:
 
 
 def about_own_states(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a state was loaded that was never a copy, so that nothing was put back.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a state was loaded that was never a copy, so that nothing was put back."""
     for one in kept.own[:1]:
         yield Probed(probe="own state", root=-1, answer="yes", file=one.file, line=one.line, evidence={"cls": one.name,
                      "tensors": one.count, "loads": len(kept.own)})  # fmt: skip
 
 
 def about_nan(kept: Kept, run: Run) -> Iterator[Probed]:
-    """The first operation of a forward that gave NaN though it was given none.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """The first operation of a forward that gave NaN though it was given none."""
     if kept.nan is not None:
         name, file, line = kept.nan
         yield Probed(probe="first nan", root=-1, answer="yes", file=file, line=line, evidence={"op": name})

@@ -44,45 +44,26 @@ class Slot(int):
 
 @dataclass(slots=True)
 class Operation:
-    """An operation of the step.
+    """An operation of the step."""
 
-    Args:
-        name: of the function.
-        func: it.
-        args: with slots in place of tensors.
-        kwargs: likewise.
-        outs: the slots of the tensors that it gave.
-        grad: whether with a graph.
-        file: of the user's line.
-        line: its number.
-        drawn: what it drew, for one that draws random numbers.
-    """
-
-    name: str
+    name: str  # of the function
     func: Any
-    args: Any
-    kwargs: Any
-    outs: tuple[Slot, ...] = ()
-    grad: bool = True
-    file: str = ""
+    args: Any  # with slots in place of tensors
+    kwargs: Any  # likewise
+    outs: tuple[Slot, ...] = ()  # the slots of the tensors that it gave
+    grad: bool = True  # whether with a graph
+    file: str = ""  # of the user's line
     line: int = 0
-    drawn: tuple[torch.Tensor, ...] | None = None
+    drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
 
 
 @dataclass(slots=True)
 class Loss:
-    """A tensor whose backward ran.
-
-    Args:
-        slot: of it.
-        before: how many operations had run.
-        file: of the line of the backward.
-        line: its number.
-    """
+    """A tensor whose backward ran."""
 
     slot: Slot
-    before: int
-    file: str
+    before: int  # how many operations had run
+    file: str  # of the line of the backward
     line: int
 
 
@@ -235,6 +216,8 @@ class Tape(TorchFunctionMode):
             self.parameters[slot] = tensor
             if isinstance(tensor, torch.nn.Parameter):
                 return slot
+        if _is_freed(tensor):
+            raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
         self.leaves[slot] = tensor.detach().clone()
         if tensor.grad_fn is not None:
@@ -247,14 +230,7 @@ hidden(Tape._run)
 
 
 def reissued(message: Any) -> bool:
-    """Shows a warning that came while a tape was on as of the line that it would be of without one.
-
-    Args:
-        message: a ``warnings.WarningMessage``.
-
-    Returns:
-        Whether it was of a line between the tape and the user's call, and was issued again.
-    """
+    """Shows a warning that came while a tape was on as of the line that it would be of without one."""
     if not message.filename.startswith(HIDDEN) and not message.filename.endswith(_BETWEEN):
         return False
     frame: Any = sys._getframe(1)
@@ -277,11 +253,7 @@ def _is_between(file: str) -> bool:
 
 
 def slots(value: Any) -> Iterable[Slot]:
-    """The slots in nested arguments.
-
-    Args:
-        value: of any kind.
-    """
+    """The slots in nested arguments."""
     if isinstance(value, Slot):
         yield value
     elif isinstance(value, slice):
@@ -303,8 +275,15 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing; to read it would end the process."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    return any(one.is_cpu and one.is_floating_point() and one.numel() and bool(one.isnan().any()) for one in found)
+    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
+    return any(bool(one.isnan().any()) for one in read)
 
 
 Values = dict[Slot, torch.Tensor]
@@ -312,15 +291,10 @@ Values = dict[Slot, torch.Tensor]
 
 @dataclass(slots=True)
 class Replay:
-    """The step, run again.
+    """The step, run again."""
 
-    Args:
-        values: of all slots, as they were last.
-        results: for each operation copies of what it gave.
-    """
-
-    values: Values = field(default_factory=dict)
-    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    values: Values = field(default_factory=dict)  # of all slots, as they were last
+    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # for each operation copies of what it gave
 
 
 def replay(
@@ -330,18 +304,7 @@ def replay(
     number: Callable[[Any], Any],
     held: Mapping[Slot, torch.Tensor],
 ) -> Replay:
-    """Runs the operations of a tape again.
-
-    Args:
-        tape: of the step.
-        until: how many of the operations.
-        change: takes what came from outside or was drawn, and gives what is there in its place.
-        number: takes each number in the arguments, and gives another one.
-        held: other parameters than those of the models.
-
-    Returns:
-        What came out; what an operation of the user's raises is raised.
-    """
+    """Runs the operations of a tape again."""
     values: Values = {}
     for slot, leaf in tape.leaves.items():
         values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()

@@ -37,9 +37,6 @@ class Loss:
     def __call__(self, outputs: Any) -> torch.Tensor:
         """The loss.
 
-        Args:
-            outputs: of the copy.
-
         Raises:
             Unknown: it can't be rebuilt.
         """
@@ -66,9 +63,6 @@ class Loss:
 
 def fresh(module: nn.Module) -> nn.Module:
     """A copy with new weights.
-
-    Args:
-        module: whose layers know how to reset themselves.
 
     Raises:
         Unknown: some can't.
@@ -128,16 +122,6 @@ def trained(
     trial: Trial, module: nn.Module, loss: Loss, optimizer: Callable[[Any], torch.optim.Optimizer], steps: int
 ) -> tuple[float, float, int]:
     """Trains a copy on the last input.
-
-    Args:
-        trial: that the input is of.
-        module: the copy.
-        loss: of it.
-        optimizer: makes one for some parameters.
-        steps: at most.
-
-    Returns:
-        The first loss, the last loss, and the steps that were done.
 
     Raises:
         Unknown: it can't be trained.

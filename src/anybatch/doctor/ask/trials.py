@@ -35,21 +35,13 @@ class Unknown(Exception):
 
 
 class Operation(NamedTuple):
-    """An operation of a forward.
+    """An operation of a forward."""
 
-    Args:
-        name: of the function.
-        module: the innermost module that ran.
-        file: of the user's line.
-        line: its number.
-        results: copies of what it gave.
-    """
-
-    name: str
-    module: str
-    file: str
+    name: str  # of the function
+    module: str  # the innermost module that ran
+    file: str  # of the user's line
     line: int
-    results: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]  # copies of what it gave
 
 
 class Operations(TorchFunctionMode):
@@ -85,19 +77,12 @@ class Operations(TorchFunctionMode):
 
 @dataclass(slots=True)
 class Inputs:
-    """What a model is given.
-
-    Args:
-        args: of it.
-        kwargs: of it.
-        rows: how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first.
-        dim: of the samples.
-    """
+    """What a model is given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int
-    dim: int = 0
+    rows: int  # how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first
+    dim: int = 0  # of the samples
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Inputs":
@@ -166,12 +151,6 @@ class Trial:
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
         """What the copy gives; its buffers and attributes are as before afterwards.
 
-        Args:
-            inputs: of it.
-            grad: whether with a graph.
-            watch: a mode that is entered.
-            again: whether random numbers go on from those drawn before.
-
         Raises:
             Unknown: the time is over, or the model can't take the inputs.
         """
@@ -201,11 +180,7 @@ class Trial:
         return self.forward(inputs, watch=watch, again=again), watch
 
     def few_rows(self, dim: int = 0) -> Inputs:
-        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run.
-
-        Args:
-            dim: along which the samples lie.
-        """
+        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
         inputs = self.inputs.along(dim) if dim else self.inputs
         sizes = {size for one in inputs.tensors() for dim, size in enumerate(one.shape) if dim != inputs.dim}
         for rows in _ROWS:

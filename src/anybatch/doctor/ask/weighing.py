@@ -35,9 +35,6 @@ _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
 def softmax_axis(tape: Tape) -> Probed:
     """Whether values are summed over another axis than the one along which their weights sum to 1.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told.
     """
@@ -78,9 +75,6 @@ def _is_of_pairs(tape: Tape, slot: Slot) -> bool:
 def hidden_tokens(tape: Tape) -> Probed:
     """Whether scores are hidden where tokens are, and not where padding is.
 
-    Args:
-        tape: of a step.
-
     Raises:
         Unknown: it can't be told, or nothing is hidden.
     """
@@ -101,11 +95,7 @@ def hidden_tokens(tape: Tape) -> Probed:
 
 
 def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
-    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``.
-
-    Args:
-        tokens: of a batch, or another tensor.
-    """
+    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape[1] < 3:
         return None
     same = tokens == tokens[:, -1].mode().values
@@ -117,9 +107,6 @@ def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
 
 def rewarded(tape: Tape) -> Probed:
     """Whether a step makes what was rewarded less likely: the loss rises with a log-probability times its reward.
-
-    Args:
-        tape: of a step.
 
     Raises:
         Unknown: no such product was seen.

@@ -20,11 +20,7 @@ MAKERS: dict[str, list[Maker]] = {}
 
 
 def edits_of(*names: str) -> Callable[[Maker], Maker]:
-    """Puts a function into the table.
-
-    Args:
-        names: of the findings that it makes edits for.
-    """
+    """Puts a function into the table."""
 
     def registered(make: Maker) -> Maker:
         for name in names:
@@ -142,17 +138,7 @@ class Scene:
 
 
 def edits(finding: Finding, run: Run, read: Callable[[str], UserSource], most: int = 4) -> Iterator[Edit]:
-    """The edits that may mend what was found, the likeliest first.
-
-    Args:
-        finding: what was found.
-        run: its facts.
-        read: gives a file of the user by its path; raises ``UnclearEdit`` for one that is not the user's.
-        most: how many at most.
-
-    Yields:
-        Edits, each different from the others.
-    """
+    """The edits that may mend what was found, the likeliest first."""
     seen: set[str] = set()
     for make in MAKERS.get(finding.name, ()):
         made = make(Scene(finding, run, read))
@@ -167,13 +153,7 @@ def edits(finding: Finding, run: Run, read: Callable[[str], UserSource], most: i
 
 
 def each(source: UserSource, things: Iterable[_T], change: Callable[[_T], Iterable[Change]]) -> Iterator[Edit]:
-    """An edit for each of some things, but for those that can't be edited.
-
-    Args:
-        source: the file.
-        things: nodes, as a rule.
-        change: gives the changes for one, or raises ``UnclearEdit``.
-    """
+    """An edit for each of some things, but for those that can't be edited."""
     for one in things:
         try:
             yield source.edit(change(one))
@@ -182,12 +162,7 @@ def each(source: UserSource, things: Iterable[_T], change: Callable[[_T], Iterab
 
 
 def reader(is_users: Callable[[str], bool], edited: dict[str, str]) -> Callable[[str], UserSource]:
-    """What reads the files of a user, as they are after edits.
-
-    Args:
-        is_users: whether a file is the user's.
-        edited: texts that take the place of those on disk, by path.
-    """
+    """What reads the files of a user, as they are after edits."""
 
     @functools.cache  # nodes of one text can be compared
     def read(path: str) -> UserSource:

@@ -25,34 +25,21 @@ class UnclearEdit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that take the place of others.
+    """Bytes that take the place of others."""
 
-    Args:
-        start: offset of the first byte that goes.
-        end: offset behind the last one; ``start`` to insert.
-        text: that comes.
-    """
-
-    start: int
-    end: int
-    text: str
+    start: int  # offset of the first byte that goes
+    end: int  # offset behind the last one; ``start`` to insert
+    text: str  # that comes
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One file, changed.
+    """One file, changed."""
 
-    Args:
-        path: of the file, absolute.
-        before: its text.
-        after: its text with the edit.
-        lines: those that are new; where some only went, what went.
-    """
-
-    path: str
-    before: str
-    after: str
-    lines: str = ""
+    path: str  # of the file, absolute
+    before: str  # its text
+    after: str  # its text with the edit
+    lines: str = ""  # those that are new; where some only went, what went
 
 
 class UserSource:
@@ -253,9 +240,6 @@ class UserSource:
     def edit(self, changes: Iterable[Change]) -> Edit:
         """The file with some changes.
 
-        Args:
-            changes: none of which overlap.
-
         Raises:
             UnclearEdit: they overlap, nothing changes, or the result is no Python.
         """
@@ -322,13 +306,7 @@ def only(found: Sequence[_T], what: str) -> _T:
 
 
 def unified(before: dict[str, str], after: dict[str, str], folder: str) -> str:
-    """The patch between two states of some files, as git and patch take it.
-
-    Args:
-        before: for the path of each file its text.
-        after: the same with the edits.
-        folder: where the patch is applied; files outside of it are named by their whole path.
-    """
+    """The patch between two states of some files, as git and patch take it."""
     parts = []
     for path, text in after.items():
         if text == before[path]:

@@ -82,11 +82,7 @@ def time_leak(run: Run) -> Iterator[Found]:
 
 
 def ignores_input(probed: Probed) -> bool:
-    """Whether a question has shown that the output does not depend on the input.
-
-    Args:
-        probed: any question.
-    """
+    """Whether a question has shown that the output does not depend on the input."""
     if probed.probe != "input" or probed.answer == "unknown":
         return False
     spread = probed.evidence.get("spread")
