@@ -85,26 +85,19 @@ def _hooks(case: Case) -> list[Reason]:
 
 
 def _backward(case: Case) -> list[Reason]:
-    """Whether half of the loss has half of the gradient."""
+    """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
     rig = case.rig
-    with rig.visits.gradients() as of_whole:
-        rig.run()
-    with rig.visits.gradients() as of_half:
-        half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
+    half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
     doubled = [None if gradient is None else 2 * gradient for gradient in half.gradients]
     error = case.error_of(doubled)
     if error <= case.tolerance:
         return []
-    where = [name for name, one in of_whole.items() if abs(2 * of_half[name] - one) > case.tolerance * abs(one)]
-    wrong = [
-        name
-        for name, one, other in zip(rig.names, doubled, case.whole.gradients, strict=True)
-        if distance([one], [other]) > case.tolerance * distance([other])
-    ]
-    module = where[-1] if where else ""
-    shown = f"the result of `{module}`" if module else f"parameter `{wrong[0]}`" if wrong else "the model"
+    pairs = zip(rig.names, doubled, case.whole.gradients, strict=True)
+    wrong = [name for name, one, other in pairs if distance([one], [other]) > case.tolerance * distance([other])]
+    module = wrong[-1].rpartition(".")[0] if wrong else ""
+    shown = f"the result of `{module}`" if module else f"parameter `{wrong[-1]}`" if wrong else "the model"
     evidence = {"error": error, "parameters": wrong[:20]}
-    return [reason("backward", module or (wrong[0] if wrong else "model"), evidence, shown=shown)]
+    return [reason("backward", module or (wrong[-1] if wrong else "model"), evidence, shown=shown)]
 
 
 def _padding(case: Case) -> list[Reason]:

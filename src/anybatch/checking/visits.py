@@ -52,7 +52,6 @@ class Visits:
         self._modules = modules
         self._stack: list[tuple[str, list[Print]]] = []
         self._recording: Recording | None = None
-        self._gradients: dict[str, float] | None = None
 
     def attached(self) -> ExitStack:
         """Hangs hooks on the modules; closing the stack takes them off."""
@@ -82,25 +81,6 @@ class Visits:
         finally:
             self._recording = None
 
-    @contextmanager
-    def gradients(self) -> Iterator[dict[str, float]]:
-        """Gives projections of the gradients that reach the results of modules, in the order in which these ended."""
-        self._gradients = {}
-        try:
-            yield self._gradients
-        finally:
-            self._gradients = None
-
-    def _watch_gradients(self, name: str, result: Any, found: dict[str, float]) -> None:
-        found[name] = 0.0
-
-        def note(gradient: torch.Tensor) -> None:
-            found[name] += float(_print(gradient.detach().reshape(1, -1), 1).along[0][0])
-
-        for _, _, leaf in leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(note)
-
     def _entering(self, name: str) -> Any:
         def enter(module: Any, args: Any, kwargs: Any) -> None:
             if not in_backward():  # where a checkpoint recomputes
@@ -113,8 +93,6 @@ class Visits:
         if in_backward() or not self._stack:
             return
         name, got = self._stack.pop()
-        if self._gradients is not None:
-            self._watch_gradients(name, result, self._gradients)
         if self._recording is not None:
             call = sum(1 for other, _ in self._recording.visits if other == name)
             self._recording.visits[name, call] = Visit(name, got, _prints(result, self._recording.rows))
