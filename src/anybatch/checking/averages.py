@@ -28,7 +28,7 @@ class Columns(NamedTuple):
 
     Args:
         values: of the loss, or of the total of a ``Mean``.
-        gradients: some entries of them, of shape ``[entries, parts]``.
+        gradients: what is kept of them, of shape ``[entries, parts]``.
         counts: what ``Mean`` s are over; empty for a plain loss.
     """
 
@@ -42,7 +42,7 @@ class Columns(NamedTuple):
         counts = [outcome.counts[name] for outcome in outcomes if name in outcome.counts]
         factors = torch.tensor([outcome.counts.get(name, 1.0) for outcome in outcomes], dtype=torch.float64)
         values = torch.tensor([outcome.losses.get(name, 0.0) for outcome in outcomes], dtype=torch.float64)
-        return cls(values * factors, torch.stack([outcome.sample() for outcome in outcomes], 1) * factors, counts)
+        return cls(values * factors, torch.stack([outcome.sketch() for outcome in outcomes], 1) * factors, counts)
 
     def chosen(self, which: torch.Tensor) -> "Columns":
         """Some of the columns."""

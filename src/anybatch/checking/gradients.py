@@ -10,6 +10,7 @@ from anybatch.tensors.shards import local_of
 
 _SIZE = 1024
 """Numbers that are kept of a large gradient: the norm of a difference is then known within ``sqrt(2 / 1024)``, 4 %."""
+_FEW = 4  # times as many entries, below which all are kept
 _AT_ONCE = 128  # rows of so many numbers that are converted at a time
 
 
@@ -38,6 +39,17 @@ def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
     if one is None or other is None:
         return other if one is None else one
     return one.double() - other.double()
+
+
+def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:
+    """What is kept of a gradient of so many entries, in float64 on the CPU; 0 where there is none."""
+    kept = torch.zeros(length_of(size)) if gradient is None else _sketch_of(gradient)
+    return kept.to("cpu", torch.float64)
+
+
+def length_of(size: int) -> int:
+    """How many numbers are kept of a gradient of so many entries."""
+    return size if size // _SIZE < _FEW else _SIZE
 
 
 class Sketch:
@@ -84,7 +96,7 @@ def _sketch_of(gradient: torch.Tensor) -> torch.Tensor:
         return _of_sparse(gradient.coalesce(), wide)
     flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
     rows = len(flat) // _SIZE
-    if rows < 4:
+    if rows < _FEW:
         return flat.to(wide, copy=True)
     signs, total = _signs(rows + 1), torch.zeros(_SIZE, dtype=wide, device=flat.device)
     for start in range(0, rows, _AT_ONCE):
@@ -105,7 +117,7 @@ def _of_sparse(gradient: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         rows = rows * size + index
     places = (rows[:, None] * values.shape[1] + torch.arange(values.shape[1], device=values.device)).flatten()
     count, weighted = math.prod(gradient.shape[: gradient.sparse_dim()]) * values.shape[1], values.flatten().to(wide)
-    if count // _SIZE >= 4:
+    if length_of(count) < count:
         weighted = weighted * _signs(count // _SIZE + 1).to(values.device, wide)[places // _SIZE]
         places, count = places % _SIZE, _SIZE
     return torch.zeros(count, dtype=wide, device=values.device).index_add_(0, places, weighted)

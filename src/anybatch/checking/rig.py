@@ -20,7 +20,7 @@ from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
 from anybatch.checking.beginnings import announced
-from anybatch.checking.gradients import distance
+from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
 from anybatch.checking.standins import DOUBLE, Draw, StandIns, Turns
@@ -38,12 +38,10 @@ from anybatch.tensors.graph import leaves_of
 from anybatch.tensors.modules import modules_behind
 from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import Effect, SideEffects
+from anybatch.tensors.sideeffects import Effect, SideEffects, same
 from anybatch.update.batchnorm import coupling_modules
 from anybatch.update.passes import Task, run_pass
 from anybatch.update.progress import Progress
-
-_ENTRIES = 1 << 16  # of a gradient, from which weights are solved for
 
 
 class _OutsideLeaves(Exception):
@@ -76,22 +74,15 @@ class Outcome:
         """Whether losses and gradient are finite."""
         return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
 
-    def sample(self) -> torch.Tensor:
-        """Some entries of the gradient, always the same ones, in float64 on the CPU; 0 where there is no gradient."""
-        taken = [torch.zeros(0, dtype=torch.float64)]
-        for gradient, size, step in zip(self.gradients, self.sizes, self._steps(), strict=True):
-            flat = torch.zeros(size) if gradient is None else gradient.reshape(-1)
-            taken.append(flat[::step].double().cpu())
-        return torch.cat(taken)
+    def sketch(self) -> torch.Tensor:
+        """What is kept of the gradient, always of the same entries; 0 where there is none."""
+        found = [sketched(gradient, size) for gradient, size in zip(self.gradients, self.sizes, strict=True)]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
 
     def owners(self) -> torch.Tensor:
-        """The position of the parameter that each of these entries is of."""
-        lengths = [len(range(0, size, step)) for size, step in zip(self.sizes, self._steps(), strict=True)]
-        return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-
-    def _steps(self) -> list[int]:
-        step = max(1, sum(self.sizes) // _ENTRIES)
-        return [min(step, max(1, size // 16)) for size in self.sizes]
+        """The position of the parameter that each of these numbers is of."""
+        lengths = torch.tensor(list(map(length_of, self.sizes)), dtype=torch.int64)
+        return torch.arange(len(lengths)).repeat_interleave(lengths)
 
 
 class Rig:
@@ -124,7 +115,7 @@ class Rig:
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []
         self.names: list[str] = []
-        self._stands: list[tuple[int, list[str]]] | None = None
+        self._stands: list[tuple[int, list[Any]]] | None = None
 
     @property
     def splittable(self) -> Splittable:
@@ -201,9 +192,9 @@ class Rig:
     def draws_by_size(self) -> bool:
         """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
         self.run()
-        after_whole = self._generators()
+        after_whole, own = RandomState([self.device]), self.effects.generators()
         next(self.parts(self.splits()[0]))
-        return after_whole != self._generators()
+        return not after_whole.is_now() or not same(own, self.effects.generators())
 
     def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
         """Whether two micro-batches draw the same numbers, since the loss seeds a generator.
@@ -224,15 +215,16 @@ class Rig:
         firsts = [drawn[begin:end][:1] for (begin, _), (end, _) in itertools.pairwise(stands)]
         if any(one and one in firsts[:position] for position, one in enumerate(firsts)):
             return True
-        sizes = [len(part.samples) for part in parts]
-        ends = [(size, others) for size, (_, others) in zip(sizes, stands[1:], strict=False) if others != stands[0][1]]
-        return any(end in ends[:position] for position, end in enumerate(ends))
+        ends = [[len(part.samples), *others] for part, (_, others) in zip(parts, stands[1:], strict=False)
+                if not same(others, stands[0][1])]  # fmt: skip
+        return any(same(end, one) for position, end in enumerate(ends) for one in ends[:position])
 
     def _note_generators(self, turn: int) -> None:
         """How many numbers were drawn so far, and where the generators stand that torch does not draw from."""
         drawn = None if self.stand_ins is None else self.stand_ins.drawn
         if self._stands is not None and drawn is not None and len(self._stands) <= turn:
-            self._stands.append((len(drawn), self._generators(torch_too=False)))
+            state = RandomState().state_dict()
+            self._stands.append((len(drawn), [state["python"], state.get("numpy"), *self.effects.generators()]))
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -242,12 +234,6 @@ class Rig:
         """
         of_torch, others = self._random.moved()
         return others or any(self.effects.drew()) or (torch_too and of_torch)
-
-    def _generators(self, torch_too: bool = True) -> list[str]:
-        state = RandomState([self.device]).state_dict()
-        tensors = [state.pop("cpu"), *state.pop("devices").values()]
-        states = [value.tolist() if isinstance(value, torch.Tensor) else value for value in self.effects.generators()]
-        return [str(state), *(str(tensor.tolist()) for tensor in tensors if torch_too), *map(_shown, states)]
 
     def coupling(self) -> dict[str, torch.nn.Module]:
         """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
@@ -379,15 +365,6 @@ class Rig:
                 f"the loss gave no gradient to any of the {kind}; expected a "
                 "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
             )
-
-
-def _shown(state: Any) -> str:
-    """A state of a generator in full, which numpy abridges."""
-    if isinstance(state, dict):
-        return str({key: _shown(value) for key, value in state.items()})
-    if isinstance(state, tuple):
-        return str([_shown(value) for value in state])
-    return str(state.tolist() if hasattr(state, "tolist") else state)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

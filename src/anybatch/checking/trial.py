@@ -205,7 +205,7 @@ class Trial:
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         outside = None if self._is_shared else OutsideLeaves(self.parameters)
         no_dropout = contextlib.nullcontext() if self._is_shared else _without_dropout(self._every_module)
-        with self.undisturbed(outside), numbers or contextlib.nullcontext(), no_dropout:
+        with self.undisturbed(outside, numbers), no_dropout:
             with self._optimizations():
                 _, sums = run_pass(
                     own, parts or [], self.parameters, Progress(), outside=outside, differentiate=differentiate
@@ -225,11 +225,12 @@ class Trial:
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[None]:
+    def undisturbed(self, outside: OutsideLeaves | None = None, numbers: StandIns | None = None) -> Iterator[None]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
             outside: knows leaves whose gradients are taken off in the block.
+            numbers: stand in for random ones in it.
         """
         loss_fn = self._task.loss_fn
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
@@ -238,9 +239,10 @@ class Trial:
             parameter.grad = None
         if isinstance(loss_fn, InPieces) and getattr(loss_fn, "carried", None) is not None:
             loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = Overwritten(_buffers(self._every_module)) if self._may_write else None
+        run = None if numbers is None else numbers.__torch_dispatch__  # one mode instead of two, for speed
+        written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         try:
-            with written or contextlib.nullcontext():
+            with written or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
