@@ -119,7 +119,7 @@ def test_float32_is_as_near_as_the_whole_batch() -> None:
         assert_float32(gradients_of(model), whole, exact, out.micro_batches)
 
 
-@pytest.mark.parametrize("devices", [TWO, THREE, {"cpu": 1, "cpu:0": 3}])
+@pytest.mark.parametrize("devices", [TWO, pytest.param(THREE, marks=pytest.mark.slow), {"cpu": 1, "cpu:0": 3}])
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("share", [1.02, 1.6, 1000.0])
 def test_no_device_holds_more_than_planned(share: float, make: Any, devices: Any) -> None:
