@@ -8,8 +8,6 @@ import torch
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.tensors.dispatch import has_numbers, unseen
 
-_TRIED = 4  # gradients whose first entry is looked at
-
 
 class Came(NamedTuple):
     """What a backward did.
@@ -204,9 +202,13 @@ class Gradients:
             self.arrange()
         if not self.is_any:
             return 0, 0, 0
+        if not closely:
+            for reference, old in zip(self._references, self._ids, strict=True):
+                if old and ((tensor := reference()) is None or tensor.grad is None):
+                    break
+            else:
+                return 0, 0, 0
         gradients = self._gradients()
-        if not closely and [one is None for one in gradients].count(True) <= len(gradients) - self.present:
-            return 0, 0, 0
         edited = sum(
             1
             for gradient, old, version in zip(gradients, self._ids, self._versions, strict=True)
@@ -263,10 +265,10 @@ class Gradients:
 
 @unseen
 def _are_zero(gradients: list[torch.Tensor]) -> bool:
-    """Whether all gradients are zero; nothing waits for a device."""
-    if not all(one.layout is torch.strided and one.is_cpu and has_numbers(one) for one in gradients):
-        return False
-    dense = [one.detach() for one in gradients[::-1]]  # those of the last layers are the largest
-    if any(one.numel() and one[(0,) * one.dim()].item() for one in dense[:_TRIED]):
-        return False  # most gradients are known by their first entry
-    return bool(dense) and not any(bool(one.any()) for one in dense)
+    """Whether all gradients are zero; nothing waits for a device. Most are known by their first entries."""
+    for one in (gradients[-1], *gradients):  # that of the last layer mostly tells
+        if one.layout is not torch.strided or not one.is_cpu or not has_numbers(one):
+            return False
+        if one.numel() and one.detach().reshape(-1)[0].item():
+            return False
+    return not any(bool(one.detach().any()) for one in gradients)

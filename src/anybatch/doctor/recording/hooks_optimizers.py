@@ -31,15 +31,16 @@ _TORCHS_FILE = optimizers.__file__
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
 _STEP_NAMES = frozenset({"wrapper", "doctored_step"})
 _MOST_FRAMES = 40  # between two steps that run within each other
+_UNKNOWN: tuple[int, tuple[int, ...], int] = (0, (), -1)
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
 class _Known(NamedTuple):
-    """What is known of an optimizer: its number, how many parameters its groups have, and which these are."""
+    """What is known of an optimizer, which groups may be added to."""
 
     optimizer: Any  # a weak reference
     number: int
-    lengths: list[int]
+    ends: tuple[int, int]  # how many groups it has, and how many parameters the last one
     parameters: frozenset[int]
 
 
@@ -189,11 +190,8 @@ class OptimizerHooks:
             self._nested = self._nested or begun is not None
             return
         known, groups = self._known.get(id(optimizer)), optimizer.param_groups
-        if (
-            known is None
-            or known.optimizer() is not optimizer
-            or known.lengths != [len(one["params"]) for one in groups]
-        ):
+        ends = len(groups), len(groups[-1]["params"]) if groups else 0
+        if known is None or known.optimizer() is not optimizer or known.ends != ends:
             known = self._know(optimizer)
         number, count, every = known.number, self.counts.get(known.number, 0), recording.sampling.every
         if count in _LOOKS_AROUND:
@@ -220,7 +218,10 @@ class OptimizerHooks:
             return  # its beginning was not seen
         self._begun, place, known = None, user_place(5), begun.known
         number, count, sampled = known.number, begun.done, begun.sampled
-        with_grad, without, changed = self._counted(optimizer, number, sampled=sampled)
+        with_grad, without, of = self._without.get(number, _UNKNOWN)
+        changed = False
+        if sampled or of != self._gradients.present:
+            with_grad, without, changed = self._counted(optimizer, number)
         zero = _are_zero(optimizer) if sampled else None
         rates = rates_of(optimizer)
         key = "stepped", number, with_grad, len(without), zero, begun.closure, recording.in_scaler, begun.edited, place
@@ -244,8 +245,8 @@ class OptimizerHooks:
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""
         number, groups = self.numbered(optimizer), optimizer.param_groups
-        lengths = [len(one["params"]) for one in groups]
-        known = _Known(weakref.ref(optimizer), number, lengths, self._parameter_numbers(number))
+        ends = len(groups), len(groups[-1]["params"]) if groups else 0
+        known = _Known(weakref.ref(optimizer), number, ends, self._parameter_numbers(number))
         self._known[id(optimizer)] = known
         return known
 
@@ -267,18 +268,16 @@ class OptimizerHooks:
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
 
-    def _counted(self, optimizer: Any, number: int, *, sampled: bool) -> tuple[int, tuple[int, ...], bool]:
+    def _counted(self, optimizer: Any, number: int) -> tuple[int, tuple[int, ...], bool]:
         """How many parameters have a gradient, which have none though they require one, and whether that is new."""
-        present, known = self._gradients.present, self._without.get(number)
-        if known is not None and not sampled and present == known[2]:
-            return known[0], known[1], False
+        known = self._without.get(number, _UNKNOWN)
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         missing = [tensor for tensor in parameters if tensor.grad is None]
         numbers = map(self._recording.numbering.known, [tensor for tensor in missing if tensor.requires_grad])
         without = tuple([one for one in numbers if one is not None])
         with_grad = len(parameters) - len(missing)
-        self._without[number] = with_grad, without, present
-        return with_grad, without, known is None or known[1] != without
+        self._without[number] = with_grad, without, self._gradients.present
+        return with_grad, without, known is _UNKNOWN or known[1] != without
 
     def _parameter_numbers(self, number: int) -> frozenset[int]:
         groups = self._recording.numbering.optimizer_table(number).groups
