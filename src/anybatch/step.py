@@ -33,6 +33,7 @@ from anybatch.options import (
 )
 from anybatch.records.layouts import BatchLayout
 from anybatch.records.results import StepResult
+from anybatch.records.tunings import BatchAdvice
 from anybatch.tensors.modules import device_of, devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
@@ -368,6 +369,17 @@ class TrainStep:
             "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
             "one logical batch after the other. Nothing was changed by the inner call"
         )
+
+    @property
+    def advice(self) -> BatchAdvice:
+        """Which batch pays and which learning rate goes with it, by the ``NoiseScale`` that measures this step.
+
+        Raises:
+            BatchError: none does.
+        """
+        from anybatch.scaling.tuning import advice_on
+
+        return advice_on(self.watcher, self._optimizers, self._rows, self._limit.value, self.updates + self.skipped)
 
     def __copy__(self) -> "TrainStep":
         raise TypeError(

@@ -87,6 +87,25 @@ def check_folder(path: Path | None) -> None:
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
 
 
+def check_page(path: Path | None, *, force: bool) -> None:
+    """Refuses a page that can't be written, or that would overwrite something else.
+
+    Args:
+        path: of the page; ``None`` is fine.
+        force: whether anything may be overwritten.
+
+    Raises:
+        click.UsageError: names the file and the remedy.
+    """
+    from anybatch.report.pages import is_own_page, missing_extra
+
+    check_folder(path)
+    if path is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    if path is not None and path.is_file() and not force and not is_own_page(path):
+        raise click.UsageError(f"{path} exists and is no page of anybatch; name another or add --force")
+
+
 def check_patch(path: Path | None, *, force: bool) -> None:
     """Refuses a patch that can't be written, or that would overwrite what is no patch of anybatch.
 

@@ -3,9 +3,10 @@
 import json
 import sys
 import textwrap
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 from rich.console import Console
@@ -14,6 +15,7 @@ from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
     check_folder,
+    check_page,
     check_patch,
     json_option,
     json_text,
@@ -27,7 +29,6 @@ from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
-from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, parse_bytes
 
 _WIDTH = 80
@@ -145,7 +146,13 @@ def plan_command(
     outputs = Outputs(formats, json_path)
     _check_outputs(output, html, force=force)
     check_patch(patch, force=force)
-    question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
+    question: dict[str, Any] = {
+        "verb": "plan",
+        "memory": memory,
+        "device": device,
+        "ranks": ranks,
+        "shard": shard or "ddp",
+    }
     question["batch_norm"] = batch_norm
     question["output"] = None if output is None else str(output)
     question["timeline"] = html is not None
@@ -162,27 +169,45 @@ def plan_command(
         show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))
         outputs.write(lambda _: json_text(ranked.to_dict()), show)
         return
-    plan = Plan.from_dict(ending.facts["plan"])
-    notes = _notes(ending)
-    if output is not None:
-        plan.save(output)
-    if html is not None:
-        from anybatch.report.frontier import plan_page
+    _report(Plan.from_dict(ending.facts["plan"]), script, ending, question, _Files(output, html, patch), outputs)
 
-        steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
-        html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
-    if patch is not None and ending.facts.get("change"):
-        patch.write_text(ending.facts["change"], encoding="utf-8")
+
+class _Files(NamedTuple):
+    """Where the plan, its page and the lines to change are written; ``None`` for nowhere."""
+
+    output: Path | None
+    html: Path | None
+    patch: Path | None
+
+
+def _report(
+    plan: Plan, script: Path, ending: Ending, question: Mapping[str, Any], files: _Files, outputs: Outputs
+) -> None:
+    """Writes a plan to all places; one that can't be written takes none of the others away."""
+    notes, use = _notes(ending), _use_of(plan, question["memory"], question["batch_norm"], files.output, ending.facts)
+
+    def to_page() -> None:
+        if files.html is not None:
+            from anybatch.report.frontier import plan_page
+
+            steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
+            files.html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
+
+    def to_files() -> None:
+        if files.output is not None:
+            plan.save(files.output)
+        if files.patch is not None and ending.facts.get("change"):
+            files.patch.write_text(ending.facts["change"], encoding="utf-8")
 
     def to_terminal() -> None:
         console = outputs.console()
         show_plan(plan, console, notes)
-        _show_use(console, _use_of(plan, memory, batch_norm, output, ending.facts), ending.facts, patch)
-        for what, path in (("Saved as", output), ("Page ", html and html.absolute())):
+        _show_use(console, use, ending.facts, files.patch)
+        for what, path in (("Saved as", files.output), ("Page ", files.html and files.html.absolute())):
             if path is not None:
                 console.print(f"\n{what} {path}", markup=False, soft_wrap=True)
 
-    outputs.write(lambda _: json_text(plan.to_dict()), to_terminal)
+    outputs.write(lambda _: json_text(plan.to_dict()), to_files, to_page, to_terminal)
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -194,15 +219,9 @@ def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> N
 
 def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> None:
     """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (output, html):
-        check_folder(path)
-    if html is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if force:
-        return
-    if html is not None and html.exists() and not is_own_page(html):
-        raise click.UsageError(f"{html} exists and is no page of anybatch; name another or add --force")
-    if output is not None and output.exists() and not _is_own_plan(output):
+    check_folder(output)
+    check_page(html, force=force)
+    if output is not None and not force and output.exists() and not _is_own_plan(output):
         raise click.UsageError(f"{output} exists and is no plan; name another with -o or add --force")
 
 

@@ -2,13 +2,16 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.records.tunings import BatchAdvice
 from anybatch.scaling.batchsize import rescale
+from anybatch.scaling.noisescale import NoiseScale
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -65,3 +68,60 @@ def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, fl
     new = float(optimizers[0].param_groups[0]["lr"])
     done.undo()
     return now, new, str(done.rule)
+
+
+def advice_of(
+    noise: NoiseScale,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    batch: int,
+    micro_batches: int,
+    steps: int,
+    rated: Sequence[tuple[float, float]] = (),
+) -> BatchAdvice:
+    """What a noise scale and the optimizers of a run say about its batch.
+
+    Args:
+        noise: of the run.
+        optimizers: of the run.
+        batch: samples of a logical batch.
+        micro_batches: that it is run in.
+        steps: that were looked at.
+        rated: what ``rates_that_train`` gave.
+    """
+    low, high = noise.interval
+    pays = batch_that_pays(noise.value or 0.0)
+    now, rate, rule = rate_for(optimizers, (batch, pays or batch))
+    way = (
+        "as it is" if micro_batches == 1 else f"in {micro_batches} micro-batches of {math.ceil(batch / micro_batches)}"
+    )
+    falls = tuple((factor, fall if abs(fall) < sys.float_info.max else None) for factor, fall in rated)
+    return BatchAdvice(
+        batch, way, steps, noise.unit, now, rate, rule, noise.advice, pays, noise.value if pays else None, low,
+        high if high < sys.float_info.max else None, falls,
+    )  # fmt: skip
+
+
+def advice_on(
+    watcher: Any, optimizers: Sequence[torch.optim.Optimizer], batch: int, limit: float | None, steps: int
+) -> BatchAdvice:
+    """The advice of a step that goes on, without a range test.
+
+    Args:
+        watcher: of the step.
+        optimizers: of it.
+        batch: samples of its last logical batch.
+        limit: samples of a micro-batch, ``None`` for all.
+        steps: that it has done.
+
+    Raises:
+        BatchError: no noise scale measures it.
+    """
+    noise = getattr(watcher, "__self__", None)
+    if not isinstance(noise, NoiseScale):
+        raise BatchError(
+            "step.advice has nothing to go by; got a step that nothing measures. Expected noise = "
+            "anybatch.NoiseScale(step, halves=True) before its first batches; or run anybatch tune train.py"
+        )
+    many = math.ceil(batch / limit) if limit else 1
+    return advice_of(noise, optimizers, batch=batch, micro_batches=many, steps=steps)
