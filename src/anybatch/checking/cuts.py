@@ -18,6 +18,7 @@ _AMONG = 64  # the first of a batch, among which there are some of one class als
 _CHANGED = 5  # samples of a group that are changed for others
 _TURNS = 4  # cuts at most: what their samples have in common does not fit into one
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
+_AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
@@ -64,7 +65,8 @@ def cuts_inside(
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
-        group: samples that stand together, and are not cut apart. Then cuts of any groups come after those of unlike.
+        group: samples that stand together, and are not cut apart. Cuts of any of them come after those of unlike ones,
+            as of single samples where there are many.
         beyond: whether more samples than a micro-batch has are taken.
 
     Returns:
@@ -80,7 +82,7 @@ def cuts_inside(
     first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
     yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_ANY if group > 1 else 0):
+    for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
         drawn = torch.randperm(len(units), generator=generator)[:wanted].tolist()
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part, Splittable
+from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside, most_of
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -183,6 +184,8 @@ class _Prover:
             note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"
             return _proof("undecided", "", cut, difference, note=f"{note} made"), None
         if certificate is not None and reason is not None:
+            if certificate.samples != sum(cut.sizes):
+                reason = more(reason, f" (Seen among {certificate.samples} samples.)")
             return _proof("not exact", "certificate", cut, difference, certificate), reason
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
@@ -195,8 +198,8 @@ class _Prover:
         try:
             certificate = self._trial.certificate(cut)
             if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code == "count":
-                for more in cuts_inside(self._task.splittable, self._parts, _CERTIFIED, beyond=True):
-                    other = self._trial.certificate(more)
+                for larger in cuts_inside(self._task.splittable, self._parts, _CERTIFIED, beyond=True):
+                    other = self._trial.certificate(larger)
                     return certificate if other.exact else other
             return certificate
         except AnyBatchError:
