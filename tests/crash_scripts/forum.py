@@ -98,7 +98,8 @@ enc(wave)
 """,
     "hwc batch": """
 from collections import OrderedDict
-net = nn.Sequential(OrderedDict([("stem", nn.Conv2d(3, 16, 3, stride=2)), ("act", nn.ReLU()), ("pool", nn.AdaptiveAvgPool2d(1))]))
+layers = [("stem", nn.Conv2d(3, 16, 3, stride=2)), ("act", nn.ReLU()), ("pool", nn.AdaptiveAvgPool2d(1))]
+net = nn.Sequential(OrderedDict(layers))
 import numpy as np
 imgs = torch.from_numpy(np.random.rand(8, 48, 64, 3).astype("float32"))
 feats = net(imgs)  # CRASH
@@ -162,6 +163,271 @@ mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
 scores = torch.randn(2, 3)
 scores = scores - 1e9 * (1 - mask)  # CRASH
 """,
+    "vocab pad": """
+sentences = [["the", "cat", "sat"], ["a", "dog"]]
+vocab = {w: i for i, w in enumerate(sorted({w for s in sentences for w in s}))}
+pad = len(vocab)
+ids = torch.tensor([[vocab[w] for w in s] + [pad] * (4 - len(s)) for s in sentences])
+class Bag(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.embedding = nn.Embedding(n, 6)
+        self.fc = nn.Linear(6, 2)
+    def forward(self, tokens):
+        return self.fc(self.embedding(tokens).mean(1))  # CRASH
+Bag(len(vocab))(ids)
+""",
+    "bi lstm state": """
+class Tagger(nn.Module):
+    def __init__(self, hidden=10):
+        super().__init__()
+        self.hidden = hidden
+        self.lstm = nn.LSTM(5, hidden, num_layers=2, bidirectional=True, batch_first=True)
+    def init_hidden(self, batch):
+        return torch.zeros(2, batch, self.hidden), torch.zeros(2, batch, self.hidden)
+    def forward(self, x):
+        hidden = self.init_hidden(x.size(0))
+        out, hidden = self.lstm(x, hidden)  # CRASH
+        return out
+Tagger()(torch.randn(3, 9, 5))
+""",
+    "rewrapped loss": """
+model = nn.Linear(6, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+losses = []
+for x in torch.randn(4, 2, 6):
+    losses.append(model(x).pow(2).mean())
+loss = torch.tensor(losses).mean()
+opt.zero_grad()
+loss.backward()  # CRASH
+opt.step()
+""",
+    "positions on meta": """
+class PosEnc(nn.Module):
+    def __init__(self, d, n=32):
+        super().__init__()
+        self.pe = torch.zeros(1, n, d, device="meta")
+    def forward(self, x):
+        x = x + self.pe[:, : x.size(1)]  # CRASH
+        return x
+enc = nn.Sequential(PosEnc(8), nn.Linear(8, 4))
+enc(torch.randn(2, 5, 8))
+""",
+    "ragged tuples": """
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self):
+        self.data = [(torch.randint(1, 9, (n,)), n % 2) for n in (4, 6, 3, 5)]
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, i):
+        return self.data[i]
+loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+for x, y in loader:  # CRASH
+    print(x.shape)
+""",
+    "missing return": """
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, train=True):
+        self.x, self.train = torch.randn(10, 3), train
+    def __len__(self):
+        return 10
+    def __getitem__(self, i):
+        row = self.x[i]
+        if self.train:
+            row = row + 0.1 * torch.randn(3)
+        else:
+            return row
+for batch in torch.utils.data.DataLoader(Pairs(), batch_size=5):  # CRASH
+    batch.mean()
+""",
+    "fine-tune head": """
+class Backbone(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classifier = nn.Linear(8, num_classes)
+    def forward(self, x):
+        return self.classifier(self.features(x))
+pretrained = Backbone(1000).state_dict()
+model = Backbone(10)
+model.load_state_dict(pretrained)  # CRASH
+""",
+    "bn single image": """
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(12, 6)
+        self.bn = nn.BatchNorm1d(6)
+    def forward(self, x):
+        return self.bn(self.fc(x))  # CRASH
+head = Head()
+image = torch.randn(12)
+with torch.no_grad():
+    out = head(image.unsqueeze(0))
+""",
+    "plateau step": """
+model = nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+for epoch in range(3):
+    optimizer.zero_grad()
+    train_loss = model(torch.randn(4, 3)).pow(2).mean()
+    train_loss.backward()
+    optimizer.step()
+    scheduler.step()  # CRASH
+""",
+    "hf labels": """
+from dataclasses import dataclass
+@dataclass
+class Output:
+    loss: object = None
+    logits: object = None
+class ForClassification(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(5, 3)
+    def forward(self, input_ids, labels=None):
+        logits = self.net(input_ids)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits, labels)
+        return Output(loss, logits)
+model = ForClassification()
+batch = {"input_ids": torch.randn(4, 5), "label": torch.randint(0, 3, (4,))}
+outputs = model(batch["input_ids"])
+outputs.loss.backward()  # CRASH
+""",
+    "permute view": """
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(12, 3)
+    def forward(self, x):
+        b = x.size(0)
+        x = x.permute(0, 2, 1)
+        x = x.view(b, -1)  # CRASH
+        return self.fc(x)
+Mixer()(torch.randn(2, 3, 4))
+""",
+    "save lambda": """
+import io
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.act = lambda x: torch.relu(x)
+    def forward(self, x):
+        return self.act(self.fc(x))
+net = Net()
+torch.save(net, io.BytesIO())  # CRASH
+""",
+    "multinomial of logits": """
+class LM(nn.Module):
+    def __init__(self, v=11):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(v, 8), nn.Linear(8, v)
+    def forward(self, ids):
+        return self.head(self.emb(ids))
+lm = LM()
+ids = torch.randint(0, 11, (2, 5))
+logits = lm(ids)[:, -1]
+next_id = torch.multinomial(logits, num_samples=1)  # CRASH
+""",
+    "seq ce": """
+class Seq(nn.Module):
+    def __init__(self, vocab=13):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, 8)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, vocab)
+    def forward(self, x):
+        h, _ = self.rnn(self.emb(x))
+        return self.head(h)
+net = Seq()
+tokens = torch.randint(0, 13, (4, 9))
+logits = net(tokens[:, :-1])
+target = tokens[:, 1:]
+loss = F.cross_entropy(logits, target)  # CRASH
+""",
+    "parameters uncalled": """
+model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters, lr=0.1)  # CRASH
+""",
+    "regression target cols": """
+net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+crit = nn.BCELoss()
+probs = torch.sigmoid(net(torch.randn(10, 6)))
+y = torch.randint(0, 2, (3, 10)).float()
+loss = crit(probs, y)  # CRASH
+""",
+    "conv1d channels": """
+class Kws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c1 = nn.Conv1d(40, 16, 3)
+    def forward(self, mel):
+        return self.c1(mel).mean(-1)  # CRASH
+mel = torch.randn(4, 98, 40)
+Kws()(mel)
+""",
+    "maxpool linear chw": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Sequential(nn.Linear(8 * 13 * 13, 10))
+    def forward(self, x):
+        return self.head(self.body(x))  # CRASH
+Net()(torch.randn(5, 1, 28, 28))
+""",
+    "embedding got float": """
+import numpy as np
+items = torch.tensor(np.array([[1.0, 5.0], [3.0, 2.0]]))
+emb = nn.Embedding(10, 4)
+v = emb(items)  # CRASH
+""",
+    "gather index dims": """
+q = torch.randn(8, 4)
+actions = torch.randint(0, 4, (8,))
+chosen = q.gather(1, actions)  # CRASH
+""",
+    "bmm 2d": """
+a = torch.randn(5, 7)
+ctx = torch.randn(5, 7, 3)
+out = torch.bmm(a, ctx)  # CRASH
+""",
+    "stack differing": """
+outs = []
+for n in (3, 4, 5):
+    outs.append(torch.randn(n, 2))
+batch = torch.stack(outs)  # CRASH
+""",
+    "mha batch first": """
+att = nn.MultiheadAttention(16, 4)
+q = torch.randn(10, 2, 16)
+kv = torch.randn(2, 12, 16)
+out, w = att(q, kv, kv)  # CRASH
+""",
+    "layernorm dims": """
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.proj = nn.Linear(d, 2 * d)
+        self.ln = nn.LayerNorm(d)
+    def forward(self, x):
+        return self.ln(self.proj(x))  # CRASH
+Block(6)(torch.randn(3, 6))
+""",
+    "bias add broadcast": """
+h = torch.randn(4, 10, 32)
+speaker = torch.randn(4, 32)
+h = h + speaker  # CRASH
+""",
+    "masked fill float": """
+scores = torch.randn(2, 4, 4)
+mask = torch.tril(torch.ones(4, 4))
+scores = scores.masked_fill(mask, float("-inf"))  # CRASH
+""",
 }
 
 EXPECTED = {
@@ -180,6 +446,32 @@ EXPECTED = {
     "scatter one-hot": ("SHAPE_MISMATCH", "labels", "labels.unsqueeze(-1)"),
     "numpy double": ("DTYPE_MISMATCH", "inp", "float"),
     "bool minus": ("DTYPE_MISMATCH", "mask", "mask.long()"),
+    "vocab pad": ("INDEX_OUT_OF_RANGE", "embedding", "6"),
+    "bi lstm state": ("SHAPE_MISMATCH", "lstm", "zeros(4,"),
+    "rewrapped loss": ("LOSS_NO_GRAD", "tensor", "stack"),
+    "positions on meta": ("DEVICE_MISMATCH", "pe", "register_buffer"),
+    "ragged tuples": ("SHAPE_MISMATCH", "size", "pad_sequence"),
+    "missing return": ("SHAPE_MISMATCH", "None", "return"),
+    "fine-tune head": ("STATE_NOT_LOADED", "classifier", "del "),
+    "bn single image": ("BN_ONE_VALUE", "bn", "eval()"),
+    "plateau step": ("MODULE_NOT_READY", "metrics", "scheduler.step(train_loss"),
+    "hf labels": ("TENSOR_MISUSED", "loss", "labels="),
+    "permute view": ("SHAPE_MISMATCH", "contiguous", "reshape"),
+    "save lambda": ("WORKER_DIED", "", "def "),
+    "multinomial of logits": ("DISTRIBUTION_PARAMETER", "logits", "softmax"),
+    "seq ce": ("SHAPE_MISMATCH", "logits", "logits = logits.transpose(-2, -1)"),
+    "parameters uncalled": ("TENSOR_MISUSED", "parameters", "parameters()"),
+    "regression target cols": ("SHAPE_MISMATCH", "probs", "transpose"),
+    "conv1d channels": ("SHAPE_MISMATCH", "mel", "mel = mel.transpose"),
+    "maxpool linear chw": ("SHAPE_MISMATCH", "head", "flatten(1)"),
+    "embedding got float": ("DTYPE_MISMATCH", "items", "items = items.long"),
+    "gather index dims": ("SHAPE_MISMATCH", "actions", "unsqueeze(-1)"),
+    "bmm 2d": ("SHAPE_MISMATCH", "a", "a = a.unsqueeze(1)"),
+    "stack differing": ("SHAPE_MISMATCH", "outs", "pad_sequence"),
+    "mha batch first": ("SHAPE_MISMATCH", "kv", "kv = kv.transpose(0, 1)"),
+    "layernorm dims": ("SHAPE_MISMATCH", "ln", "LayerNorm(12)"),
+    "bias add broadcast": ("SHAPE_MISMATCH", "speaker", "speaker = speaker.unsqueeze(1)"),
+    "masked fill float": ("DTYPE_MISMATCH", "mask", "mask = mask.bool"),
 }
 
 TRIED = [
@@ -196,4 +488,22 @@ TRIED = [
     "scatter one-hot",
     "numpy double",
     "bool minus",
+    "vocab pad",
+    "bi lstm state",
+    "bn single image",
+    "permute view",
+    "multinomial of logits",
+    "seq ce",
+    "parameters uncalled",
+    "regression target cols",
+    "conv1d channels",
+    "maxpool linear chw",
+    "embedding got float",
+    "gather index dims",
+    "bmm 2d",
+    "stack differing",
+    "mha batch first",
+    "layernorm dims",
+    "bias add broadcast",
+    "masked fill float",
 ]

@@ -227,11 +227,12 @@ def _rewritten(live: Live, call: Call, texts: dict[Any, str] | None = None, rena
 
 
 def _of_edits(live: Live, call: Call, repair: Repair) -> str:
+    """The operands with their changes: those with a name before the user's line, the others in it."""
     texts: dict[Any, tuple[str, str]] = {}
     for one, edit in repair.edits:
         text = one.text or live.label(one.value, "its input")
         node = ast.parse(text, mode="eval").body if text != "its input" else ast.Constant(0)
-        path = "" if edit.kind in ("order", "number") else path_of(node)
+        path = "" if edit.kind in ("order", "number") or edit.text == "{}()" else path_of(node)
         if one.key == "self" and edit.kind != "dtype":
             path = ""
         if not path and edit.kind == "dtype" and text != "its input":
@@ -239,7 +240,13 @@ def _of_edits(live: Live, call: Call, repair: Repair) -> str:
         before = texts[one.key][1] if one.key in texts else path or text
         simple = path or isinstance(node, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
         texts[one.key] = (path, edit.text.format(before if simple else f"({before})"))
-    fixes = [f"{path} = {new}" for path, new in texts.values() if path]
+    fixes = []
+    for operand in call.operands:
+        parts = [key for key in texts if isinstance(key, tuple) and key[0] == operand.key]
+        if parts and isinstance(operand.value, tuple) and path_of(ast.parse(operand.text, mode="eval").body):
+            new = [texts.pop((operand.key, n), ("", f"{operand.text}[{n}]"))[1] for n in range(len(operand.value))]
+            fixes.append(f"{operand.text} = ({', '.join(new)})")
+    fixes += [f"{path} = {new}" for path, new in texts.values() if path]
     lines = {key: new for key, (path, new) in texts.items() if not path}
     if lines and (call.node is None or any(isinstance(key, tuple) for key in lines)):
         fixes += [f"{new} in {quoted(live.code())}" for new in lines.values()]

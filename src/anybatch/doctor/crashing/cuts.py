@@ -26,8 +26,8 @@ _INSTEAD = {
     "once_differentiable": "operations that can be differentiated twice, and no @once_differentiable in own Functions",
 }
 _CALLS = frozenset({
-    "argmax", "argmin", "item", "tolist", "numpy", "from_numpy", "tensor", "as_tensor", "detach", "detach_", "multinomial",
-    "long", "int", "bool", "FloatTensor", "Tensor", "checkpoint", "requires_grad_",
+    "argmax", "argmin", "item", "tolist", "numpy", "from_numpy", "tensor", "as_tensor", "detach", "detach_",
+    "multinomial", "long", "int", "bool", "FloatTensor", "Tensor", "checkpoint", "requires_grad_",
 })  # fmt: skip
 
 
@@ -88,8 +88,8 @@ def cut(live: Live, match: "re.Match[str]") -> Answer | None:
     if found is None:
         return None
     instead = _INSTEAD.get(found.op, _INSTEAD.get(f"{found.op}()", f"something with a gradient instead of {found.op}"))
-    return {**_known(live, found), "instead": instead.format(of=found.of or "scores"), "of": quoted(found.of) or "its value",
-            "tensor": found.of or _loss(live)}  # fmt: skip
+    return {**_known(live, found), "instead": instead.format(of=found.of or "scores"),
+            "of": quoted(found.of) or "its value", "tensor": found.of or _loss(live)}  # fmt: skip
 
 
 def nothing_cut(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -113,8 +113,13 @@ def _cut_of(live: Live) -> Cut | None:
     if live.user is None or (source := live.source(live.user)) is None:
         return None
     name = loss_name(live, losses_of(live)).split(".")[0]
-    found = _Search(live).above(source, live.user, source.function(live.user.line), live.user.line, {name} - {""})
-    return max((one for one in found if one.sure or one.op not in OFF), key=lambda one: one.sure, default=None)
+    function, line = source.function(live.user.line), live.user.line
+    for with_targets in (False, True):
+        found = list(_Search(live, with_targets).above(source, live.user, function, line, {name} - {""}))
+        found = [one for one in found if one.sure or one.op not in OFF]
+        if found:
+            return max(found, key=lambda one: one.sure)
+    return None
 
 
 class _Search:
@@ -122,10 +127,11 @@ class _Search:
 
     Args:
         live: the state of the crash.
+        with_targets: whether it also goes through the targets of losses, which may well be constants.
     """
 
-    def __init__(self, live: Live) -> None:
-        self.live, self.seen = live, set[int]()
+    def __init__(self, live: Live, with_targets: bool) -> None:
+        self.live, self.with_targets, self.seen = live, with_targets, set[int]()
 
     def above(
         self, source: Source, frame: Frame, function: ast.AST, line: int, needed: set[str], owner: Any = None
@@ -137,13 +143,13 @@ class _Search:
             returned = isinstance(statement, ast.Return) and owner is not None
             if value is None or isinstance(statement, ast.For) or not (here or stored or returned):
                 continue
-            goals = [node for goal in _goals(value) for node in ast.walk(goal)]
+            goals = [] if self.with_targets else [node for goal in _goals(value) for node in ast.walk(goal)]
             own = [node for node in ast.walk(value) if node not in goals]
             needed |= {node.id for node in own if isinstance(node, ast.Name)}
             module = self.live.module_name(owner) if isinstance(owner, torch.nn.Module) else ""
             for head in _switches(source, statement):
                 sure = 2 if owner is not None or self._has_trained(frame, statement) else 0
-                at = (source.file, head.lineno, source.lines[head.lineno - 1].strip())  # type: ignore[attr-defined]
+                at = (source.file, head.lineno, source.lines[head.lineno - 1].strip())
                 yield Cut(called(head) or path_of(head).rpartition(".")[2], at, "", module, sure)
             for node in own:
                 yield from self._at(source, frame, statement, node, owner, module)
@@ -151,17 +157,13 @@ class _Search:
     def _at(
         self, source: Source, frame: Frame, statement: ast.stmt, node: Any, owner: Any, module: str
     ) -> Iterator[Cut]:
+        """The cut that an expression is, and those within what it calls."""
         op, of = _op(node)
-        value = (
-            None if of is None or owner is not None or path_of(of) in targets(statement) else self.live.value(frame, of)
-        )
-        has_none = isinstance(value, torch.Tensor) and not value.requires_grad
-        if op and not has_none:
-            sure = (
-                2 if isinstance(value, torch.Tensor) or (owner is None and self._has_trained(frame, of or node)) else 1
-            )
-            if owner is None and value is None and sure == 1 and op in ("detach", "tensor", "from_numpy"):
-                sure = int(not isinstance(of, ast.Constant))
+        was_there = of is not None and owner is None and path_of(of) not in targets(statement)
+        value = self.live.value(frame, of) if was_there else None
+        if op and not (isinstance(value, torch.Tensor) and not value.requires_grad):
+            read = owner is None and self._has_trained(frame, of or node)
+            sure = 2 if isinstance(value, torch.Tensor) or read else 1
             text = "" if of is None else ast.unparse(of)
             yield Cut(op, (source.file, node.lineno, source.text(node.lineno)), text, module, sure)
         target = self.live.value(frame, node.func) if isinstance(node, ast.Call) else None
@@ -180,18 +182,15 @@ class _Search:
 
     def _has_trained(self, frame: Frame, node: ast.AST) -> bool:
         """Whether code reads a module with trained parameters, or a tensor with a graph."""
-        for path in loads(node):
+        functions = [path_of(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
+        for path in [*loads(node), *filter(None, functions)]:
             parts = path.split(".")
             for value in (self.live.read(".".join(parts[: n + 1]), frame) for n in range(len(parts))):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     return True
                 if isinstance(value, torch.nn.Module) and any(one.requires_grad for one in value.parameters()):
                     return True
-        called_ = [node for node in ast.walk(node) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-        values = [self.live.value(frame, one.func) for one in called_]
-        return any(
-            isinstance(one, torch.nn.Module) and any(p.requires_grad for p in one.parameters()) for one in values
-        )
+        return False
 
 
 def _goals(value: ast.AST) -> Iterator[ast.AST]:

@@ -213,9 +213,9 @@ def own_function(live: Live, match: "re.Match[str]") -> Answer | None:
     for source in filter(None, map(live.source, live.users)):
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                inner = [one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "backward"]
-                back = [one for one in ast.walk((inner or [node])[0]) if isinstance(one, ast.Return)]
-                at = live.at((back or [node])[-1], source.file)
+                inner = (one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "backward")
+                back = [one for one in ast.walk(next(inner, node)) if isinstance(one, ast.Return)]
+                at = live.at(back[-1] if back else node, source.file)
                 return answer(owner=name, at=at, returned=quoted(at[2]), tensor=name)
     return None
 

@@ -246,7 +246,7 @@ def _edited(call: Call, *edits: tuple[Operand, Edit]) -> Candidate:
             value = edit.change(changed.get(one.key, one.value))
             if value is None:
                 raise ValueError("the change does not apply")
-            changed[one.key] = value
+            changed |= {other.key: value for other in call.operands if other.key == one.key or other.value is one.value}
         return call.run(changed)
 
     return Repair(edits[-1][1].kind, edits), run

@@ -18,8 +18,9 @@ def empty(live: Live, match: "re.Match[str]") -> Answer:
     for path, value in read:
         if isinstance(value, GeneratorType):
             return answer(
-                said=f"`{path}` is a generator that has been gone through before: the optimizer got nothing.",
-                why="What model.parameters() gives can be gone through once.", change=f"{path} = list(model.parameters())",
+                said=f"`{path}` is a generator that was gone through before: the optimizer got none.",
+                why="What model.parameters() gives can be gone through once.",
+                change=f"{path} = list(model.parameters())",
                 tensor=path,
             )  # fmt: skip
     models = [(path, one) for path, one in read if isinstance(one, torch.nn.Module)] or list(live.roots.items())[:1]
@@ -104,8 +105,8 @@ def state(live: Live, match: "re.Match[str]") -> Answer:
     for key, value in given.items():
         if isinstance(value, dict) and wanted and wanted.keys() == value.keys():
             return answer(
-                **known, said=f"{variable}.load_state_dict got the whole checkpoint ({', '.join(given)}), which has the "
-                f"model's state_dict under {key!r}.", why="What was saved is a dict of several states.",
+                **known, said=f"{variable}.load_state_dict got the whole checkpoint ({', '.join(given)}), which has "
+                f"the model's state_dict under {key!r}.", why="What was saved is a dict of several states.",
                 change=f"{variable}.load_state_dict({name}[{key!r}])",
             )  # fmt: skip
     for one, other in ((a, b) for a in unexpected[:1] for b in missing):
