@@ -305,7 +305,7 @@ class Planner:
             reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
             return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
-            row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
+            row, peak, budget, needed, self._usable_of, search.shares(row), beside,
             lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside, peak)}",
         )  # fmt: skip
 
