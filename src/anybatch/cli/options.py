@@ -47,14 +47,7 @@ def of_script(function: Function) -> Function:
 
 
 def json_option(what: str) -> Callable[[Function], Function]:
-    """Gives a command the option ``--json``.
-
-    Args:
-        what: is written, for the help.
-
-    Returns:
-        A decorator; the value is named ``json_path``.
-    """
+    """Gives a command the option ``--json``."""
     return click.option(
         "--json",
         "json_path",
@@ -92,7 +85,6 @@ def check_page(path: Path | None, *, force: bool) -> None:
 
     Args:
         path: of the page; ``None`` is fine.
-        force: whether anything may be overwritten.
 
     Raises:
         click.UsageError: names the file and the remedy.
@@ -111,7 +103,6 @@ def check_patch(path: Path | None, *, force: bool) -> None:
 
     Args:
         path: of the patch; ``None`` is fine.
-        force: whether anything may be overwritten.
 
     Raises:
         click.UsageError: names the file and the remedy.
@@ -126,21 +117,12 @@ def check_patch(path: Path | None, *, force: bool) -> None:
 
 
 def json_text(values: Mapping[str, Any]) -> str:
-    """Plain values as JSON.
-
-    Args:
-        values: what to write.
-    """
+    """Plain values as JSON."""
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes plain values as JSON.
-
-    Args:
-        path: the file; ``-`` for standard output.
-        values: what to write.
-    """
+    """Writes plain values as JSON."""
     text = json_text(values)
     if str(path) == "-":
         click.echo(text, nl=False)
@@ -149,12 +131,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to.
-
-    Args:
-        path: the file; a link stays one.
-        text: its new content.
-    """
+    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -1,8 +1,6 @@
 """Which batch and which learning rate pay, as a run has told."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from anybatch.records.showing import Shown
 
@@ -11,52 +9,25 @@ from anybatch.records.showing import Shown
 class BatchAdvice(Shown):
     """The batch that pays, and the learning rate that goes with it; its text is one sentence.
 
-    Args:
-        batch: samples in the batch of the run.
-        way: how it is run, such as ``"as it is"``.
-        steps: that were looked at.
-        unit: of the numbers below, such as ``"samples"``.
-        rate: the learning rate of the run.
-        new_rate: the one that goes with the batch that pays.
-        rule: by which it follows.
-        advice: what the noise scale says by itself.
-        pays: the batch that pays, ``None`` where it is not known yet.
-        noise: the noise scale, ``None`` where ``pays`` is.
-        low: the lower end of its interval.
-        high: the upper end, ``None`` where there is none.
-        rated: factors of the learning rate, and how far the loss fell with each; ``None`` where it did not stay finite.
-
     Example:
         >>> print(BatchAdvice(8, "as it is", 24, "samples", 0.1, 0.1, "", "", 8, 7.0, 4.0, 9.0))
         Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and the learning rate stays 0.1.
     """
 
-    batch: int
-    way: str
-    steps: int
-    unit: str
-    rate: float
-    new_rate: float
-    rule: str
-    advice: str = ""
-    pays: int | None = None
-    noise: float | None = None
-    low: float = 0.0
-    high: float | None = None
+    batch: int  # samples in the batch of the run
+    way: str  # how it is run, such as ``"as it is"``
+    steps: int  # that were looked at
+    unit: str  # of the numbers below, such as ``"samples"``
+    rate: float  # the learning rate of the run
+    new_rate: float  # the one that goes with the batch that pays
+    rule: str  # by which it follows
+    advice: str = ""  # what the noise scale says by itself
+    pays: int | None = None  # the batch that pays, ``None`` where it is not known yet
+    noise: float | None = None  # the noise scale, ``None`` where ``pays`` is
+    low: float = 0.0  # the lower end of its interval
+    high: float | None = None  # the upper end, ``None`` where there is none
+    # factors of the learning rate, and how far the loss fell with each; ``None`` where it did not stay finite
     rated: tuple[tuple[float, float | None], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return asdict(self) | {"rated": [list(one) for one in self.rated]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "BatchAdvice":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-        """
-        return cls(**{**values, "rated": tuple((factor, fall) for factor, fall in values["rated"])})
 
     @property
     def sizes(self) -> list[int]:
@@ -69,9 +40,6 @@ class BatchAdvice(Shown):
         """How many times the fewest updates, and how many times the fewest samples, a batch needs to the same loss.
 
         After McCandlish et al. 2018.
-
-        Args:
-            size: of the batch.
         """
         noise = self.noise or 0.0
         return 1 + noise / size, 1 + size / noise if noise else 1.0

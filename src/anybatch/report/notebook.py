@@ -28,9 +28,6 @@ _MOST_STOPS = 50
 def html_of(shown: Any) -> str | None:
     """Makes what a notebook shows.
 
-    Args:
-        shown: a record.
-
     Returns:
         Markup; ``None`` if jinja2 is not installed, so that the notebook shows the text.
     """
@@ -41,11 +38,7 @@ def html_of(shown: Any) -> str | None:
 
 
 def framed(page: str) -> str:
-    """A page in a frame that is as tall as the page, up to a limit.
-
-    Args:
-        page: HTML.
-    """
+    """A page in a frame that is as tall as the page, up to a limit."""
     fit = f"this.style.height=Math.min({_TALLEST},this.contentDocument.documentElement.scrollHeight+4)+'px'"
     style = "width:100%;height:6rem;border:0;color-scheme:light dark"
     return f'<iframe srcdoc="{escape(page)}" style="{style}" onload="{fit}"></iframe>'
@@ -115,11 +108,7 @@ def _of_paths(paths: Paths) -> str:
 
 
 def page_of_advice(found: BatchAdvice) -> str:
-    """Updates and samples to the same loss by the size of the batch, as a page.
-
-    Args:
-        found: what a run has told.
-    """
+    """Updates and samples to the same loss by the size of the batch, as a page."""
     facts = [("learning rate", f"{found.new_rate:.3g} (rule {found.rule}), {found.rate:g} of the run")]
     falls = [(f"{found.rate * factor:.3g}", number_text(fall) if fall is not None else "not finite")
              for factor, fall in found.rated]  # fmt: skip

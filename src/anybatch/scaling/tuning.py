@@ -79,16 +79,7 @@ def advice_of(
     steps: int,
     rated: Sequence[tuple[float, float]] = (),
 ) -> BatchAdvice:
-    """What a noise scale and the optimizers of a run say about its batch.
-
-    Args:
-        noise: of the run.
-        optimizers: of the run.
-        batch: samples of a logical batch.
-        micro_batches: that it is run in.
-        steps: that were looked at.
-        rated: what ``rates_that_train`` gave.
-    """
+    """What a noise scale and the optimizers of a run say about its batch."""
     low, high = noise.interval
     pays = batch_that_pays(noise.value or 0.0)
     now, rate, rule = rate_for(optimizers, (batch, pays or batch))
@@ -108,11 +99,7 @@ def advice_on(
     """The advice of a step that goes on, without a range test.
 
     Args:
-        watcher: of the step.
-        optimizers: of it.
-        batch: samples of its last logical batch.
         limit: samples of a micro-batch, ``None`` for all.
-        steps: that it has done.
 
     Raises:
         BatchError: no noise scale measures it.
