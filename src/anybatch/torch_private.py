@@ -91,8 +91,6 @@ warn_of_pointers: Callable[[torch.Tensor], None] = _named(
     lambda _: None,
 )
 """Has whoever asks where the numbers of a tensor begin get a warning."""
-without_dispatch: Callable[[], Any] = _named("_C._DisableTorchDispatch", "a step can't be traced")
-"""Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
 number_of_backward: Callable[[], int] = _named(
     "_C._current_graph_task_id", "a forward that runs again in a backward can't be told from another one"
 )

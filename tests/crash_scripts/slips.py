@@ -197,14 +197,14 @@ for epoch in range(2):
 }
 
 EXPECTED = {
-    "conv3d input to conv2d": ("SHAPE_MISMATCH", {"message": "[3, 32, 32, 8, 2]", "fix": "unsqueeze"}),
-    "channels last image": ("SHAPE_MISMATCH", {"message": "images", "fix": "in_channels"}),
+    "conv3d input to conv2d": ("SHAPE_MISMATCH", {"message": "[3, 32, 32, 8, 2]", "fix": "shapes of clip"}),
+    "channels last image": ("SHAPE_MISMATCH", {"message": "images", "fix": "images.permute(0, 3, 1, 2)"}),
     "uint8 images": ("DTYPE_MISMATCH", {"message": "images", "fix": "float"}),
     "one-hot labels cross entropy dims": ("SHAPE_MISMATCH", {"message": "labels", "fix": "squeeze"}),
     "segmentation target with channel": ("SHAPE_MISMATCH", {"message": "[2, 1, 8, 8]", "fix": "squeeze(1)"}),
     "bce on 2d logits": ("SHAPE_MISMATCH", {"message": "[8, 1]", "fix": "unsqueeze"}),
     "padding index negative": ("INDEX_OUT_OF_RANGE", {"message": "tokens", "fix": "clamp"}),
-    "position table too short": ("INDEX_OUT_OF_RANGE", {"message": "wpe", "fix": "Cut"}),
+    "position table too short": ("INDEX_OUT_OF_RANGE", {"message": "wpe", "fix": "cut the sequences to 16 tokens"}),
     "gan d then g": ("BACKWARD_TWICE", {"message": "fake", "fix": "detach"}),
     "ema in place on params with grad": ("LEAF_INPLACE", {"fix": "no_grad"}),
     "relu inplace residual": ("INPLACE_ON_SAVED", {"message": "out", "fix": "inplace=False"}),
@@ -220,8 +220,8 @@ EXPECTED = {
     "list to device": ("TENSOR_MISUSED", {"message": "batch", "fix": "for"}),
     "numpy into linear": ("TENSOR_MISUSED", {"message": "ndarray", "fix": "torch.from_numpy"}),
     "matmul of batches": ("SHAPE_MISMATCH", {"message": "[2, 5, 8]", "fix": "transpose"}),
-    "heads do not divide": ("SHAPE_MISMATCH", {"message": "10", "fix": "num_heads"}),
-    "transformer src batch": ("SHAPE_MISMATCH", {"message": "src", "fix": "batch"}),
+    "heads do not divide": ("SHAPE_MISMATCH", {"message": "num_heads", "fix": "nn.MultiheadAttention(10, 2)"}),
+    "transformer src batch": ("SHAPE_MISMATCH", {"message": "batch number of src", "fix": "shapes"}),
     "attribute typo": ("MODULE_NOT_READY", {"message": "Net", "fix": "fc1"}),
     "grad of int param": ("TENSOR_MISUSED", {"message": "int64", "fix": "float"}),
     "clip of generator twice": ("SCHED_PAST_END", {"message": "scheduler", "fix": "total_steps"}),

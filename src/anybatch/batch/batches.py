@@ -186,7 +186,6 @@ class Splittable:
         Args:
             limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
             oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
-            is_shared: whether ``most`` holds.
         """
         if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
@@ -233,7 +232,6 @@ class Splittable:
 
         Args:
             samples: their positions in one of the batches; of raw samples in all.
-            batch: which of a window's batches.
         """
         found = copy.copy(self)
         found.most, found._costs = None, None
@@ -427,7 +425,6 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
     Samples are taken from the costliest to the cheapest, so that samples of like length are padded together.
 
     Args:
-        costs: the cost of each sample, positive.
         limit: what ``len(pack) * max(cost in pack)`` may be; ``None`` for one pack.
         oversized: what is done with a sample that costs more than the limit: refuse it, or make it a pack alone.
 
@@ -445,8 +442,7 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
         worst = order[0]
         raise BatchError(
             f"batch[{worst}] costs {costs[worst]:g}, the limit of a micro-batch is {limit:g}; raise micro_batch_size "
-            "to "
-            f"at least {costs[worst]:g}, or truncate or drop the sample",
+            f"to at least {costs[worst]:g}, or truncate or drop the sample",
             path=f"batch[{worst}]",
         )
     packs = []

@@ -110,7 +110,6 @@ def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None 
     """Reads ``broadcast`` and ``layout``.
 
     Args:
-        broadcast: dotted paths of what is not cut.
         layout: by dotted path the dimension of the samples, or ``None`` for what is not cut.
 
     Example:
@@ -150,7 +149,6 @@ def lay_out(
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
         broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut; or what
             ``placement`` gave.
-        may_be_empty: whether a batch without rows is one.
         may_be_whole: whether a batch that can't be cut is one, of which there is only the whole.
 
     Raises:

@@ -47,8 +47,6 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Moves the tensors of a batch, and objects that have ``.to(device)``; everything else stays.
 
     Args:
-        batch: any nested container.
-        device: where to.
         pin: copy host tensors to pinned memory first, so that the copy to the device does not wait; objects stay.
 
     Returns:

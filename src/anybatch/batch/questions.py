@@ -7,19 +7,12 @@ from anybatch.errors import BatchError
 
 
 class Found(NamedTuple):
-    """Something with rows: a leaf, or a container whose items may be the samples.
+    """Something with rows: a leaf, or a container whose items may be the samples."""
 
-    Args:
-        label: for people.
-        dotted: its path.
-        rows: how many.
-        node: itself.
-    """
-
-    label: str
-    dotted: str
-    rows: int
-    node: Any = None
+    label: str  # for people
+    dotted: str  # its path
+    rows: int  # how many
+    node: Any = None  # itself
 
 
 IN_A_ROW = (

@@ -17,17 +17,11 @@ from torch.utils import _pytree as pytree
 
 
 class Child(NamedTuple):
-    """A child of a container.
+    """A child of a container."""
 
-    Args:
-        label: how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``.
-        key: the bare key, such as ``x``, ``0`` or ``mask``.
-        value: the child itself.
-    """
-
-    label: str
-    key: str
-    value: Any
+    label: str  # how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``
+    key: str  # the bare key, such as ``x``, ``0`` or ``mask``
+    value: Any  # the child itself
 
 
 class Container(NamedTuple):
@@ -258,7 +252,6 @@ def lookup(node: Any, dotted: str) -> Any:
     """Finds what lies under a dotted path of keys, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        node: any nested container.
         dotted: keys, field names and positions, joined by dots; the empty text is the node itself.
     """
     found = node

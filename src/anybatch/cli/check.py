@@ -72,12 +72,7 @@ def check_command(
 
 
 def show(certificate: Certificate, console: Console) -> None:
-    """Writes a certificate, in colour on a terminal and as plain text elsewhere.
-
-    Args:
-        certificate: what to write.
-        console: where to.
-    """
+    """Writes a certificate, in colour on a terminal and as plain text elsewhere."""
     head = certificate.verdict
     for line in str(certificate).splitlines():
         style = ""

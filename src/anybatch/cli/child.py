@@ -178,17 +178,7 @@ def _leave(script_process: int) -> NoReturn:
 
 
 def run(result: Path, question: Mapping[str, Any], script: str, arguments: Sequence[str]) -> int:
-    """Runs a script as ``__main__``.
-
-    Args:
-        result: the file to write what happened to.
-        question: what is asked about its first step.
-        script: the path of the script, as the user wrote it.
-        arguments: its own.
-
-    Returns:
-        The exit code for a script that ended or failed before its first step.
-    """
+    """Runs a script as ``__main__``."""
     answer = Answer(result, question)
     tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
     watch = tuning or LoopWatch(answer.found, answer.refused)

@@ -19,11 +19,7 @@ _ADAPTERS = {
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """The innermost frame of the user's own code, and the library that it called, if another than torch and this.
-
-    Args:
-        frame: to begin at.
-    """
+    """The innermost frame of the user's own code, and the library that it called, if another than torch and this."""
     from anybatch.doctor.recording.naming import USERS, whose_file
 
     library = ""
@@ -133,12 +129,7 @@ class FoundStep:
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer with the lines to change, or why they can't be written.
-
-        Args:
-            facts: the answer.
-            question: that was asked.
-        """
+        """An answer with the lines to change, or why they can't be written."""
         from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.loopchanges import change_of
         from anybatch.doctor.loopsteps import StepUnclear

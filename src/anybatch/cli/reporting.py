@@ -20,15 +20,10 @@ FORMATS = ("terminal", "json", "sarif", "github", "junit", "line")
 
 
 class Output(NamedTuple):
-    """One of the formats, and where it goes.
+    """One of the formats, and where it goes."""
 
-    Args:
-        name: of the format.
-        path: the file, ``None`` for standard output.
-    """
-
-    name: str
-    path: Path | None = None
+    name: str  # of the format
+    path: Path | None = None  # the file, ``None`` for standard output
 
 
 class _OutputType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -48,11 +43,7 @@ class _OutputType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
 
 def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Function]:
-    """Gives a command the option ``--format``; the value is for ``Outputs``.
-
-    Args:
-        names: of the formats that it has.
-    """
+    """Gives a command the option ``--format``; the value is for ``Outputs``."""
     return click.option(
         "--format", "formats", multiple=True, type=_OutputType(names), metavar="NAME[=FILE]",
         help=f"Write {', '.join(names)}; to standard output if no file is named.",
@@ -94,11 +85,6 @@ class Outputs:
     def write(self, text_of: Callable[[str], str], *others: Callable[[], None], is_last: bool = True) -> None:
         """Writes all formats but that of the terminal, and what else there is; one that fails takes none away.
 
-        Args:
-            text_of: gives the text in a format, by its name.
-            others: each writes something else.
-            is_last: whether no more comes; standard output takes what is written then.
-
         Raises:
             OSError: the first that there was, such as of a full disk or a standard error that is closed.
         """
@@ -121,11 +107,7 @@ class Outputs:
 
 
 def reporting_options(function: Function) -> Function:
-    """Gives a command the options that ``Wanted`` reads.
-
-    Args:
-        function: of the command.
-    """
+    """Gives a command the options that ``Wanted`` reads."""
     file = click.Path(dir_okay=False, path_type=Path)
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="A line for each finding, and nothing if there is none."),
@@ -199,11 +181,7 @@ class Wanted:
             raise click.UsageError(str(error)) from error
 
     def diagnosed(self, diagnose: Callable[[Policy], Diagnosis]) -> Diagnosis:
-        """A diagnosis; if there is no baseline yet, all that it has is known from now on.
-
-        Args:
-            diagnose: makes it.
-        """
+        """A diagnosis; if there is no baseline yet, all that it has is known from now on."""
         found = diagnose(self.policy)
         if self._baseline is None or not self._is_new:
             return found
@@ -228,12 +206,7 @@ class Wanted:
         """Writes a diagnosis in all formats, to the terminal, and its page.
 
         Args:
-            diagnosis: what to write.
-            run: its facts.
-            console: of the terminal.
             page: the file, ``None`` for none.
-            more: entries of the JSON.
-            is_last: whether the run has ended; standard output takes what is written then.
         """
         values = values_of(diagnosis, run) | (more or {})
         is_shown = self._outputs.is_shown or not is_last
@@ -258,14 +231,7 @@ class Wanted:
 
 
 def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
-    """A report in a format.
-
-    Args:
-        name: of the format.
-        values: what it is as JSON.
-        diagnosis: what to write.
-        run: its facts.
-    """
+    """A report in a format."""
     if name == "json":
         return json_text(values)
     described = {}

@@ -4,7 +4,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +108,6 @@ def compare_gradients(
     *,
     plan: Plan,
     rounds: int = 5,
-    process_bytes: Callable[[PlanRow, int], Mapping[str, int | None]] = lambda planned, samples: {},
 ) -> GradientComparison:
     """Computes the gradient of one logical batch in three ways and measures each.
 
@@ -123,7 +122,6 @@ def compare_gradients(
     times = seconds_in_turn(runs, model, batch, rounds)
     samples, context = batch["x"].shape
     micro_batches = math.ceil(samples / ways.micro_batch_size)
-    added = process_bytes(plan.chosen, samples)
     labels = {"whole": "whole batch", "split": "anybatch", "loop": "loop, loss / N"}
     methods = {
         name: Method(
@@ -131,7 +129,6 @@ def compare_gradients(
             micro_batches=1 if name == "whole" else micro_batches,
             error=_distance(gradient(run, model, batch), exact),
             peak_bytes=peak_bytes(run, model, batch),
-            process_bytes=added.get(name),
             seconds=times[name],
         )
         for name, run in runs.items()

@@ -26,8 +26,6 @@ class Method:
     micro_batches: int  # how many forward and backward passes it took
     error: float  # distance to the float64 gradient of the whole batch, relative to that gradient's length
     peak_bytes: int  # the most bytes that tensors held at once: weights, gradients, batch and activations
-    # by how much one pass raised the resident memory of a process of its own; ``None`` if unknown
-    process_bytes: int | None
     seconds: float  # median time of a pass
 
 

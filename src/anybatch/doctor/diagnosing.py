@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from anybatch.doctor.policy import Policy
-from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.rules.registry import Rule, all_rules
+from anybatch.doctor.tested import is_tested
 from anybatch.doctor.verdicts import verdict_on
 from anybatch.doctor.views.changes import cells
 from anybatch.doctor.views.courses import updates
@@ -158,7 +158,8 @@ def _diagnosed(run: Run, policy: Policy) -> tuple[tuple[Finding, ...], dict[str,
         ]
     found, suppressed = policy.parted(found)
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
-    return with_proofs(in_order, run), failed, suppressed
+    said = (replace(one, fix_kind="tested") if is_tested(one.name, one.fix) else one for one in in_order)
+    return tuple(said), failed, suppressed
 
 
 _LESS: dict[str, Severity] = {"error": "warning", "warning": "info"}

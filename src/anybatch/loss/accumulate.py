@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -140,17 +141,17 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        self.collect(numbered(micro_batches), is_alone=True)
+        self.collect(micro_batches, itertools.count(), is_alone=True)
         return self.close()
 
-    def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
-        """Goes through some of the micro-batches; others may be collected elsewhere."""
+    def collect(self, micro_batches: Iterable[Any], numbers: Iterator[int], *, is_alone: bool = False) -> None:
+        """Goes through some of the micro-batches, whose numbers are asked for one by one; others may be elsewhere."""
         self._is_alone = is_alone
         watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
         token = accumulation.set(self._restriction)
         try:
-            for index, batch in micro_batches:
-                self._run_one(index, batch, watch)
+            for batch in micro_batches:
+                self._run_one(next(numbers), batch, watch)
                 del batch  # before the next one is made
         finally:
             accumulation.reset(token)
@@ -258,9 +259,6 @@ class Accumulation:
         """Takes several losses, a ``Mean``, or a generator; gives the metrics.
 
         Args:
-            index: of the micro-batch.
-            result: of its loss.
-            watch: looks at gradients, or ``None``.
             share: of the micro-batch that a plain loss is the mean over, by its name; ``None`` for all of it.
         """
         losses = self._losses

@@ -12,24 +12,18 @@ from anybatch.batch.writes import Writes
 from anybatch.errors import LossError, NotSplittable
 from anybatch.loss.pieces import in_place_explained
 from anybatch.loss.states import checked_state, tensors_of
-from anybatch.memory.checkpointing import Checkpoint, hidden_dropout
+from anybatch.memory.checkpointing import Checkpoint, hidden_dropout, why_hidden
 from anybatch.records.means import Mean
 from anybatch.tensors.modules import devices_among
 from anybatch.tensors.randomness import RandomState
 
 
 class Called(NamedTuple):
-    """What a chunk gave.
+    """What a chunk gave."""
 
-    Args:
-        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
-        state: after it.
-        metrics: ``Mean`` s by name, or ``None``.
-    """
-
-    result: Any
-    state: Any
-    metrics: Any
+    result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
+    state: Any  # after it
+    metrics: Any  # ``Mean`` s by name, or ``None``
 
 
 class ChunkCall:
@@ -117,12 +111,7 @@ class ChunkCall:
         """Refuses recurrent layers whose dropout between layers can't be drawn again."""
         if found := hidden_dropout(self._modules, on_cuda=on_cuda):
             raise NotSplittable(
-                f"{type(found[0]).__name__}(num_layers={found[0].num_layers}, dropout={found[0].dropout}) on CUDA: "
-                "cuDNN draws the dropout between its layers from a state of its own, which the random state does not "
-                "put back, so a second pass would draw other masks. Choose one:\n"
-                "  - layers of their own with torch.nn.Dropout between them (exact);\n"
-                "  - torch.backends.cudnn.enabled = False (exact, slower);\n"
-                "  - OverTime(mode='truncated', chunk=...), which runs every chunk once.",
+                f"{why_hidden(found[0])}, or OverTime(mode='truncated', chunk=...), which runs every chunk once",
                 modules=[type(module).__name__ for module in found],
             )
 

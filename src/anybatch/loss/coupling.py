@@ -214,7 +214,6 @@ class CoupledPass:
         """Encodes, takes the loss, and goes back through the encoder.
 
         Args:
-            batches: the micro-batches, on the device.
             again: gives one of them once more, by its number.
             whole: gives the batch that the loss looks at; over several processes it is given its rows and the batches
                 of all of them.

@@ -112,7 +112,6 @@ class LossGradients:
 
         Args:
             weighting: takes the matrix of K rows of N numbers; gives N numbers, which go upstream, or K weights.
-            leaves: give shape, dtype and device.
             scale: is taken off the matrix and put on the result. With one, rows that are not finite are summed
                 without asking ``weighting``, so that the scaler sees them and skips the update.
         """
@@ -204,19 +203,12 @@ _open_cuts: ContextVar[tuple["_Open", ...]] = ContextVar("anybatch_open_cuts", d
 
 
 class Restriction(NamedTuple):
-    """What a running accumulation wants of every backward in it.
+    """What a running accumulation wants of every backward in it."""
 
-    Args:
-        inputs: the only tensors that get a gradient, or ``None`` for all.
-        outside: is notified of leaves that nobody named, or ``None``.
-        micro_batches: in how many the batch is split.
-        scale: what losses are multiplied by beside their weight, or ``None``.
-    """
-
-    inputs: tuple[torch.Tensor, ...] | None = None
-    outside: OutsideLeaves | None = None
-    micro_batches: int = 1
-    scale: torch.Tensor | None = None
+    inputs: tuple[torch.Tensor, ...] | None = None  # the only tensors that get a gradient, or ``None`` for all
+    outside: OutsideLeaves | None = None  # is notified of leaves that nobody named, or ``None``
+    micro_batches: int = 1  # in how many the batch is split
+    scale: torch.Tensor | None = None  # what losses are multiplied by beside their weight, or ``None``
 
 
 _UNRESTRICTED = Restriction()
@@ -373,8 +365,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if self._closed:
             raise CutClosed(
                 "a gradient reached a cut tensor after its block had ended, so it would be lost; call backward() "
-                "inside "
-                "of `with anybatch.cut(...)`, or use the tensor from before the cut"
+                "inside of `with anybatch.cut(...)`, or use the tensor from before the cut"
             )
 
     def __exit__(
@@ -430,8 +421,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if was_cut and not self._without_backward_is_fine:
             warnings.warn(
                 "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
-                "in the "
-                "block, or leave the cut out",
+                "in the block, or leave the cut out",
                 AnyBatchWarning,
                 stacklevel=3,
             )
@@ -474,7 +464,6 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
     """Runs autograd backward, restricted to the inputs of the running accumulation if it has any.
 
     Args:
-        tensors: what to differentiate.
         gradients: one for each of ``tensors``, of its shape.
         name: of the losses, for the cuts whose blocks are being run; empty if they have none.
     """

@@ -70,8 +70,6 @@ class Differentiation:
         """Adds a loss, which waits to be differentiated.
 
         Args:
-            index: of the micro-batch.
-            name: of the loss.
             loss: a tensor without dimensions or a ``Mean``.
             share: of the micro-batch that a plain mean is over; a ``Mean`` has its own count.
         """
@@ -221,7 +219,6 @@ class Differentiation:
         """Differentiates what waits: losses of one forward together, since they may share a graph.
 
         Args:
-            name: of the loss, where it is one by itself.
             is_first: whether none of the same micro-batch was differentiated before.
         """
         (waiting, gradients), self._waiting = self._waiting, ([], [])
@@ -325,8 +322,7 @@ def _no_gradient(name: str) -> LossError:
     return LossError(
         f"the loss {name!r} has no gradient, so there is nothing to differentiate; expected a loss that depends on "
         "parameters with requires_grad. Look for detach(), .item(), torch.no_grad() or a frozen model, and return "
-        "what is "
-        "only to be looked at as a metric",
+        "what is only to be looked at as a metric",
         name=name,
     )
 

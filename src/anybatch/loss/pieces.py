@@ -17,23 +17,14 @@ from anybatch.records.means import Mean
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked of the pieces of a micro-batch.
+    """What is asked of the pieces of a micro-batch."""
 
-    Args:
-        start: its first row in the batch that it was cut from.
-        rows: how many it has.
-        rows_of_batch: how many that batch has.
-        count: how items are counted.
-        differentiate: whether gradients are wanted, or only the values.
-        length: of a chunk of time, if a plan has chosen one.
-    """
-
-    start: int
-    rows: int
-    rows_of_batch: int
-    count: Count = count_samples
-    differentiate: bool = True
-    length: int | None = None
+    start: int  # its first row in the batch that it was cut from
+    rows: int  # how many it has
+    rows_of_batch: int  # how many that batch has
+    count: Count = count_samples  # how items are counted
+    differentiate: bool = True  # whether gradients are wanted, or only the values
+    length: int | None = None  # of a chunk of time, if a plan has chosen one
 
 
 class Piece(NamedTuple):

@@ -56,27 +56,16 @@ class ShortageElsewhere(Exception):  # no error of this process, and nobody but 
 
 @dataclass
 class Joint:
-    """What an encoder gave for the samples of all processes.
+    """What an encoder gave for the samples of all processes."""
 
-    Args:
-        outputs: in the containers of this process; its own value where it has no samples.
-        leaves: the tensors in it that get a gradient, by position.
-        rows: samples of all processes.
-        start: of this one's among them.
-        batches: of each process, if the loss looks at them.
-        place: of this process among those that have samples; they share out the blocks of the loss.
-        of: how many these are.
-        sum_: sums the gradients of the leaves over what all processes computed.
-    """
-
-    outputs: Any
-    leaves: Leaves
-    rows: int
-    start: int = 0
-    batches: Sequence[Any] = ()
-    place: int = 0
-    of: int = 1
-    sum_: Callable[[], None] = lambda: None
+    outputs: Any  # in the containers of this process; its own value where it has no samples
+    leaves: Leaves  # the tensors in it that get a gradient, by position
+    rows: int  # samples of all processes
+    start: int = 0  # of this one's among them
+    batches: Sequence[Any] = ()  # of each process, if the loss looks at them
+    place: int = 0  # of this process among those that have samples; they share out the blocks of the loss
+    of: int = 1  # how many these are
+    sum_: Callable[[], None] = lambda: None  # sums the gradients of the leaves over what all processes computed
 
 
 class Reducer:
@@ -104,9 +93,6 @@ class Reducer:
         """A context for one logical batch; an error that leaves it reaches the others.
 
         Args:
-            verb: what the user called.
-            parameters: whose gradients are summed.
-            updates: how many updates were applied before.
             adds: whether the gradients that are there stay in the sum.
             settings: gives what the update is made with, which has to be the same everywhere.
         """
@@ -158,7 +144,6 @@ class Reducer:
         """The outputs of the samples of all processes.
 
         Args:
-            outputs: of this one.
             gets: its leaves that get a gradient, by position; none where there are no samples.
             batch: of this process, if the loss looks at it, else ``None``.
         """
@@ -173,9 +158,7 @@ class Reducer:
         """Sums what was added up, and the gradients, over the processes.
 
         Args:
-            sums: of this process.
             parameters: whose ``.grad`` is summed in place; none if there was no gradient to take.
-            outside: knows leaves that are not among them.
         """
 
     @property

@@ -272,7 +272,6 @@ class _Sequences:
         """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
 
         Args:
-            length: of a chunk.
             exact: whether gradients go from chunk to chunk; else none goes to the one before.
         """
         self._cut(length)
@@ -389,7 +388,7 @@ class _Sequences:
         """The rows of a state that go on after a chunk; those of sequences that end in it join the ends, if wanted."""
         start, stop = self._chunks.bounds[index]
         entered, left = self.steps.rows_at(start), self.steps.rows_at(stop)
-        if entered is None or left is None or entered == left:
+        if entered is None or left is None or entered == left or not (left or self._wants_ends):
             return state, ends
         dims = self._dims.of(state, entered)
         if self._wants_ends:
@@ -403,10 +402,6 @@ class _Sequences:
 
     def _end(self, carried: _Pair, given: Any) -> Generator[Piece, None, tuple[Any, Gradients]]:
         """Gives the loss on the last states, and keeps these for the next batch.
-
-        Args:
-            carried: after the last chunk.
-            given: before it.
 
         Returns:
             The last states, and their gradients.

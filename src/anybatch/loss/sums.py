@@ -31,8 +31,7 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
                 raise LossError(
                     f"the metric {name!r} is {kinds.get(name, 'missing')} in a micro-batch and "
                     f"{usual.get(name, 'missing')} in the one before; expected the same metrics each time: a Mean "
-                    "over no "
-                    "items is Mean(0, 0), rows of unlike length are padded or given as a Mean",
+                    "over no items is Mean(0, 0), rows of unlike length are padded or given as a Mean",
                     name=name,
                 )
     return checked
@@ -74,7 +73,6 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
     """Joins metrics over micro-batches.
 
     Args:
-        found: the checked metrics of each micro-batch.
         order: the position in the logical batch of each sample, in the order in which they ran.
 
     Returns:
@@ -108,21 +106,13 @@ class Term(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What several processes added up together.
+    """What several processes added up together."""
 
-    Args:
-        losses: the value of each loss.
-        counts: what ``Mean`` s were over, by the name of the loss.
-        metrics: the ``Mean`` s among the metrics, by name.
-        is_over_nothing: whether every loss was a ``Mean``, and all of them over no items.
-        facts: of each process, see ``Sums``.
-    """
-
-    losses: dict[str, float]
-    counts: dict[str, float]
-    metrics: dict[str, float]
-    is_over_nothing: bool
-    facts: Sequence[Any]
+    losses: dict[str, float]  # the value of each loss
+    counts: dict[str, float]  # what ``Mean`` s were over, by the name of the loss
+    metrics: dict[str, float]  # the ``Mean`` s among the metrics, by name
+    is_over_nothing: bool  # whether every loss was a ``Mean``, and all of them over no items
+    facts: Sequence[Any]  # of each process, see ``Sums``
 
 
 @dataclass

@@ -102,7 +102,6 @@ def weigh(
 
     Args:
         count: how to count; ``"forward"`` and ``count_samples`` count samples here without looking into the batch.
-        parts: which samples make which micro-batch.
         micro_batches: gives the micro-batches, in the order of ``parts``.
         wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
         samples: in each micro-batch; ``None`` where nobody knows, which counts as one.
@@ -174,7 +173,6 @@ def _check_sums(weights: Weights, wholes: Sequence[Mapping[str, float]]) -> None
             which = f"count[{name!r}]" if name else "count"
             raise CountError(
                 f"{which} of the whole batch is {whole:g}, of its micro-batches together {total:g}; expected a count "
-                "that "
-                "adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer dtype or "
-                "float64"
+                "that adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer "
+                "dtype or float64"
             )

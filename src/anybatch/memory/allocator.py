@@ -12,17 +12,11 @@ _LARGE, _ROUND_LARGE = 10 * 2**20, 2 * 2**20
 
 
 class Segment(NamedTuple):
-    """Bytes that an allocator has from its device in one piece.
+    """Bytes that an allocator has from its device in one piece."""
 
-    Args:
-        is_small: whether it is for blocks of at most 1 MiB.
-        stream: whose blocks it holds.
-        blocks: sizes in order, and whether each is taken.
-    """
-
-    is_small: bool
-    stream: int
-    blocks: tuple[tuple[int, bool], ...]
+    is_small: bool  # whether it is for blocks of at most 1 MiB
+    stream: int  # whose blocks it holds
+    blocks: tuple[tuple[int, bool], ...]  # sizes in order, and whether each is taken
 
 
 class _Block:

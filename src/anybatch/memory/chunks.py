@@ -19,29 +19,17 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Task:
-    """A cross-entropy over the rows of a linear layer's result.
+    """A cross-entropy over the rows of a linear layer's result."""
 
-    Args:
-        target: the classes, one for each row, of any shape.
-        class_weights: one for each class, or ``None``.
-        ignore_index: the target that does not count.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: what goes from the target to all classes.
-        chunks: how many parts.
-        dtype: in which the linear layer computes.
-        casts: dtypes that its result goes through before the loss.
-        autocast: as it is around the loss.
-    """
-
-    target: torch.Tensor
-    class_weights: torch.Tensor | None
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    chunks: int
-    dtype: torch.dtype
-    casts: tuple[torch.dtype, ...]
-    autocast: Autocast
+    target: torch.Tensor  # the classes, one for each row, of any shape
+    class_weights: torch.Tensor | None  # one for each class, or ``None``
+    ignore_index: int  # the target that does not count
+    reduction: str  # ``"mean"``, ``"sum"`` or ``"none"``
+    label_smoothing: float  # what goes from the target to all classes
+    chunks: int  # how many parts
+    dtype: torch.dtype  # in which the linear layer computes
+    casts: tuple[torch.dtype, ...]  # dtypes that its result goes through before the loss
+    autocast: Autocast  # as it is around the loss
 
     def precision(self, weight: torch.Tensor) -> torch.dtype:
         """The dtype in which torch computes this loss, which autocast decides by itself."""

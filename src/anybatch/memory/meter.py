@@ -13,8 +13,8 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
-from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
+from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.fakemode import Fake
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import unwrapped
 
@@ -280,9 +280,7 @@ class Recording(TorchDispatchMode):
             raise OverBudget(expected)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        mode = current_mode()  # that of fake tensors, if no other is between, which is asked without a detour
-        result = mode.recalled(func, args, kwargs) if type(mode) is QuickFakeMode else UNKNOWN
-        return func(*args, **kwargs) if result is UNKNOWN else result
+        return func(*args, **kwargs)
 
     def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""

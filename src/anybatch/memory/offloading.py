@@ -27,7 +27,6 @@ def offload(
     transform of ``torch.func`` or forward-mode differentiation stays.
 
     Args:
-        model: the model.
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
         pool: host memory that is kept from one use to the next; ``None`` for one that is dropped with the handle.
         simulate: whether to copy nothing, so that only what happens on the device is there to be measured; then small

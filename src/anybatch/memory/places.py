@@ -185,7 +185,6 @@ def places_of(model: torch.nn.Module, names: Iterable[str]) -> list[Place]:
     """Finds parts of a model.
 
     Args:
-        model: the model.
         names: dotted names such as ``"encoder.layers.3"``, or runs of children of a Sequential: ``"net.2:5"`` are its
             children 2, 3 and 4, and ``"2:5"`` those of a model that is the Sequential itself.
 

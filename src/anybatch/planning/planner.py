@@ -16,7 +16,6 @@ from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
-from anybatch.planning.optimizer import history_of
 from anybatch.planning.overtimesearch import ChunkLengths, ChunkSearch, InChunks
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
@@ -29,6 +28,8 @@ from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import ModuleShare, Plan, PlanRow
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPTIMIZATIONS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
@@ -122,21 +123,22 @@ class Planner:
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
 
-        Args:
-            budget: bytes.
-            race: whether the best ways are measured against each other where the device is at hand.
-
         Returns:
             The plan.
 
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
+        return self._stable(lambda: self._planned(budget, race), budget)
+
+    def _stable(self, search: Callable[[], T], budget: int) -> T:
+        """What a search finds once nothing new is found out about the step, of which nothing stays."""
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return until_stable(self._known, self._forget, lambda: self._planned(budget, race))
+                return until_stable(self._known, self._forget, search)
             except NothingRuns as error:
-                raise self._stopped(error, budget) from None
+                beside, why = self.subject.bytes_beside, why_whole(self.subject)
+                raise stopped(error.needed, budget, self._usable_of, beside, why) from None
 
     def _known(self) -> tuple[object, ...]:
         return tuple(search.known for search in itertools.chain(*self._made.values()))
@@ -269,25 +271,17 @@ class Planner:
         return min(((search, *search.least()) for search in searches), key=lambda one: one[1].needed_bytes)
 
     def least_budget(self, budget: int) -> int:
-        """The smallest budget that a plan can be made for.
-
-        Args:
-            budget: bytes that micro-batches which have to run for real stay within.
-        """
+        """The smallest budget that a plan can be made for."""
 
         def found() -> int:
             self._searches = self._all_searches(budget)[-1]
             self._look_within(self._searches, budget)
             return self._least_budget()
 
-        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            try:
-                return until_stable(self._known, self._forget, found)
-            except NothingRuns as error:
-                return self._stopped(error, budget).needed or 0
-
-    def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
-        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside, why_whole(self.subject))
+        try:
+            return self._stable(found, budget)
+        except DoesNotFit as error:
+            return error.needed or 0
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
@@ -311,7 +305,7 @@ class Planner:
             reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
             return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
-            row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
+            row, peak, budget, needed, self._usable_of, search.shares(row), beside,
             lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside, peak)}",
         )  # fmt: skip
 
@@ -341,7 +335,7 @@ class Planner:
             whole_bytes=search.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
-            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row), history_of(self.subject)),
+            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row)),
             modules=tuple(search.shares(row)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
@@ -353,9 +347,6 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="predicted")
-
-
-T = TypeVar("T")
 
 
 def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:

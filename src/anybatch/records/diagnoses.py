@@ -1,10 +1,11 @@
 """A diagnosis: the findings of a run in order of rank, and which gradients and parameters changed in it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
+from anybatch.records.plainvalues import Plain
 from anybatch.records.showing import Shown
 
 CELLS = {
@@ -45,7 +46,7 @@ def missing_of(unexamined: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Plain):
     """Parameters of one module of which the same is true: do their gradients change, do they change themselves?
 
     Args:
@@ -86,17 +87,11 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
-        return asdict(self) | {"parameters": list(self.parameters), "meaning": self.meaning}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
-        """Reads what ``to_dict`` gave."""
-        known = {name: entry for name, entry in values.items() if name != "meaning"}
-        return cls(**{**known, "parameters": tuple(known.get("parameters", ()))})
+        return Plain.to_dict(self) | {"meaning": self.meaning}
 
 
 @dataclass(frozen=True, slots=True)
-class Suppressed:
+class Suppressed(Plain):
     """A finding that the user does not want to hear of.
 
     Args:
@@ -113,15 +108,6 @@ class Suppressed:
     finding: Finding
     by: Literal["line", "settings", "baseline"]
     reason: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return {"finding": self.finding.to_dict(), "by": self.by, "reason": self.reason}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Suppressed":
-        """Reads what ``to_dict`` gave."""
-        return cls(Finding.from_dict(values["finding"]), values["by"], values["reason"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,36 +183,4 @@ class Diagnosis(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``healthy``."""
-        return {
-            "findings": [finding.to_dict() for finding in self.findings],
-            "cells": [cell.to_dict() for cell in self.cells],
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "healthy": self.healthy,
-            "steps": self.steps,
-            "overhead": self.overhead,
-            "script": self.script,
-            "arguments": list(self.arguments),
-            "device": self.device,
-            "exit_code": self.exit_code,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            "unexamined": list(self.unexamined),
-            "suppressed": [one.to_dict() for one in self.suppressed],
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Diagnosis":
-        """Reads what ``to_dict`` gave."""
-        known = {name: entry for name, entry in values.items() if name != "healthy"}
-        return cls(
-            **{
-                **known,
-                "findings": tuple(Finding.from_dict(one) for one in known.get("findings", ())),
-                "cells": tuple(Cell.from_dict(one) for one in known.get("cells", ())),
-                "arguments": tuple(known.get("arguments", ())),
-                "notes": tuple(known.get("notes", ())),
-                "unexamined": tuple(known.get("unexamined", ())),
-                "suppressed": tuple(Suppressed.from_dict(one) for one in known.get("suppressed", ())),
-            }
-        )
+        return Shown.to_dict(self) | {"healthy": self.healthy}

@@ -116,7 +116,7 @@ class Probed(Fact):
 
     # ``"batch"`` (do samples of a batch mix?), ``"time"`` (does an output depend on later inputs?), ``"input"`` (does
     # the output depend on the input at all?), ``"modes"`` (do two evaluations differ?), or one of the active ones:
-    # ``"prior"``, ``"one batch"``, ``"zeroed input"``, ``"learning rate"``, ``"mode"``
+    # ``"prior"``, ``"one batch"``, ``"zeroed input"``
     probe: str
     root: int = 0
     answer: str = "unknown"  # ``"yes"``, ``"no"`` or ``"unknown"``

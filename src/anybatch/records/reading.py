@@ -86,7 +86,7 @@ def reader(kind: Any) -> Reader:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(*map(reader, inner))
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
-        return _fields(kind)
+        return kind.from_dict if "from_dict" in vars(kind) else fields_of(kind)  # a class may know better
     if kind in (int, float):
         return _number(kind)
     words = {type(None): "None", bool: "true or false", str: "a text"}
@@ -173,7 +173,9 @@ def _mapping(key_of: Reader, one: Reader) -> Reader:
     return check
 
 
-def _fields(kind: Any) -> Reader:
+@functools.cache
+def fields_of(kind: Any) -> Reader:
+    """What reads the fields of a dataclass, or of a typed dictionary, from a mapping."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
         needed = [name for name in hints if name in kind.__required_keys__]

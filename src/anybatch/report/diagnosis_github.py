@@ -12,10 +12,6 @@ _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """A command for each finding, and one for the verdict.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])), end="")
         ::notice title=anybatch doctor::train.py: nothing to judge: no optimizer stepped

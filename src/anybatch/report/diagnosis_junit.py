@@ -14,10 +14,6 @@ from anybatch.report.tables import clean
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """The XML. Errors and warnings fail; a script that failed without a finding is an error of the run itself.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])).splitlines()[1])
         <testsuites name="anybatch doctor" tests="1" failures="0" errors="0" skipped="0" time="0.000">

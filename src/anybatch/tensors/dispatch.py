@@ -183,7 +183,7 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not is_watched():
+        if not (number_of_modes() or number_of_function_modes()):  # in each step of a run: no call more than it needs
             return function(*args, **kwargs)
         with nobody_looks():
             return function(*args, **kwargs)
@@ -191,7 +191,6 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@unseen
 def item_of(tensor: torch.Tensor) -> Any:
     """The number in a tensor, read without a mode that sees it.
 
@@ -202,4 +201,7 @@ def item_of(tensor: torch.Tensor) -> Any:
         >>> item_of(torch.tensor(2.0))
         2.0
     """
-    return tensor.item()
+    if not (number_of_modes() or number_of_function_modes()):
+        return tensor.item()
+    with nobody_looks():
+        return tensor.item()

@@ -66,10 +66,7 @@ def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) 
     """The numbers ``a`` and ``b`` of samples in a call, of shape ``[2, samples]``.
 
     Args:
-        seed: of the logical batch.
-        call: of a module.
         samples: their positions in the logical batch; -1 stands for what all samples share.
-        device: where the mask is wanted.
     """
     if isinstance(samples, range):
         own = torch.arange(samples.start, samples.stop, samples.step, dtype=torch.int64, device=device)
@@ -87,8 +84,6 @@ def mask_of(shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tens
 
     Args:
         shape: of the mask; the samples lie in dim 0, where each may have several entries, one behind the other.
-        keys: what ``keys_of`` gave.
-        keep: the share of ones.
     """
     device, rows = keys.device, keys.shape[1]
     sizes = ((shape[0] if shape else 1) // rows, *shape[1:])  # of a sample

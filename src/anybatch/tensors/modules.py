@@ -10,7 +10,6 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
     """The modules that a step runs through: the model, and the loss function if it is one or a method of one.
 
     Args:
-        model: the model.
         loss_fn: a function, a module, a method, or one that is made of several (its ``user_functions``).
 
     Example:

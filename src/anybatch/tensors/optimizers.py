@@ -61,8 +61,6 @@ def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor], depth:
 
     Args:
         value: a tensor, or plain containers of them; anything else stays what it is.
-        put: gives the other tensor.
-        depth: of the containers.
 
     Example:
         >>> with_tensors({"slow": [torch.ones(2)], "k": 5}, torch.neg)

@@ -18,8 +18,6 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     they agree; up to 8 addends cost about one more rounding.
 
     Args:
-        parameters: whose gradients are accumulated.
-        micro_batches: how many gradients are added up.
         policy: ``"auto"`` from the ninth micro-batch on, ``"fp32"`` always, ``"native"`` never.
 
     Returns:

@@ -59,7 +59,8 @@ class RandomState:
         now = RandomState(self._devices)
         pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
         of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
-        return of_torch, self._python != now._python or not _is_same(self._numpy, now._numpy)
+        is_new = self._numpy is None and now._numpy is not None  # loaded by who draws from it for the first time
+        return of_torch, is_new or self._python != now._python or not _is_same(self._numpy, now._numpy)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""

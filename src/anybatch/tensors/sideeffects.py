@@ -41,15 +41,10 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Place:
-    """Where something lies.
+    """Where something lies."""
 
-    Args:
-        code: how it is written where it is used, such as ``self.steps``.
-        owner: whose it is, to be written behind it, such as `` of Warmup``.
-    """
-
-    code: str
-    owner: str
+    code: str  # how it is written where it is used, such as ``self.steps``
+    owner: str  # whose it is, to be written behind it, such as `` of Warmup``
 
     def at(self, suffix: str) -> "Place":
         """The place of something that lies in this."""
@@ -58,21 +53,13 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One thing that was changed.
+    """One thing that was changed."""
 
-    Args:
-        place: where it lies.
-        before: what was there.
-        after: what is there now.
-        is_generator: whether it is the state of a random generator.
-        is_iterator: whether it went on and can't be put back.
-    """
-
-    place: Place
-    before: Any
-    after: Any
-    is_generator: bool
-    is_iterator: bool
+    place: Place  # where it lies
+    before: Any  # what was there
+    after: Any  # what is there now
+    is_generator: bool  # whether it is the state of a random generator
+    is_iterator: bool  # whether it went on and can't be put back
     _holder: "_Holder"
     _key: Any
 
@@ -190,6 +177,11 @@ class SideEffects:
         holder = _Holder(read, write, place, **options)
         self._holders.append(holder)
         return holder.saved
+
+    def _hold_each(self, read: Any, write: Any, place: Callable[[Any], Place]) -> None:
+        """Holds something, and what is in it."""
+        for key, value in self._hold(read, write, place).items():
+            self._visit(value, place(key))
 
     def _visit(self, value: Any, place: Place) -> None:
         kind = type(value)
@@ -317,8 +309,7 @@ class SideEffects:
             elif read():
                 del cell.cell_contents
 
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
     def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
         """The globals of those names, also of those that are not there yet."""
@@ -331,8 +322,7 @@ class SideEffects:
 
         names = [name for name in names if (id(home), name) not in self._globals]
         self._globals.update((id(home), name) for name in names)
-        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
-            self._visit(value, place(name))
+        self._hold_each(read, functools.partial(_write, home, read), place)
 
     def _visit_class(self, kind: type) -> None:
         """What a class of the user holds for all its objects, and what its methods read."""
@@ -359,8 +349,7 @@ class SideEffects:
             def place(name: str, base: type = base) -> Place:
                 return Place(f"{base.__name__}.{name}", "")
 
-            for name, value in self._hold(read, write, place).items():
-                self._visit(value, place(name))
+            self._hold_each(read, write, place)
 
     def _visit_object(self, value: Any) -> None:
         kind, attributes = type(value), getattr(value, "__dict__", None)
@@ -410,8 +399,7 @@ class SideEffects:
                 setattr(value, key, inner)
 
         place = Place(f"self.{name}", f" of {type(value).__name__}")
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
 
 def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:

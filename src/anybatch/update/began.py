@@ -1,4 +1,4 @@
-"""What was written to: whether an optimizer had begun when it failed, and weights where no version tells of it."""
+"""Whether an optimizer had begun when it failed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,6 @@ import torch
 from anybatch.tensors.shards import local_of
 
 ROWS = 4
-_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
 
 class OptimizerWatch:
@@ -149,19 +148,3 @@ def _differ(found: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
         if not same:
             return True
     return False
-
-
-def print_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
-    from anybatch.memory.meter import storages_of
-
-    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    with torch.no_grad():
-        for storage in storages_of(weight):
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            width = next(size for size in (4, 2, 1) if len(whole) % size == 0)
-            bits = whole.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
-            for few in bits.split(_AT_ONCE):
-                sums[0] += few.sum()
-                sums[1] += few[::3].sum()
-    return sums

@@ -110,7 +110,6 @@ class Boundary:
         """Steps all optimizers; what comes after it may not take them back.
 
         Args:
-            progress: is told what is running.
             again: the gradient, for optimizers that evaluate it themselves.
             is_shared: whether other ranks apply the same update, which they can't take back.
         """
@@ -158,26 +157,16 @@ class Boundary:
 
         The gradient is that of all ranks already, and the others apply it: the batch can't start again.
         """
-        try:
-            self._step(again)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure(error)
-        else:
-            return
-        failure.release()
-        for watch in self._watches:
-            watch.roll_back_state()
-        try:
-            self._step(again)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure(error)
-        else:
-            return
-        failure.release()
+        for _ in range(2):
+            for watch in self._watches:
+                watch.roll_back_state()
+            try:
+                return self._step(again)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = Failure(error)
+            failure.release()  # outside of the except block, where no traceback holds tensors any more
         raise UpdateInterrupted(
             f"optimizer.step ran out of memory on this rank ({failure.text}), and once more after memory was cleared; "
             "the other ranks apply this update, so the ranks are not equal any more. Load the last checkpoint on all "

@@ -160,11 +160,12 @@ class _Worker:
     """
 
     def __init__(
-        self, run: _Run, placement: Placement, task: "Task", numbers: Iterator[int], batches: list[Any],
+        self, run: _Run, placement: Placement, task: "Task", numbers: Sequence[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
         self.progress = Progress("the start")
+        self._number = 0  # of the micro-batch that runs
         self._draws = DeviceDraws(placement.device, run.seeds)
         self.outside: OutsideLeaves | None = None
         if placement.copy is not None:
@@ -185,11 +186,11 @@ class _Worker:
     def work(self, begin: Beginnings) -> None:
         """Runs the micro-batches."""
         with self._draws.put_back(), contextlib.closing(self._each(begin)) as micro_batches:
-            self.accumulation.collect(micro_batches)
+            self.accumulation.collect(micro_batches, iter(lambda: self._number, None))
         if self._draws.drew:  # never set back to False, since threads write here side by side
             self._run.host.drew = True
 
-    def _each(self, begin: Beginnings) -> Generator[tuple[int, Any], None, None]:
+    def _each(self, begin: Beginnings) -> Generator[Any, None, None]:
         run, order = self._run, list[int]()
         for batch in _there(self._task, self._taken(order)):
             number = order.pop(0)
@@ -201,7 +202,8 @@ class _Worker:
                 if run.in_turns:
                     run.host.begin(number)
                 self._draws.begin(number)
-                yield number, batch
+                self._number = number
+                yield batch
                 self._draws.look()
                 if run.in_turns:
                     run.host.look()

@@ -31,8 +31,6 @@ def settings_of(
 
     Args:
         optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
-        schedulers: all of them.
-        clip_norm: what the gradient is clipped to.
 
     Example:
         >>> settings_of([torch.optim.SGD([torch.zeros(1)], lr=0.5)], (), None)["param_groups[0]['lr']"]

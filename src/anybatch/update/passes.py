@@ -104,10 +104,6 @@ def run_pass(
 
     Args:
         task: the logical batch and how to go through it.
-        parts: how it is split.
-        parameters: whose ``.grad``, empty now, is filled.
-        progress: is told what is running.
-        differentiate: whether gradients are wanted.
         outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
@@ -307,28 +303,18 @@ def _there(task: Task, batches: Any) -> Iterator[Any]:
 
 
 class Outcome(NamedTuple):
-    """What an attempt at a logical batch gave.
+    """What an attempt at a logical batch gave."""
 
-    Args:
-        weights: the counts.
-        sums: what was added up.
-        parts: how the batch was split.
-        skipped: why the update was left out; empty if it was not.
-        grad_norm: the norm before clipping, if it was measured.
-    """
-
-    weights: Weights
-    sums: Sums
-    parts: Sequence[Part]
-    skipped: str = ""
-    grad_norm: torch.Tensor | None = None
+    weights: Weights  # the counts
+    sums: Sums  # what was added up
+    parts: Sequence[Part]  # how the batch was split
+    skipped: str = ""  # why the update was left out; empty if it was not
+    grad_norm: torch.Tensor | None = None  # the norm before clipping, if it was measured
 
     def result(self, failed: tuple[Attempt, ...], rows: int, *, counts_anyway: bool = False) -> StepResult:
         """Puts together what a logical batch gave; nothing is fetched from the device yet.
 
         Args:
-            failed: the attempts before this one.
-            rows: samples of the logical batch.
             counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
         """
         largest = max(map(attrgetter("cost"), self.parts), default=0)

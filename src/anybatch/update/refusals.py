@@ -22,29 +22,19 @@ _CALLS = {
 class Cause:
     """Why a logical batch is in several micro-batches.
 
-    Args:
-        verb: what the user called, ``None`` if it is not known.
-        micro_batch_size: what the user asked for, ``None`` for the whole batch.
-        sizes: samples of each micro-batch.
-        batches: how many batches the window has.
-        ran_out: whether memory ran out with larger micro-batches.
-        planned: whether a plan chose the size.
-        over_time: whether it is the time steps that are cut, and not the samples.
-        devices: that share the batch.
-
     Example:
         >>> Cause(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
         'micro_batch_size=8 cuts these 22 samples into 3 micro-batches.'
     """
 
-    verb: Verb | None = None
-    micro_batch_size: float | None = None
-    sizes: tuple[int, ...] = ()
-    batches: int = 1
-    ran_out: bool = False
-    planned: bool = False
-    over_time: bool = False
-    devices: int = 1
+    verb: Verb | None = None  # what the user called, ``None`` if it is not known
+    micro_batch_size: float | None = None  # what the user asked for, ``None`` for the whole batch
+    sizes: tuple[int, ...] = ()  # samples of each micro-batch
+    batches: int = 1  # how many batches the window has
+    ran_out: bool = False  # whether memory ran out with larger micro-batches
+    planned: bool = False  # whether a plan chose the size
+    over_time: bool = False  # whether it is the time steps that are cut, and not the samples
+    devices: int = 1  # that share the batch
 
     def sentence(self, micro_batches: int) -> str:
         """Says what cut the batch."""

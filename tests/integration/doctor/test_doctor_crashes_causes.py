@@ -207,7 +207,7 @@ net(torch.arange(4), torch.rand(4, 3, dtype=torch.float64))
 def test_a_norm_of_another_dtype_names_the_tensor_that_came_in(norm: str, recorded: bool, tmp_path: Path) -> None:
     crashed, _ = crash(tmp_path, MIXED.replace("NORM", norm), recorded=recorded)
     assert (crashed.name, crashed.module) == ("DTYPE_MISMATCH", "norm"), crashed
-    assert crashed.fix == "rows = rows.to(torch.float32)"
+    assert crashed.fix == "rows = rows.float()"
 
 
 def test_no_name_is_given_where_two_tensors_may_be_meant(tmp_path: Path) -> None:
@@ -215,7 +215,8 @@ def test_no_name_is_given_where_two_tensors_may_be_meant(tmp_path: Path) -> None
     crashed, _ = crash(
         tmp_path, text.replace("        self.norm,", "        self.low = torch.zeros(3).double()\n        self.norm,")
     )
-    assert (crashed.name, crashed.tensor.split()[0]) == ("DTYPE_MISMATCH", "input"), crashed
+    assert crashed.name == "DTYPE_MISMATCH", crashed
+    assert crashed.fix.startswith("return self.lin(self.norm(torch.maximum(rows, self.low).float()"), crashed
 
 
 SCALED = """

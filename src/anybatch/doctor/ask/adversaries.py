@@ -70,12 +70,15 @@ def _helps(done: float, wanted: float, real: float) -> bool:
 
 
 def _scores(tape: Tape, own: Collection[int]) -> list[Slot]:
-    """What each call of the critic gives: the results of operations with the parameters of its last one."""
+    """What each call of the critic gives: the results of operations with the parameters of its last one.
+
+    An embedding of classes, which a conditional critic looks up, is none of them.
+    """
     of_critic = {slot for slot, one in tape.parameters.items() if id(one) in own}
     calls = [
         (one, found)
         for one in tape.operations[: tape.losses[-1].before]
-        if one.outs and (found := of_critic & set(slots((one.args, one.kwargs))))
+        if one.outs and one.name != "embedding" and (found := of_critic & set(slots((one.args, one.kwargs))))
     ]
     return [one.outs[0] for one, found in calls if found == calls[-1][1]]
 

@@ -3,11 +3,12 @@
 import inspect
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.ask.trials import FAILURES, tensors
+from anybatch.doctor.ask.trials import FAILURES, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -48,9 +49,9 @@ def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
     """Whether a backward gives the opposite for the opposite of what comes in."""
     for one in kept.functions:
         answer, why = _asked(one)
+        found = told("function gradient", answer=answer, detail=why, cls=one.cls.__name__)
         file, line = _line(one.cls)
-        yield Probed(probe="function gradient", root=-1, answer=answer, file=file, line=line, detail=why,
-                     evidence={"cls": one.cls.__name__})  # fmt: skip
+        yield replace(found, file=file, line=line)
 
 
 def _asked(one: Function) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.functions import Function, functions_of
-from anybatch.doctor.ask.tape import Tape
+from anybatch.doctor.ask.tape import Operation, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.safefollowing import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
@@ -115,7 +115,7 @@ class Kept:
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
-        self.nan: tuple[str, str, int] | None = None
+        self.nan: Operation | None = None
         self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
@@ -286,8 +286,7 @@ class Kept:
             return
         self._left.append(tape)
         self.leave()
-        if tape.nan is not None and self.nan is None:
-            self.nan = tape.nan.name, tape.nan.file, tape.nan.line
+        self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
 

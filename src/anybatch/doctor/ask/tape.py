@@ -31,7 +31,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "is_floating_point", "dim"})
+_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
 
 
 _BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
@@ -155,7 +155,7 @@ class Tape(TorchFunctionMode):
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         given: tuple[Any, Any] | None = None
         try:
-            given = self._encoded(args), self._encoded(kwargs)
+            given = rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded)
         except Exception as error:  # noqa: BLE001 - the run goes on as it would
             self._give_up(error)
         result = func(*args, **kwargs)
@@ -198,16 +198,10 @@ class Tape(TorchFunctionMode):
         return slot
 
     def _encoded(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            known = self._slots.get(id(value))
-            return self._leaf(value) if known is None else known
-        if isinstance(value, slice):
-            return slice(*[self._encoded(one) for one in (value.start, value.stop, value.step)])
-        if type(value) in (list, tuple):
-            return type(value)([self._encoded(one) for one in value])
-        if type(value) is dict:
-            return {key: self._encoded(one) for key, one in value.items()}
-        return value
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self._slots.get(id(value))
+        return self._leaf(value) if known is None else known
 
     @unseen
     def _leaf(self, tensor: torch.Tensor) -> Slot:
@@ -219,7 +213,7 @@ class Tape(TorchFunctionMode):
         if _is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
-        self.leaves[slot] = tensor.detach().clone()
+        self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
         return slot
@@ -314,8 +308,12 @@ def replay(
         elif slot not in tape.leaves:
             values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     done = Replay(values)
+
+    def filled(one: Any) -> Any:
+        return values[one] if type(one) is Slot else number(one) if type(one) in (int, float) else one
+
     for operation in tape.operations[:until]:
-        args, kwargs = _filled(operation.args, values, number), _filled(operation.kwargs, values, number)
+        args, kwargs = rebuilt((operation.args, operation.kwargs), filled)
         with torch.set_grad_enabled(operation.grad):
             result = _again(operation, args, kwargs, change)
         found = list(_tensors(result))
@@ -357,17 +355,14 @@ def _checked(name: str, args: Any) -> Any:
     return (*args[:5], 0.0, *args[6:])
 
 
-def _filled(value: Any, values: Mapping[Slot, torch.Tensor], number: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Slot):
-        return values[value]
-    if type(value) in (int, float):
-        return number(value)
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments of an operation with something else in the place of each leaf."""
     if isinstance(value, slice):
-        return slice(*[_filled(one, values, number) for one in (value.start, value.stop, value.step)])
+        return slice(*[rebuilt(one, change) for one in (value.start, value.stop, value.step)])
     if isinstance(value, torch.Size):
-        return torch.Size([number(int(one)) for one in value])
+        return torch.Size([change(int(one)) for one in value])
     if type(value) in (list, tuple):
-        return type(value)([_filled(one, values, number) for one in value])
+        return type(value)([rebuilt(one, change) for one in value])
     if type(value) is dict:
-        return {key: _filled(one, values, number) for key, one in value.items()}
-    return value
+        return {key: rebuilt(one, change) for key, one in value.items()}
+    return change(value)

@@ -18,6 +18,7 @@ from anybatch.batch.trees import opened
 from anybatch.doctor.crashing.live import whose
 from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
+from anybatch.records.lossfacts import Probed
 from anybatch.tensors.randomness import RandomState
 
 MOST_BYTES = 2 * 2**30
@@ -32,6 +33,14 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attribute
 
 class Unknown(Exception):
     """Why a question could not be answered."""
+
+
+def told(
+    probe: str, place: Any = None, /, *, root: int = -1, answer: str = "yes", detail: str = "", **seen: Any
+) -> Probed:
+    """An answer, at the line of the operation that it is about; what else is given is its evidence."""
+    where = {name: getattr(place, name) for name in ("module", "file", "line") if hasattr(place, name)}
+    return Probed(probe=probe, root=root, answer=answer, detail=detail, evidence=seen, **where)
 
 
 class Operation(NamedTuple):
@@ -121,11 +130,7 @@ class Trial:
         module: the user's.
         args: of its last call.
         kwargs: of it.
-        until: the time by ``time.perf_counter`` after which no question is asked.
-
-    Raises:
-        Unknown: the model can't be copied.
-    """
+        until: the time by ``time.perf_counter`` after which no question is asked."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until
@@ -149,11 +154,7 @@ class Trial:
         self._random = RandomState({p.device for p in self._parameters})
 
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
-        """What the copy gives; its buffers and attributes are as before afterwards.
-
-        Raises:
-            Unknown: the time is over, or the model can't take the inputs.
-        """
+        """What the copy gives; its buffers and attributes are as before afterwards."""
         if time.perf_counter() > self.until:
             raise Unknown("there was no time left")
         given = inputs.changed(lambda one: one) if grad else inputs.changed(lambda one: one.clone())

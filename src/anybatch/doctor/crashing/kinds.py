@@ -65,8 +65,8 @@ class Kind:
         common = {
             "code": quoted(live.code()) or "the script",
             "text": first_line(live.text),
-            "module": "",
-            "tensor": "",
+            **dict.fromkeys(("module", "tensor"), ""),
+            **live.tools(),
         }
         texts = [one.format(*groups, **{**common, **found}) for one in (self.message, self.cause, self.fix)]
         file, line, code = found.get("at") or ("", 0, "")

@@ -1,6 +1,7 @@
 """What was alive when a script crashed: frames, the user's line, and the names of tensors and modules there."""
 
 import ast
+import itertools
 import os
 import re
 import site
@@ -8,7 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class Frame(NamedTuple):
         values: its locals, as they were.
         names: its globals.
         whose: ``"user"``, ``"library"``, ``"torch"`` or ``"ours"``.
+        code: that was running.
+        span: first and last line, first and last column of the expression that was running.
     """
 
     file: str
@@ -49,6 +52,8 @@ class Frame(NamedTuple):
     values: Mapping[str, Any]
     names: dict[str, Any]
     whose: str
+    code: CodeType | None = None
+    span: tuple[int | None, int | None, int | None, int | None] | None = None
 
 
 class Live:
@@ -79,8 +84,10 @@ class Live:
             frame = step.tb_frame
             file = frame.f_code.co_filename
             self._raw.append(frame)
+            code = frame.f_code
+            span = next(itertools.islice(code.co_positions(), step.tb_lasti // 2, None), None)
             self.frames.append(
-                Frame(file, step.tb_lineno, frame.f_code.co_name, frame.f_locals, frame.f_globals, whose(file))
+                Frame(file, step.tb_lineno, code.co_name, frame.f_locals, frame.f_globals, whose(file), code, span)
             )
             step = step.tb_next
         theirs = [frame for frame in self.frames if frame.whose == "user"]
@@ -154,10 +161,14 @@ class Live:
         """The tensors that the user's line reads."""
         return [(path, value) for path, value in self.line_reads() if isinstance(value, torch.Tensor)]
 
+    def calls(self) -> list[ast.Call]:
+        """The calls in the user's line, the outermost first."""
+        nodes = () if (statement := self.statement()) is None else ast.walk(statement)
+        return [one for one in nodes if isinstance(one, ast.Call)]
+
     def called(self, name: str) -> ast.Call | None:
         """The call of a name in the user's line."""
-        nodes = () if (statement := self.statement()) is None else ast.walk(statement)
-        return next((one for one in nodes if isinstance(one, ast.Call) and called(one) == name), None)
+        return next((one for one in self.calls() if called(one) == name), None)
 
     def modules(self) -> list[torch.nn.Module]:
         """All modules of the models in the user's frames."""
@@ -239,6 +250,19 @@ class Live:
                     if inner is value:
                         return f"{name}.{attribute}"
         return ""
+
+    def tools(self) -> dict[str, str]:
+        """The user's variables of an optimizer, a scaler and a scheduler, those that the line reads first."""
+        classes = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+        names = ("optimizer", "scaler", "scheduler")
+        held = self.line_reads()
+        for frame in reversed(self.users):
+            for name, value in list(frame.values.items()):
+                held += [(name, value), *((f"{name}.{key}", one) for key, one in _objects(value))]
+        return {
+            name: next((path for path, one in held if isinstance(one, cls)), name)
+            for name, cls in zip(names, classes, strict=True)
+        }
 
     def named(self) -> Iterator[tuple[str, torch.Tensor, Frame]]:
         """Tensors in the user's frames with the text that reads them, the innermost frame first."""

@@ -4,97 +4,87 @@ import ast
 import difflib
 import inspect
 import re
-from typing import Any
 
 import torch
 
-from anybatch.doctor.crashing.kinds import Answer, answer, first_line, quoted, shape
+from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in
-from anybatch.doctor.crashing.usercode import called, loads, targets
+from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
 from anybatch.doctor.graphs import nodes_behind
 
-_ASKED = ("numpy", "detach_", "item", "requires_grad_", "tolist")
 
-
-def asked_of(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The tensor that the user's line asks for something."""
-    statement = live.statement()
-    if live.user is None or statement is None:
+def stored_in(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The tensor an attribute of which the user's line sets."""
+    stored = getattr(live.statement(), "targets", [None])[0]
+    value = live.value(live.user, stored.value) if isinstance(stored, ast.Attribute) and live.user else None
+    if not isinstance(value, torch.Tensor) or not isinstance(stored, ast.Attribute):
         return None
-    for node in ast.walk(statement):
-        if called(node) in _ASKED and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return _asked(ast.unparse(node.func.value), live.value(live.user, node.func.value), called(node))
-    candidates = live.line_reads()
-    stored = getattr(statement, "targets", [None])[0]
-    if isinstance(stored, ast.Attribute):
-        candidates.insert(0, (ast.unparse(stored.value), live.value(live.user, stored.value)))
-    found: list[tuple[str, Any]] = [one for one in candidates if isinstance(one[1], torch.Tensor | torch.nn.Module)]
-    return _asked(*(found or [("", None)])[0])
-
-
-def _asked(path: str, value: Any, call: str = "") -> Answer:
-    size = shape(value) if isinstance(value, torch.Tensor) else ""
-    return answer(path=quoted(path) or "A tensor", name=path or "tensor", tensor=f"{path} {size}".strip(),
-                evidence={"call": call} if call else {})  # fmt: skip
+    path = ast.unparse(stored.value)
+    return answer(path=quoted(path), name=path, tensor=f"{path} {shape(value)}")
 
 
 def in_graph_of(live: Live, match: "re.Match[str]") -> Answer | None:
     """The tensor in what is copied that is no leaf."""
-    known = asked_of(live, match)
-    for path, value in [(known["name"], None), *live.line_reads()] if known is not None else ():
-        held = [
-            p for p, one, _ in live.named() if not one.is_leaf and (p == path or p.startswith((f"{path}.", f"{path}[")))
-        ]
-        if held:
-            size = shape(value) if isinstance(value, torch.Tensor) else ""
-            return {**_asked(held[0], None), "tensor": f"{held[0]} {size}".strip()}
-    return known
-
-
-def dimension(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The tensor of the user's line that does not have a dim."""
-    low, high, asked = (int(one) for one in match.groups())
-    for path, one in live.tensors_in_line():
-        if -max(one.dim(), 1) == low:
-            return answer(path=quoted(path), size=shape(one), dims=one.dim(), asked=asked, high=high, last="dim=-1",
-                        tensor=f"{path} {shape(one)}")  # fmt: skip
+    read = [path for path, _ in live.line_reads()]
+    for path, one, _ in live.named():
+        if not one.is_leaf and any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in read):
+            return answer(path=quoted(path), name=path, tensor=f"{path} {shape(one)}")
     return None
 
 
-def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
-    """Why a tensor has no gradient, where the line reads one."""
-    statement = live.statement()
-    for node in () if statement is None or live.user is None else ast.walk(statement):
-        if live.user and isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
-            tensor = live.value(live.user, node.value)
-            if isinstance(tensor, torch.Tensor) and (not tensor.is_leaf or tensor.grad is None):
-                return _without(live, ast.unparse(node.value), tensor)
+def raised(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Whether the user's line raises the error itself."""
+    return {} if isinstance(live.statement(), ast.Raise) else None
+
+
+def container(live: Live, match: "re.Match[str]") -> Answer | None:
+    """The list, tuple or dict that the user's line takes for a tensor."""
+    kind, attribute = match.groups()
+    for path, value in live.line_reads():
+        if type(value).__name__ == kind:
+            inner = next((key for key, _ in tensors_in(path, value)), path)
+            moved = (
+                f"{path} = {{key: part.to(device) for key, part in {path}.items()}}" if kind == "dict" else
+                f"{path} = [part.to(device) for part in {path}]"
+            )  # fmt: skip
+            change = moved if attribute in ("to", "cuda", "cpu") else f"{inner} instead of {path}"
+            return answer(path=quoted(path), count=len(value), change=change, tensor=path)
     return None
 
 
-def _without(live: Live, path: str, tensor: torch.Tensor) -> Answer:
-    name = live.parameter_name(tensor)
-    guard = f"if {path}.grad is not None:\n    {live.code()}"
-    why = "No backward has reached it: the loss does not depend on it, or the gradients were cleared, or there was no "
-    why, change = why + "backward.", guard
-    if not tensor.is_leaf and tensor.grad_fn is not None:
-        why = f"It is no leaf: it is the result of {tensor.grad_fn.name()}, and a backward keeps gradients of leaves "
-        why += "only."
-        change = f"{path} = {path}.detach().requires_grad_()  # where it is made; or {path}.retain_grad()"
-    elif not tensor.requires_grad:
-        why, change = "Its requires_grad is False.", f"{path}.requires_grad_()  # or: {guard}"
-    return answer(
-        shown=quoted(path) + (f" ({name})" if name and name != path else ""), path=path, why=why, change=change,
-        module=name.rpartition(".")[0], parameters=filter(None, [name]), tensor=f"{name or path} {shape(tensor)}",
-        evidence={"is_leaf": tensor.is_leaf, "requires_grad": tensor.requires_grad},
-    )  # fmt: skip
+def none(live: Live, match: "re.Match[str]") -> Answer | None:
+    """What is None in the user's line, and the option of the call that gave it which was left out."""
+    statement, frame = live.statement(), live.user
+    for node in () if statement is None or frame is None else ast.walk(statement):
+        if frame and isinstance(node, ast.Attribute) and node.attr == match.group(1) and path_of(node.value):
+            path = path_of(node.value)
+            if live.value(frame, node.value) is None:
+                owner, _, field = path.rpartition(".")
+                made = [one for one in live.scope() if (owner or path) in targets(one) and one.lineno <= frame.line]
+                if not made or not isinstance(getattr(made[-1], "value", None), ast.Call):
+                    return None
+                at = live.at(made[-1])
+                wanted = "labels=..., with which the model computes the loss" if field == "loss" else "what it needs"
+                return answer(
+                    path=quoted(path), why=f"{quoted(at[2])} made it, without what it needs for it.", at=at,
+                    tensor=path, change=f"Give {quoted(ast.unparse(made[-1].value))} {wanted}.",  # type: ignore[attr-defined]
+                )  # fmt: skip
+    return None
 
 
-def whole_parameter(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The name of an ``nn.Parameter`` that the user's line makes."""
-    statement = live.statement()
-    path = next(iter(targets(statement)), "") if statement is not None and live.called("Parameter") else ""
-    return answer(path=path, name=path.rpartition(".")[2], tensor=path) if path else None
+def missing_arguments(live: Live, match: "re.Match[str]") -> Answer:
+    """The arguments that a call was not given, and variables of the user's that bear their names."""
+    names = re.findall(r"'(\w+)'", match.group(2))
+    frame, call = live.user, next(iter(live.calls()), None)
+    known = [] if frame is None else [
+        name for wanted in names
+        for name, value in frame.values.items() if wanted.rstrip("s") in name or
+        (wanted == "metrics" and isinstance(value, torch.Tensor | float) and "loss" in name)
+    ]  # fmt: skip
+    given = "" if call is None else ast.unparse(call)[:-1]
+    change = f"{given}{', ' if given and not given.endswith('(') else ''}{', '.join(known[:1] or names)})"
+    where = match.group(1)
+    return answer(change=f"{change}  # or a default for {' and '.join(names)} in {where}", module=where.split(".")[0])
 
 
 def unknown_attribute(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -104,24 +94,6 @@ def unknown_attribute(live: Live, match: "re.Match[str]") -> Answer | None:
     own = [key for key, _ in attributes(values[-1]) if not key.startswith("_")] if values else []
     near = difflib.get_close_matches(name, own, 1)
     return answer(names=", ".join(own[:8]), nearest=near[0], module=cls) if near else None
-
-
-def unused_input(live: Live, match: "re.Match[str]") -> Answer:
-    """The tensor that the value of ``torch.autograd.grad`` does not depend on."""
-    given, outputs = (
-        (one,) if isinstance(one, torch.Tensor) else tuple(one or ())
-        for one in (live.local("grad", "inputs"), live.local("grad", "outputs"))
-    )
-    if match.groups():
-        tensor = given[number] if (number := int(match.group(1))) < len(given) else None
-    else:  # torch 2.6 does not say which one it is
-        nodes = nodes_behind(outputs)
-        leaves = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
-        unused = (one for one in given if id(one) not in leaves and one.grad_fn not in nodes)
-        tensor = next((one for one in given if not one.requires_grad), next(unused, None))
-    name = live.name_of(tensor) if tensor is not None else ""
-    parameters = filter(None, [live.parameter_name(tensor)])
-    return answer(path=quoted(name) or "A tensor", name=name or "it", parameters=parameters, tensor=name)
 
 
 _KEEPS_AWAY = {
@@ -144,25 +116,10 @@ def nan_operation(live: Live, match: "re.Match[str]") -> Answer:
     )  # fmt: skip
 
 
-def marked_twice(live: Live, match: "re.Match[str]") -> Answer:
-    """The parameter that DistributedDataParallel saw twice."""
-    name = re.search(r"Parameter at index (\d+) (?:with name (\S+) )?has been marked", live.text)
-    shown = (name[2] or f"number {name[1]}") if name else ""
-    return answer(
-        shown=shown or "a parameter", parameters=filter(None, [shown.rstrip(".")]), module=shown.rpartition(".")[0]
-    )
-
-
-def without_gradients(live: Live, match: "re.Match[str]") -> Answer:
-    """The parameters that got no gradient."""
-    missing = [name for name, one in live.parameters().items() if one.requires_grad and one.grad is None]
-    listed = f": {', '.join(missing[:5])}" if missing else ""
-    return answer(listed=listed, parameters=missing[:50], evidence={"missing": len(missing)})
-
-
 def ragged(live: Live, match: "re.Match[str]") -> Answer | None:
     """The sizes of samples that could not be stacked, and the key that they have in the samples."""
-    if "collate" not in live.text and not any("collate" in frame.function for frame in live.frames):
+    in_worker = str(live.error).startswith("Caught")
+    if not in_worker and "collate" not in live.text and not any("collate" in one.function for one in live.frames):
         return None
     sizes = list(match.groups()[:2]) if match.groups() else []
     keys = [f.values["key"] for f in live.frames if "collate" in f.function and isinstance(f.values.get("key"), str)]
@@ -177,114 +134,6 @@ def ragged(live: Live, match: "re.Match[str]") -> Answer | None:
         f"[row[{keys[0]!r}] for row in rows], batch_first=True)" if keys else
         "DataLoader(..., collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))",
     )  # fmt: skip
-
-
-def missing_sample(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The data set of which a sample is None."""
-    if not any("collate" in frame.function for frame in live.frames) and "collate" not in live.text:
-        return None
-    fetcher = next((f.values.get("self") for f in reversed(live.frames) if f.function == "fetch"), None)
-    name = type(getattr(fetcher, "dataset", None)).__name__
-    return answer(name="the data set" if name == "NoneType" else name)
-
-
-def pickled(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The function of a data set that can't be sent to a worker."""
-    for name, loader in ((name, one) for frame in live.users for name, one in frame.values.items()):
-        if isinstance(loader, torch.utils.data.DataLoader):
-            cls = type(loader.dataset).__name__
-            held = {f"{name}.collate_fn": loader.collate_fn}
-            for path, one in (held | {f"{cls}.{key}": one for key, one in vars(loader.dataset).items()}).items():
-                if inspect.isfunction(one) and "<l" in one.__qualname__:
-                    return answer(path=path, what="a lambda" if "<lambda>" in one.__qualname__ else "an inner function")
-    return None
-
-
-def owner_class(live: Live, match: "re.Match[str]") -> Answer:
-    """The class whose method is running."""
-    own = live.user.values.get("self") if live.user is not None else None
-    cls = type(own).__name__ if own is not None else "the module"
-    return answer(cls=cls, module=cls)
-
-
-def held_class(live: Live, match: "re.Match[str]") -> Answer:
-    """What a file holds besides tensors."""
-    found = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)", live.text)
-    name = next(filter(None, found.groups()), "") if found else ""
-    return answer(held=quoted(name) or "objects", name=name or "...", evidence={"holds": name})
-
-
-_INTO = {
-    "GreaterThan": ("above {}", "torch.nn.functional.softplus({}) + 1e-5"),
-    "GreaterThanEq": ("at least {}", "torch.nn.functional.softplus({})"),
-    "Interval": ("between two limits", "torch.sigmoid({})"),
-    "Simplex": ("not negative and of sum 1", "{}.softmax(-1)"),
-    "Real": ("finite", ""),
-    "IndependentConstraint": ("finite", ""),
-}
-
-
-def distribution(live: Live, match: "re.Match[str]") -> Answer:
-    """The tensor that a distribution can't take, and the layer that made it."""
-    parameter, cls, constraint, bound = match.groups()
-    value = live.local("__init__", "value")
-    known = value if isinstance(value, torch.Tensor) else None
-    lost = known is not None and bool(known.isnan().any())
-    name = module = ""
-    if known is not None:
-        place = known.untyped_storage().data_ptr()
-        name = next((path for path, one, _ in live.named() if one.untyped_storage().data_ptr() == place), "")
-        own = {id(one): path for path, one in live.parameters().items()}
-        leaves = (getattr(node, "variable", None) for node in nodes_behind([known]))
-        module = next((own[id(leaf)] for leaf in leaves if id(leaf) in own), "").rpartition(".")[0]
-    wanted, into = _INTO.get(constraint, ("what it takes", ""))
-    wanted, called_ = wanted.format(f"{float(bound or 0):g}"), name or parameter
-    change = f"{called_} = {into.format(called_)}"
-    if lost or not into:
-        change = f"look where {called_} became nan: torch.autograd.set_detect_anomaly(True)"
-    return answer(
-        cls=cls, parameter=parameter, wanted="a number" if lost else wanted,
-        named=f" ({quoted(name)}{f', made by {module}' if module else ''})" if name else "",
-        least=f"; the smallest is {float(known.min()):.4g}" if known is not None and not lost else "",
-        why="An earlier step or the data made it nan." if lost
-        else f"The output of a layer can be any number; {cls} takes a {parameter} that is {wanted}.",
-        change=change, module=module, tensor=name,
-        evidence={"distribution": cls, "parameter": parameter, "constraint": constraint},
-    )  # fmt: skip
-
-
-def not_a_tensor(live: Live, match: "re.Match[str]") -> Answer | None:
-    """What the user's line gave to a function of torch instead of a tensor, and where it comes from."""
-    wanted = match.groupdict()["kind"].rpartition(".")[2]
-    for path, value in live.line_reads():
-        if type(value).__name__ != wanted:
-            continue
-        made = [one for one in live.round() if path in targets(one) and isinstance(one, ast.Assign)]
-        source = loads(made[-1].value) if made else []
-        owner = live.read(source[0]) if source else None
-        by = f"it is a {wanted}"
-        if isinstance(owner, torch.nn.Module):
-            by = f"{type(owner).__name__} gives a {wanted}"
-        return answer(
-            path=quoted(path), kind=wanted, by=by, count=len(value), tensor=path,
-            change=_as_tensor(path, value, "'to'" in live.text, isinstance(owner, torch.nn.Module)),
-            at=live.at(made[-1]) if isinstance(owner, torch.nn.Module) else None,
-            module=live.module_name(owner) if isinstance(owner, torch.nn.Module) else "",
-        )  # fmt: skip
-    return None
-
-
-def _as_tensor(path: str, value: Any, moves: bool, is_output: bool) -> str:
-    """How the tensor is had from what holds it."""
-    inner = next((key for key, _ in tensors_in(path, value)), path)
-    if isinstance(value, dict):
-        moved = f"{path} = {{key: part.to(device) for key, part in {path}.items()}}"
-        return moved if moves else f"{inner} instead of {path}"
-    if not isinstance(value, list | tuple):
-        return f"{path} = torch.from_numpy({path})"
-    names = ", ".join([path, *"_" * (len(value) - 1)]) if is_output else "x, y"
-    parts = f"(part.to(device) for part in {path})" if moves else path
-    return f"{names} = {parts}  # before the line; or {inner} in it"
 
 
 def not_a_loss(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -317,106 +166,66 @@ def class_itself(live: Live, match: "re.Match[str]") -> Answer | None:
     return None
 
 
-def loss_class(live: Live, match: "re.Match[str]") -> Answer | None:
-    """A loss of torch whose constructor was given tensors."""
-    statement = live.statement()
-    for node in () if statement is None or live.user is None else ast.walk(statement):
-        cls = getattr(torch.nn, called(node), None) if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and inspect.isclass(cls) and issubclass(cls, torch.nn.modules.loss._Loss):
-            name = ast.unparse(node.func)
-            given = ", ".join(map(ast.unparse, node.args))
-            return answer(name=name, change=live.code().replace(f"{name}(", f"{name}()(", 1), given=given)
+def collating(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Whether it happened while samples were put into a batch."""
+    return {} if "collate" in live.text or any("collate" in one.function for one in live.frames) else None
+
+
+def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
+    """Why a tensor has no gradient, where the line reads one."""
+    statement, frame = live.statement(), live.user
+    for node in () if statement is None else ast.walk(statement):
+        if frame and isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
+            tensor, path = live.value(frame, node.value), ast.unparse(node.value)
+            if not isinstance(tensor, torch.Tensor) or (tensor.is_leaf and tensor.grad is not None):
+                continue
+            why = "No backward has reached it: the loss does not depend on it, or the gradients were cleared."
+            change = f"if {path}.grad is not None:\n    {live.code()}"
+            if not tensor.is_leaf:
+                why = f"It is the result of {tensor.grad_fn}, and a backward keeps gradients of leaves only."
+                change = f"{path} = {path}.detach().requires_grad_()  # where it is made; or {path}.retain_grad()"
+            elif not tensor.requires_grad:
+                why, change = "Its requires_grad is False.", f"{path}.requires_grad_()"
+            name = live.parameter_name(tensor)
+            return answer(
+                shown=quoted(path) + (f" ({name})" if name and name != path else ""), path=path, why=why,
+                change=change, module=name.rpartition(".")[0], parameters=filter(None, [name]),
+                tensor=f"{name or path} {shape(tensor)}",
+            )  # fmt: skip
     return None
 
 
-def arguments_of(live: Live, match: "re.Match[str]") -> Answer:
-    """The class whose forward was given too few arguments, and the name of the missing ones."""
-    module = live.module()
-    name = live.module_name(module)
-    cls = match.group(1) if module is None else type(module).__name__
-    return answer(cls=cls, missing=match.group(3), name=name, module=name)
+def unused_input(live: Live, match: "re.Match[str]") -> Answer:
+    """The tensor that the value of ``torch.autograd.grad`` does not depend on."""
+    outputs, given = live.local("grad", "outputs"), live.local("grad", "inputs")
+    outputs, given = ([one] if isinstance(one, torch.Tensor) else list(one or ()) for one in (outputs, given))
+    nodes = nodes_behind(outputs)
+    reached = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
+    tensor = next((one for one in given if id(one) not in reached and one.grad_fn not in nodes), None)
+    name = live.name_of(tensor) if tensor is not None else ""
+    return answer(path=quoted(name) or "A tensor", name=name or "it", tensor=name,
+                  parameters=filter(None, [live.parameter_name(tensor)]))  # fmt: skip
 
 
 def own_function(live: Live, match: "re.Match[str]") -> Answer | None:
     """Where the user's own Function or hook is written, by its name in the error."""
-    name = re.sub(r"Backward$", "", match.group(1))
-    for frame in reversed(live.users):
-        source = live.source(frame)
-        for node in () if source is None else ast.walk(source.tree):
+    name = match.group(1).removesuffix("Backward")
+    for source in filter(None, map(live.source, live.users)):
+        for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                inner = {one.name: one for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
-                body, forward = inner.get("backward", node), inner.get("forward")
-                back = [one for one in ast.walk(body) if isinstance(one, ast.Return)]
-                given = [] if forward is None else [one.arg for one in forward.args.args[1:]]
-                at = live.at(back[-1] if back else body, frame.file)
-                return answer(owner=name, at=at, returned=quoted(at[2]), given=", ".join(given), tensor=name)
+                inner = [one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "backward"]
+                back = [one for one in ast.walk((inner or [node])[0]) if isinstance(one, ast.Return)]
+                at = live.at((back or [node])[-1], source.file)
+                return answer(owner=name, at=at, returned=quoted(at[2]), tensor=name)
     return None
 
 
-def ctc_lengths(live: Live, match: "re.Match[str]") -> Answer | None:
-    """The lengths that a CTC loss was given, and the samples of its scores."""
-    scores, name = live.local("ctc_loss", "log_probs"), match.group(1)
-    given = live.local("ctc_loss", name)
-    if not isinstance(scores, torch.Tensor) or given is None:
-        return None
-    rows, path = scores.shape[1] if scores.dim() > 2 else 1, live.label(given, name)
-    return answer(path=path, kind=name, count=len(given), rows=rows, scores=shape(scores), times=scores.shape[0],
-                tensor=f"{path} [{len(given)}]")  # fmt: skip
-
-
-def mask_of(live: Live, match: "re.Match[str]") -> Answer:
-    """The mask that attention was given."""
-    mask = next((f.values[name] for f in reversed(live.frames) for name in ("attn_mask", "mask", "src_mask")
-                 if isinstance(f.values.get(name), torch.Tensor)), None)  # fmt: skip
-    path = live.label(mask, "the mask") if mask is not None else "the mask"
-    size = match.group(1)
-    key = (
-        "src_key_padding_mask"
-        if any("Transformer" in type(one).__name__ for one in live.running())
-        else "key_padding_mask"
-    )
-    return answer(path=quoted(path), size=size, wanted=match.group(2), key=key, name=path, tensor=f"{path} {size}",
-                module=live.module_name(live.module()))  # fmt: skip
-
-
-def worker(live: Live, match: "re.Match[str]") -> Answer:
-    """The first line of what a loader says of its worker."""
-    return answer(said=first_line(live.text))
-
-
-def recomputed(live: Live, match: "re.Match[str]") -> Answer:
-    """What a checkpoint says of its second run."""
-    return answer(said=live.text.splitlines()[0].partition(": ")[2], evidence={"text": live.text[:500]})
-
-
-def compiled(live: Live, match: "re.Match[str]") -> Answer:
-    """The user's line that torch.compile could not follow."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s+(.*)', live.text)
-    own = [one for one in found if live.user is not None and one[0] == live.user.file]
-    file, line, _, code = own[-1] if own else ("", "0", "", "")
-    return answer(
-        at=(file, int(line), code.strip()) if own else None, at_line=f" at {quoted(code.strip())}" if own else ""
-    )
-
-
 def inference_tensor(live: Live, match: "re.Match[str]") -> Answer | None:
-    """Which tensor was made in inference mode, and where."""
-    parameter = next((name for name, one in live.parameters().items() if one.is_inference()), "")
-    if parameter:
-        return answer(
-            what=f"The parameter {parameter}", use="can't be trained",
-            why="Tensors that are made under torch.inference_mode() never take part in autograd.",
-            change="Make the model outside of torch.inference_mode().", module=parameter.rpartition(".")[0],
-            parameters=[parameter], tensor=parameter,
-        )  # fmt: skip
-    in_line = {path for path, _ in live.line_reads()}
-    found = sorted(((p, one) for p, one, _ in live.named() if one.is_inference()), key=lambda e: e[0] not in in_line)
-    sources = [(frame, source) for frame in reversed(live.users) if (source := live.source(frame)) is not None]
-    calls = [(f, node) for f, source in sources for node in ast.walk(source.tree) if called(node) == "inference_mode"]
-    return None if not found else answer(
-        what=f"{quoted(found[0][0])} {shape(found[0][1])}", use="is used where autograd is on",
-        why="Tensors that are made under torch.inference_mode() can't be saved for a backward.",
-        change=f"torch.no_grad() instead of torch.inference_mode() where {found[0][0]} is made; or "
-        f"{found[0][0]} = {found[0][0]}.clone()", module=live.module_name(live.module()),
-        tensor=f"{found[0][0]} {shape(found[0][1])}", at=live.at(calls[0][1], calls[0][0].file) if calls else None,
-    )  # fmt: skip
+    """Which tensor was made in inference mode."""
+    read = {path for path, _ in live.line_reads()}
+    found = [(name, one) for name, one in live.parameters().items() if one.is_inference()]
+    found += sorted(((p, one) for p, one, _ in live.named() if one.is_inference()), key=lambda e: e[0] not in read)
+    return answer(
+        what=f"{quoted(found[0][0])} {shape(found[0][1])}", path=found[0][0], module=live.module_name(live.module()),
+        tensor=f"{found[0][0]} {shape(found[0][1])}",
+    ) if found else None  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, last_name, only
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
@@ -45,11 +45,7 @@ class Scene:
         self.read = read
 
     def number(self, name: str) -> float:
-        """A number of the evidence.
-
-        Raises:
-            UnclearEdit: there is none.
-        """
+        """A number of the evidence."""
         value = self.finding.evidence.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UnclearEdit(f"the evidence has no {name}")
@@ -59,6 +55,12 @@ class Scene:
     def source(self) -> UserSource:
         """The file of the finding."""
         return self.read(self.finding.place.file)
+
+    @property
+    def files(self) -> list[str]:
+        """The file of the finding, and those of the models."""
+        every = (self.finding.place.file, *(root.file for root in self.run.roots.values()))
+        return [one for one in dict.fromkeys(every) if one]
 
     @property
     def statement(self) -> ast.stmt:
@@ -117,11 +119,10 @@ class Scene:
         number = self.optimizer().optimizer
         source, statement = self.commonest(one for one in self.run.of(Stepped) if one.optimizer == number)
         call = source.one_call(statement, "step")
-        if not isinstance(call.func, ast.Attribute):
-            raise UnclearEdit("the step is no method")
+        stepped = receiver(call)
         if call.args and isinstance(call.args[0], ast.Name | ast.Attribute):  # scaler.step(optimizer)
             return source, statement, source.of(call.args[0])
-        return source, statement, source.of(call.func.value)
+        return source, statement, source.of(stepped)
 
     def backward(self) -> tuple[UserSource, ast.stmt]:
         """Where the backward is called from most often."""
@@ -207,6 +208,13 @@ def nn_name(source: UserSource) -> str:
     raise UnclearEdit("the file does not import torch.nn")
 
 
+def assigned(source: UserSource, name: str) -> list[tuple[ast.Assign, ast.Attribute]]:
+    """The assignments to an attribute of some name, with what they assign to."""
+    found = [one for one in ast.walk(source.tree) if isinstance(one, ast.Assign)]
+    pairs = [(one, one.targets[0]) for one in found]
+    return [(one, to) for one, to in pairs if isinstance(to, ast.Attribute) and to.attr == name]
+
+
 def methods(source: UserSource, name: str) -> list[ast.Call]:
     """The calls of a method without arguments, such as ``.detach()``."""
     found = source.calls(source.tree, name)
@@ -217,7 +225,3 @@ def within(source: UserSource, outer: ast.AST, calls: Iterable[ast.Call]) -> lis
     """Those calls that are in a node."""
     inside = set(ast.walk(outer))
     return [one for one in calls if one in inside]
-
-
-__all__ = ["MAKERS", "Change", "Scene", "each", "edits", "edits_of", "inner_loop", "last_name", "methods", "nn_name",
-           "only", "primary", "reader", "within"]  # fmt: skip

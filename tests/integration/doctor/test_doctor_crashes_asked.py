@@ -1,0 +1,149 @@
+"""A failing call is run again with repairs: what is told works in the script, and nothing of the script runs again."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybatch import Doctor
+from anybatch.doctor.crashes import explain
+from crash_running import crash
+from crash_scripts import forum
+from crash_scripts.graphs import HEAD
+
+
+def run(folder: Path, text: str) -> None:
+    """Runs a text as a script."""
+    path = folder / "again.py"
+    path.write_text(HEAD + text, encoding="utf-8")
+    exec(compile(HEAD + text, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
+
+
+def changed(text: str, fix: str) -> str:
+    """A script with the first of the fixes that were told in its crashing line."""
+    lines = text.split("\n")
+    number = next(n for n, line in enumerate(lines) if line.endswith("# CRASH"))
+    line, indent = lines[number], re.match(r"\s*", lines[number])[0]  # type: ignore[index]
+    first, code = fix.split("; or ")[0].split("  # ")[0], line.removesuffix("# CRASH").strip()
+    name = first.split(" = ")[0]
+    made = [n for n, one in enumerate(lines) if one.strip().startswith(f"{name} = ") and n != number]
+    if name.startswith("self.") and made:  # the line that makes a layer
+        number, indent = made[0], re.match(r"\s*", lines[made[0]])[0]  # type: ignore[index]
+        lines[number] = indent + first
+    elif first.split("(")[0].partition(".")[0] == code.split("(")[0].partition(".")[0]:
+        lines[number] = indent + first
+    else:
+        lines.insert(number, indent + first)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("script", forum.TRIED)
+def test_a_change_that_is_told_as_tried_makes_the_script_run(script: str, tmp_path: Path) -> None:
+    crashed, _ = crash(tmp_path, forum.SCRIPTS[script])
+    assert "it works" in crashed.cause, crashed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(tmp_path, changed(forum.SCRIPTS[script], crashed.fix))
+
+
+@pytest.mark.parametrize("script", forum.SCRIPTS)
+def test_what_people_ask_about_is_told(script: str, tmp_path: Path) -> None:
+    crashed, lines = crash(tmp_path, forum.SCRIPTS[script], recorded=True)
+    name, said, fix = forum.EXPECTED[script]
+    assert crashed.name == name, crashed
+    assert said in crashed.message, crashed
+    assert fix in crashed.fix, crashed
+    assert lines[crashed.line - 1].endswith("# CRASH"), crashed
+
+
+COUNTING = """
+class Net(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.BatchNorm1d(3), nn.Linear(3, 2)
+    def forward(self, x):
+        Net.calls += 1
+        return self.lin(self.norm(x))
+
+class Loud(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Net.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+net = Net()
+STATE.update(net=net, cls=Net)
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "F.cross_entropy(net(torch.randn(4, 3)), torch.zeros(4))",
+        "nn.Sequential(net, nn.Linear(5, 2))(torch.randn(4, 3))",
+        "net(torch.randn(4, 3)) + net(torch.randn(4, 3)).expand(3, 4, 2)[:, :3]",
+        "F.linear(torch.randn(4, 3).as_subclass(Loud), net.lin.weight.double())",
+    ],
+)
+def test_code_of_the_users_is_not_run_again(line: str) -> None:
+    state: dict[str, object] = {}
+    names = {"__name__": "__main__", "STATE": state}
+    exec(HEAD + COUNTING, names)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever the line raises
+        exec(compile(line, "<line>", "eval"), names)
+    calls, buffers = names["Net"].calls, [one.clone() for one in names["net"].buffers()]  # type: ignore[attr-defined]
+    explain(caught.value)
+    assert names["Net"].calls == calls  # type: ignore[attr-defined]
+    assert all(map(torch.equal, buffers, names["net"].buffers()))  # type: ignore[attr-defined]
+
+
+def test_random_numbers_operands_and_modules_stay_as_they_were() -> None:
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+    rows, onehot, labels = torch.randn(4, 3), torch.zeros(4, 5), torch.arange(4)
+    for fails in (lambda: norm(rows), lambda: onehot.scatter_(1, labels, 1.0), lambda: rows.add_(torch.ones(4))):
+        with pytest.raises(RuntimeError) as caught:
+            fails()
+        state, kept = torch.get_rng_state(), [one.clone() for one in (rows, onehot, *norm.buffers())]
+        explain(caught.value)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(map(torch.equal, kept, (rows, onehot, *norm.buffers())))
+        assert norm.training
+
+
+def test_what_runs_again_is_not_recorded() -> None:
+    lin = torch.nn.Linear(4, 2)
+    with Doctor() as doctor:
+        doctor.watch(lin) if hasattr(doctor, "watch") else None
+        with pytest.raises(RuntimeError) as caught:
+            lin(torch.randn(2, 3))
+        before = len(doctor.run.facts)
+        explain(caught.value, doctor)
+        assert len(doctor.run.facts) == before
+
+
+def test_nothing_is_called_tried_of_a_call_that_does_not_fail_again(tmp_path: Path) -> None:
+    text = """
+lin, calls = nn.Linear(3, 2), []
+def flaky(module, args):
+    calls.append(1)
+    return (args[0].double(),)
+lin.register_forward_pre_hook(flaky)
+lin(torch.randn(4, 3))  # CRASH
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert crashed.name == "DTYPE_MISMATCH"
+    assert "it works" not in crashed.cause, crashed
+
+
+def test_what_is_large_is_not_run_again(tmp_path: Path) -> None:
+    text = """
+rows = torch.zeros(1, 1).expand(30000, 30000)
+rows @ torch.zeros(2, 30000)  # CRASH
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert crashed.name == "SHAPE_MISMATCH"
+    assert "it works" not in crashed.cause, crashed
+    assert "rows" in crashed.fix
