@@ -147,15 +147,9 @@ def plan_command(
     _check_outputs(output, html, force=force)
     check_patch(patch, force=force)
     question: dict[str, Any] = {
-        "verb": "plan",
-        "memory": memory,
-        "device": device,
-        "ranks": ranks,
-        "shard": shard or "ddp",
-    }
-    question["batch_norm"] = batch_norm
-    question["output"] = None if output is None else str(output)
-    question["timeline"] = html is not None
+        "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
+        "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
+    }  # fmt: skip
     try:
         ending = run_until_first_call(script, arguments, timeout, question)
     except KeyboardInterrupt:
