@@ -27,7 +27,7 @@ def rows(n: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(n, 8), "y": torch.randint(4, (n,)), **others}
 
 
-def hardest(model: Any, batch: Any) -> torch.Tensor:
+def hardest(model: Any, batch: Any) -> Any:
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
     return losses.topk(len(losses) // 4).values.mean() if len(losses) > 3 else losses.max()
 
@@ -38,26 +38,24 @@ class Running:
     def __init__(self) -> None:
         self.average = 1.0
 
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+    def __call__(self, model: Any, batch: Any) -> Any:
         loss = F.cross_entropy(model(batch["x"]), batch["y"])
         self.average = 0.9 * self.average + 0.1 * loss.item()
         return loss / self.average
 
 
-def advantages(model: Any, batch: Any) -> torch.Tensor:
+def advantages(model: Any, batch: Any) -> Any:
     scaled = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-8)
     chosen = model(batch["x"]).log_softmax(1).gather(1, batch["y"][:, None])[:, 0]
-    loss: torch.Tensor = -(chosen * scaled).mean()
-    return loss
+    return -(chosen * scaled).mean()
 
 
-def soft_dice(model: Any, batch: Any) -> torch.Tensor:
+def soft_dice(model: Any, batch: Any) -> Any:
     found, wanted = model(batch["x"]).sigmoid(), F.one_hot(batch["y"], 4)
-    loss: torch.Tensor = 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
-    return loss
+    return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
 
 
-def root(model: Any, batch: Any) -> torch.Tensor:
+def root(model: Any, batch: Any) -> Any:
     return F.mse_loss(model(batch["x"]), F.one_hot(batch["y"], 4).float()).sqrt()
 
 
@@ -81,12 +79,11 @@ def test_it_is_stopped_with_its_own_cause(kind: str, seed: int) -> None:
         anybatch.backward(net(), make(), batch, micro_batch_size=size)
 
 
-def over_lengths(model: Any, batch: Any) -> torch.Tensor:
+def over_lengths(model: Any, batch: Any) -> Any:
     found = model(batch["x"]).log_softmax(-1).transpose(0, 1)
     lengths = torch.full((len(batch["x"]),), 12)
     loss = F.ctc_loss(found, batch["text"], lengths, batch["lengths"], reduction="sum")
-    mean: torch.Tensor = loss / batch["lengths"].sum()
-    return mean
+    return loss / batch["lengths"].sum()
 
 
 def test_a_mean_over_lengths_is_told_with_the_count_that_helps() -> None:
@@ -105,7 +102,7 @@ def test_who_draws_from_numpy_first_of_all_keeps_no_state(monkeypatch: pytest.Mo
     drawing = sys.modules["numpy.random"]
     monkeypatch.delitem(sys.modules, "numpy.random")  # as before anybody has drawn
 
-    def noisy(model: Any, batch: Any) -> torch.Tensor:
+    def noisy(model: Any, batch: Any) -> Any:
         sys.modules["numpy.random"] = drawing
         noise = torch.from_numpy(np.random.rand(len(batch["x"]), 8)).float()
         return F.cross_entropy(model(batch["x"] + noise), batch["y"])
@@ -116,8 +113,8 @@ def test_who_draws_from_numpy_first_of_all_keeps_no_state(monkeypatch: pytest.Mo
 
 
 def test_more_samples_are_compared_where_micro_batches_have_many() -> None:
-    def plain(model: Any, batch: Any) -> torch.Tensor:
+    def plain(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     found = [anybatch.backward(net(), plain, rows(512), micro_batch_size=size).proof for size in (8, 64, 256)]
-    assert [one.samples for one in found if one is not None] == [8, 8, 32]
+    assert [proof and proof.samples for proof in found] == [8, 8, 32]
