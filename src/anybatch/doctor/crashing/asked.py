@@ -51,7 +51,7 @@ _AT_ONCE = (
 )
 
 
-def asked(live: Live) -> Crashed | None:
+def told_by_call(live: Live) -> Crashed | None:
     """What is known of a failing call of torch's, or else of the tensors in the user's line; ``None`` without any."""
     calls = list(failing_calls(live))
     hint = next((name for name, pattern in _NAMES if re.search(pattern, live.text)), "")
