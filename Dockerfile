@@ -8,8 +8,8 @@ COPY src /source/src
 RUN python -c "import torch" 2>/dev/null \
     || pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
     && pip install --no-cache-dir "/source[report]"
-RUN useradd --create-home user
-USER user
+RUN useradd --create-home --uid 1000 user
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["anybatch"]
 CMD ["--help"]

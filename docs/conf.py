@@ -1,6 +1,8 @@
 """Sphinx reads this: `scripts/docs`, or `sphinx-build -W docs docs/_build/html`."""
 
+import os
 import re
+from html import escape
 from typing import Any
 
 import anybatch
@@ -23,7 +25,9 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes that are properties too are described once
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines the names of modules, as if they were links
 html_title = f"anybatch {release}"
+html_baseurl = os.environ.get("DOCS_URL", "")  # where the folder of this version is served, for links from elsewhere
 html_static_path = ["static"]
 html_css_files = ["anybatch.css"]
 html_favicon = "static/favicon.svg"
@@ -37,6 +41,10 @@ copybutton_prompt_is_regexp = True
 html_show_sphinx = False
 html_copy_source = False
 
+DESCRIPTION = (
+    "Exact gradient accumulation for PyTorch within a memory budget, proved on your own step; and a doctor that says "
+    "why a model does not learn."
+)
 _LITERAL = re.compile(r"(``.*?``)")
 
 
@@ -48,6 +56,23 @@ def _keep_bars(app: Any, what: str, name: str, object_: Any, options: Any, lines
             lines[number] = "".join(part if part.startswith("``") else part.replace("|", r"\|") for part in parts)
 
 
+def _add_card(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """What a link to the page looks like where it is shared; a picture has to be named by its whole address."""
+    address = f"{html_baseurl.rstrip('/')}/" if html_baseurl else ""
+    facts = {
+        "og:type": "website",
+        "og:site_name": "anybatch",
+        "og:title": re.sub(r"<[^>]+>", "", context.get("title", "anybatch")),
+        "og:description": DESCRIPTION,
+        "og:image": f"{address}_static/card.png",
+        "og:image:alt": "anybatch: train any batch in any memory, and know why it does not learn",
+        "twitter:card": "summary_large_image",
+    }
+    tags = "".join(f'<meta property="{name}" content="{escape(text)}">' for name, text in facts.items() if text)
+    context["metatags"] = f'{context.get("metatags", "")}<meta name="description" content="{DESCRIPTION}">{tags}'
+
+
 def setup(app: Any) -> None:
-    """Registers what is done to docstrings."""
+    """Registers what is done to docstrings, and to the head of each page."""
     app.connect("autodoc-process-docstring", _keep_bars)
+    app.connect("html-page-context", _add_card)

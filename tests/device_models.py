@@ -53,12 +53,6 @@ def copy_of(step: anybatch.TrainStep) -> ModelCopy:
     return found
 
 
-def with_queue(step: anybatch.TrainStep) -> anybatch.TrainStep:
-    """The step, its devices taking from a queue as those of unlike kinds do."""
-    devices_of(step).is_queue = True
-    return step
-
-
 def weights_of(model: torch.nn.Module) -> list[torch.Tensor | None]:
     """The weights, detached."""
     return [parameter.detach() for parameter in model.parameters()]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.memory.handles import Handle
+from anybatch.memory.places import Handle
 from anybatch.tensors.dispatch import TorchDispatchMode
 
 VOCABULARY = 211

@@ -31,11 +31,7 @@ def is_accelerator(device: torch.device | None) -> bool:
 
 
 def module_of(device: torch.device) -> ModuleType:
-    """torch's own module for a device, such as ``torch.cuda``.
-
-    Args:
-        device: an accelerator.
-    """
+    """torch's own module for a device, such as ``torch.cuda``."""
     found: ModuleType = torch.get_device_module(device)
     return found
 
@@ -62,37 +58,22 @@ def release_cache() -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work on a device.
-
-    Args:
-        device: any; on the host there is nothing to wait for.
-    """
+    """Waits for all work on a device."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device's memory, as its allocator counts them.
+    """Bytes of a device's memory, as its allocator counts them."""
 
-    Args:
-        allocated: in tensors.
-        reserved: that the allocator holds, for tensors and for later.
-        peak_allocated: the most since the peaks were forgotten.
-        peak_reserved: the same.
-    """
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
+    allocated: int  # in tensors
+    reserved: int  # that the allocator holds, for tensors and for later
+    peak_allocated: int  # the most since the peaks were forgotten
+    peak_reserved: int  # the same
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """What the allocator of a device counts; what its module does not tell is 0.
-
-    Args:
-        device: an accelerator.
-    """
+    """What the allocator of a device counts; what its module does not tell is 0."""
     module = module_of(device)
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     found = [getattr(module, name, None) for name in names]
@@ -100,48 +81,27 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Lets the peaks of a device's memory begin anew.
-
-    Args:
-        device: an accelerator.
-    """
+    """Lets the peaks of a device's memory begin anew."""
     getattr(module_of(device), "reset_peak_memory_stats", lambda _: None)(device)
 
 
 def capacity_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free on a device, and all that it has; ``(0, 0)`` where its module does not tell.
-
-    Args:
-        device: an accelerator.
-    """
+    """Bytes that are free on a device, and all that it has; ``(0, 0)`` where its module does not tell."""
     tells = getattr(module_of(device), "mem_get_info", None)
     free, total = (0, 0) if tells is None else tells(device)
     return int(free), int(total)
 
 
 class TakenBlock(NamedTuple):
-    """A block of a device's memory.
+    """A block of a device's memory."""
 
-    Args:
-        address: where it begins.
-        size: bytes.
-        is_used: whether a tensor lies there, or did so until work that was asked for is done.
-    """
-
-    address: int
-    size: int
-    is_used: bool
+    address: int  # where it begins
+    size: int  # bytes
+    is_used: bool  # whether a tensor lies there, or did so until work that was asked for is done
 
 
 def segments_of(device: torch.device) -> list[tuple[bool, int, list[TakenBlock]]] | None:
-    """What the allocator of a device holds; ``None`` where its module does not tell.
-
-    Args:
-        device: an accelerator.
-
-    Returns:
-        For each segment whether it is for small blocks, the stream that it belongs to, and its blocks.
-    """
+    """What the allocator of a device holds; ``None`` where its module does not tell."""
     tells = getattr(module_of(device), "memory_snapshot", None)
     if tells is None:
         return None
@@ -163,7 +123,6 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
 
     Args:
         budget: bytes; ``None`` for all.
-        device: an accelerator.
     """
     module = module_of(device)
     forget_peaks(device)
@@ -184,11 +143,7 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether copies to and from a device can run beside its computation.
-
-    Args:
-        device: any.
-    """
+    """Whether copies to and from a device can run beside its computation."""
     if not is_accelerator(device):
         return False
     try:
@@ -199,31 +154,19 @@ def has_streams(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that a device computes in now.
-
-    Args:
-        device: an accelerator with streams.
-    """
+    """The stream that a device computes in now."""
     return torch.accelerator.current_stream(device)
 
 
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """A stream of a device beside that it computes in; always the same, since memory is kept for each stream.
-
-    Args:
-        device: an accelerator with streams.
-    """
+    """A stream of a device beside that it computes in; always the same, since memory is kept for each stream."""
     return torch.Stream(device)
 
 
 @contextlib.contextmanager
 def running_in(stream: Any) -> Iterator[None]:
-    """Lets the work of its block go into a stream.
-
-    Args:
-        stream: of an accelerator.
-    """
+    """Lets the work of its block go into a stream."""
     device = torch.accelerator.current_device_index()
     before = current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -235,11 +178,7 @@ def running_in(stream: Any) -> Iterator[None]:
 
 
 def name_of(devices: Iterable[torch.device]) -> str:
-    """What a person calls the first of some devices; ``"cpu"`` for none.
-
-    Args:
-        devices: accelerators.
-    """
+    """What a person calls the first of some devices; ``"cpu"`` for none."""
     device = next(iter(devices), None)
     if device is None:
         return "cpu"
@@ -248,18 +187,10 @@ def name_of(devices: Iterable[torch.device]) -> str:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The floating point type of most bits that a device computes in; MPS has no float64.
-
-    Args:
-        device: any.
-    """
+    """The floating point type of most bits that a device computes in; MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_cudnn(device: torch.device) -> bool:
-    """Whether recurrent layers run in cuDNN there, which draws its dropout by itself and wants weights in one chunk.
-
-    Args:
-        device: any.
-    """
+    """Whether recurrent layers run in cuDNN there, which draws its dropout by itself and wants weights in one chunk."""
     return device.type == "cuda" and torch.backends.cudnn.enabled

@@ -131,25 +131,16 @@ def run_backward(
     optimizations: Callable[[], contextlib.AbstractContextManager[None]],
     proofs: Proofs,
 ) -> StepResult:
-    """Adds the gradient to what was there, or leaves everything as it was.
-
-    Args:
-        task: the logical batch.
-        parameters: whose ``.grad`` is filled.
-        limit: of the size of micro-batches.
-        optimizations: gives the context in which the gradient is taken.
-        proofs: of splits of this batch.
-    """
+    """Adds the gradient to what was there, or leaves everything as it was."""
     check_hooks(parameters)
     progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
     with gradients_aside():
         before = Before(task.model, task.loss_fn, parameters)
-        retries = Retries(splittable, limit, before.restore, progress, reducer, before.snapshot.note_weights)
+        retries = Retries(splittable, limit, before.restore, progress, reducer)
         for parts in retries:
             with retries:
                 proofs.look(task, parts, parameters, optimizations)
                 outcome = _attempt(task, parts, parameters, progress, before, optimizations)
-        before.snapshot.look_at_weights()
         before.commit_()
     result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
     result.proof, result.layout = proofs.latest, splittable.outline()
@@ -205,10 +196,6 @@ def subject_of(
     """What a plan is made for.
 
     Args:
-        options: what the verb was given.
-        settings: precision, scaling, ranks.
-        splittable: the logical batch.
-        optimizers: that the plan makes room for.
         clip_norm: what the gradient is clipped to, or ``None``.
         devices: that share the micro-batches, or ``None``.
     """
@@ -221,14 +208,7 @@ def subject_of(
 
 
 def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:
-    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained.
-
-    Args:
-        options: what the verb was given.
-        batch: the logical batch.
-        micro_batch_size: that was asked for.
-        **others: arguments that are not among the options.
-    """
+    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
     handler = first_call.get()
     if handler is not None:
         told = options.told() | {"micro_batch_size": micro_batch_size} | others
@@ -238,14 +218,7 @@ def intercept(options: Options, batch: Any, micro_batch_size: float | None, **ot
 
 
 def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
-    """The ranks that train a model together, see ``parallel.ranks.reducer_for``; one process loads nothing of that.
-
-    Args:
-        model: with its wrappers.
-        group: as the user gave it.
-        device: where the model lies.
-        before: what was found before.
-    """
+    """The ranks that train a model together, see ``parallel.ranks.reducer_for``; one process loads nothing of that."""
     if (group is None or group is False) and not (dist.is_available() and dist.is_initialized()):
         return ALONE
     from anybatch.parallel.ranks import reducer_for
@@ -281,15 +254,7 @@ def _trained(*owners: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
-    """Parameters of the model and of a loss that is a module itself, each once.
-
-    Args:
-        model: the first argument of the loss function.
-        loss_fn: the user's.
-
-    Returns:
-        Those that require a gradient.
-    """
+    """Parameters of the model and of a loss that is a module itself, each once."""
     return list({id(parameter): parameter for parameter in _trained(*modules_behind(model, loss_fn))}.values())
 
 

@@ -1,13 +1,15 @@
 """check: whether micro-batches give the gradient of the whole batch, and if not, why not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
+from anybatch.batch.windowing import Window
 from anybatch.checking.examination import examine
-from anybatch.checking.subjects import subject_of
 from anybatch.interception import unobserved
 from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
@@ -19,6 +21,7 @@ from anybatch.records.plans import Plan
 from anybatch.tensors.modules import device_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.update.overranks import refuse_parts
+from anybatch.update.passes import Task
 
 
 def check(
@@ -95,10 +98,12 @@ def check(
         batch_norm=batch_norm, accumulate=accumulate, dropout=dropout,
     )  # fmt: skip
     refuse_parts(model, "check")
-    subject = subject_of(
-        batch, model=model, loss_fn=loss_fn, count=count, broadcast=options.broadcast, collate=collate, cost=cost,
-        micro_batch_size=micro_batch_size if plan is None else plan.micro_batch_size, batch_norm=batch_norm,
-        autocast=options.autocast, inputs=options.inputs, accumulate=accumulate, dropout=dropout,
+    splittable = Splittable(
+        batch.batches if isinstance(batch, Window) else [batch],
+        broadcast=options.broadcast, collate=collate, cost=cost, may_be_empty=True,
     )  # fmt: skip
+    size = micro_batch_size if plan is None else plan.micro_batch_size
+    settings = replace(options.settings(), scaler=None)
+    task = Task(model, loss_fn, count, settings, batch_norm, splittable, size)
     with unobserved(), reducer_for(model, False, device_of(model)).apart(modules_behind(model, loss_fn)):
-        return examine(subject)
+        return examine(task)

@@ -19,10 +19,30 @@
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+_PACKAGE = __file__.removesuffix("errors.py")
 
 
 class AnyBatchError(Exception):
     """Every error that anybatch raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows, which asks for it by this name: the frames of the user, without those in here."""
+        shell = sys.modules["IPython"].get_ipython()
+        frames = _of_others(self.__traceback__)
+        shown: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, frames, tb_offset=1)
+        return shown
+
+
+def _of_others(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package."""
+    if frames is None:
+        return None
+    rest = _of_others(frames.tb_next)
+    if frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        return rest
+    return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
 
 
 class BatchError(AnyBatchError, ValueError):
@@ -126,11 +146,7 @@ class AnyBatchWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the caller of the package, however deep in it this is called.
-
-    Args:
-        text: what is probably not what was meant, and what to do.
-    """
+    """Warns at the line of the caller of the package, however deep in it this is called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "anybatch":
         level, frame = level + 1, frame.f_back

@@ -9,19 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Call(NamedTuple):
-    """The arguments of a step that was about to run.
+    """The arguments of a step that was about to run."""
 
-    Args:
-        model: the model.
-        loss_fn: the loss function.
-        batch: the logical batch, or a window.
-        options: the other arguments by name; a verb takes those that it has a use for.
-    """
-
-    model: Any
-    loss_fn: Any
-    batch: Any
-    options: dict[str, Any]
+    model: Any  # the model
+    loss_fn: Any  # the loss function
+    batch: Any  # the logical batch, or a window
+    options: dict[str, Any]  # the other arguments by name; a verb takes those that it has a use for
 
 
 first_call: ContextVar[Callable[[Call], None] | None] = ContextVar("anybatch_first_call", default=None)
@@ -31,11 +24,7 @@ class Watcher(Protocol):
     """Looks on while a model is trained, as a doctor does."""
 
     def announced(self, *subjects: Any) -> None:
-        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers.
-
-        Args:
-            subjects: models and optimizers.
-        """
+        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers."""
 
     def look_away(self) -> None:
         """Sees nothing until ``look_again``."""
@@ -47,11 +36,7 @@ class Watcher(Protocol):
         """Is told that anybatch puts gradients aside, as often as it likes until ``gave_gradients``."""
 
     def gave_gradients(self, items: float) -> None:
-        """Is told that they are there again, with what was added.
-
-        Args:
-            items: the weight that all of that has beside what was there.
-        """
+        """Is told that they are there again, with what was added."""
 
 
 trial: ContextVar[bool] = ContextVar("anybatch_trial", default=False)
@@ -63,26 +48,16 @@ WEIGHT = "anybatch_weight"
 
 
 def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
-    """Tells those that look on what a step is about to train.
-
-    Args:
-        model: the model.
-        loss_fn: the loss function.
-        optimizers: of the step; none where only the gradient is taken.
-    """
+    """Tells those that look on what a step is about to train."""
     for one in watchers:
         one.announced(model, loss_fn, *optimizers)
 
 
 @dataclass(slots=True)
 class Added:
-    """What is added to gradients that were put aside.
+    """What is added to gradients that were put aside."""
 
-    Args:
-        items: the weight that all of it has beside what was there.
-    """
-
-    items: float = 1.0
+    items: float = 1.0  # the weight that all of it has beside what was there
 
 
 def _give(watcher: Watcher, added: Added) -> None:

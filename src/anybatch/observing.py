@@ -18,9 +18,4 @@ class Observer(Protocol):
     """
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Takes the result of a logical batch.
-
-        Args:
-            step: the step that ran.
-            result: what it gave; reading its numbers waits for the device.
-        """
+        """Takes the result of a logical batch."""

@@ -97,11 +97,7 @@ class Options:
         object.__setattr__(self, name, value)
 
     def settings(self, *, makes_scaler: bool = False) -> Settings:
-        """How gradients are computed, where the model lies now.
-
-        Args:
-            makes_scaler: whether float16 gets a ``GradScaler`` where none was given.
-        """
+        """How gradients are computed, where the model lies now."""
         device, scaler = device_of(self.model), self.scaler
         if makes_scaler and scaler is None and self.autocast is torch.float16:
             scaler = torch.amp.GradScaler(device.type)
@@ -109,11 +105,6 @@ class Options:
 
     def splittable(self, batch: Any, *, may_be_empty: bool = False, is_planned: bool = False) -> Splittable:
         """The logical batch that a batch or a window is.
-
-        Args:
-            batch: as the user gave it.
-            may_be_empty: whether there may be no samples, since other ranks have some.
-            is_planned: whether a plan chooses the size of micro-batches.
 
         Raises:
             BatchError: it has no samples, or can't be cut where that is needed.
@@ -379,9 +370,6 @@ def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: S
 def check_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Refuses what would change a parameter within the backward, once a micro-batch.
 
-    Args:
-        parameters: that get a gradient.
-
     Raises:
         BatchError: one has a hook that runs once its gradient was added up.
     """
@@ -399,10 +387,7 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
     """Refuses what does not go together with several devices in one process.
 
     Args:
-        devices: all of them.
         plan: a plan, or whatever follows one; ``None`` for none.
-        reducer: the ranks.
-        group: as the user gave it.
 
     Raises:
         BatchError: there is a process group besides, or one plan is to be for devices of several types.
@@ -422,11 +407,7 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
 
 
 def warn_of_replicas(model: torch.nn.Module) -> None:
-    """Says what to pass in the place of a ``DataParallel``.
-
-    Args:
-        model: the user's, where no devices were given.
-    """
+    """Says what to pass in the place of a ``DataParallel``."""
     if isinstance(model, torch.nn.DataParallel):
         several = len(model.device_ids) > 1
         does = (

@@ -93,12 +93,6 @@ class RepeatedBackward:
     def __call__(self, batch: Any) -> StepResult:
         """Adds the gradient of a logical batch to ``.grad``, as ``anybatch.backward`` does.
 
-        Args:
-            batch: a batch or a ``Window``.
-
-        Returns:
-            What it gave.
-
         Raises:
             BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
         """
@@ -159,9 +153,6 @@ class RepeatedBackward:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what ``state_dict`` gave.
-
-        Args:
-            state: it.
 
         Raises:
             BatchError: a part of it is not what was saved; nothing was loaded.

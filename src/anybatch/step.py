@@ -33,6 +33,7 @@ from anybatch.options import (
 )
 from anybatch.records.layouts import BatchLayout
 from anybatch.records.results import StepResult
+from anybatch.records.tunings import BatchAdvice
 from anybatch.tensors.modules import device_of, devices_of, modules_behind
 from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
@@ -258,7 +259,7 @@ class TrainStep:
                         boundary.roll_back()
                         before.restore()
 
-                retries = Retries(splittable, self._limit, roll_back, progress, reducer, before.note_weights)
+                retries = Retries(splittable, self._limit, roll_back, progress, reducer)
                 for parts in retries:
                     with retries:
                         outcome = self._attempt(task, parts, parameters, progress, before)
@@ -278,7 +279,6 @@ class TrainStep:
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(task, parts, parameters, progress)
-            before.look_at_weights()
             grad_norm = None
             if not skipped:
                 watch.on_gradient()
@@ -343,24 +343,16 @@ class TrainStep:
             self._boundary.zero_()
             before.restore()
 
-        retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer, before.note_weights)
+        retries = Retries(task.splittable, self._limit, roll_back, progress, task.settings.reducer)
         for parts in retries:
             with retries:
                 _, sums, skipped = self._gradient(task, parts, parameters, progress)
-                before.look_at_weights()
                 if not skipped:
                     self._boundary.prepare(progress, scaler)
         return sums
 
     def _claim(self, *, may_be_within: bool = False) -> bool:
-        """Refuses a second call while one runs, which would take the gradients of the first for its own.
-
-        Args:
-            may_be_within: whether the thread whose call runs may make another one.
-
-        Returns:
-            Whether this call is to be given up again, by deleting ``_call``.
-        """
+        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
         mine = get_ident(), object()
         holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
         if holder is mine:
@@ -377,6 +369,17 @@ class TrainStep:
             "this TrainStep was called from within its own call (by the loss, a hook or the recorder); expected "
             "one logical batch after the other. Nothing was changed by the inner call"
         )
+
+    @property
+    def advice(self) -> BatchAdvice:
+        """Which batch pays and which learning rate goes with it, by the ``NoiseScale`` that measures this step.
+
+        Raises:
+            BatchError: none does.
+        """
+        from anybatch.scaling.tuning import advice_on
+
+        return advice_on(self.watcher, self._optimizers, self._rows, self._limit.value, self.updates + self.skipped)
 
     def __copy__(self) -> "TrainStep":
         raise TypeError(

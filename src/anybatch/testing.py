@@ -105,14 +105,7 @@ def assert_trains(
     known. Warnings alone are no failure.
 
     Args:
-        model: stays as it is.
-        loss_fn: as for ``anybatch.backward``.
         batches: gone through again and again; ``[batch]`` asks whether one batch can be fitted.
-        optimizer: makes one for the copy, as the training does; Adam with a rate of 0.003 without.
-        steps: at least 20, below which nothing shows.
-
-    Returns:
-        The diagnosis.
 
     Raises:
         AssertionError: it does not train; its text is the diagnosis.

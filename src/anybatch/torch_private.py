@@ -22,8 +22,6 @@ def _named(path: str, lost: str, otherwise: Callable[..., Any] | None = None) ->
     """A name of torch, or what takes its place.
 
     Args:
-        path: within torch.
-        lost: what is lost without it.
         otherwise: what takes its place; ``None`` if using it has to fail.
     """
     LOST[path] = lost
@@ -93,8 +91,6 @@ warn_of_pointers: Callable[[torch.Tensor], None] = _named(
     lambda _: None,
 )
 """Has whoever asks where the numbers of a tensor begin get a warning."""
-without_dispatch: Callable[[], Any] = _named("_C._DisableTorchDispatch", "a step can't be traced")
-"""Makes an object; as long as it is there, neither modes nor classes of tensors see an operation of this thread."""
 number_of_backward: Callable[[], int] = _named(
     "_C._current_graph_task_id", "a forward that runs again in a backward can't be told from another one"
 )
@@ -123,11 +119,7 @@ def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]
 
 
 def when_backward_ends(function: Callable[[bool], None]) -> None:
-    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook.
-
-    Args:
-        function: takes whether that backward ran inside of another one, as a reentrant checkpoint has it.
-    """
+    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
 
@@ -150,15 +142,7 @@ _OF_GROUPS = (
 
 
 def keeps_gathered(unit: Any, *, is_root: bool) -> bool:
-    """Whether ``fully_shard`` leaves parameters gathered after a forward, for which it has a switch, but no answer.
-
-    Args:
-        unit: that it was applied to.
-        is_root: whether it is the outermost, which stays gathered if nobody has said anything else.
-
-    Returns:
-        What is known; where this torch has other names, that they are released, which is right in any case.
-    """
+    """Whether ``fully_shard`` leaves parameters gathered after a forward, for which it has a switch, but no answer."""
     state = _state_of(unit)
     if state is None or (is_root and getattr(state, "_auto_reshard_after_forward", state._is_root is None)):
         return state is not None
@@ -166,14 +150,7 @@ def keeps_gathered(unit: Any, *, is_root: bool) -> bool:
 
 
 def switches_of(unit: Any) -> Callable[[], None]:
-    """Notes what the user has set of a unit of ``fully_shard``, which its public switches don't tell.
-
-    Args:
-        unit: that it was applied to.
-
-    Returns:
-        What puts it back; where this torch has other names, what was set is lost when anybatch sets something else.
-    """
+    """Notes what the user has set of a unit of ``fully_shard``, which its public switches don't tell."""
     state = _state_of(unit)
     owners = [] if state is None else [*_groups_of(state), state, getattr(state, "_state_ctx", None)]
     names = (*_OF_GROUPS, "_auto_reshard_after_forward", "is_last_backward")
@@ -197,9 +174,6 @@ def end_of_pass(root: Any) -> None:
 
     torch has this since 2.13; before, it is done here by names that are the same from 2.6 on. Without either a step
     that failed can't be tried again.
-
-    Args:
-        root: the outermost module that it was applied to.
     """
     state = _state_of(root)
     if state is None or state._is_root is None:  # nothing ran yet

@@ -78,9 +78,6 @@ def format_bytes(count: float) -> str:
     Args:
         count: bytes, may be negative.
 
-    Returns:
-        The text, with three significant digits or so.
-
     Example:
         >>> format_bytes(512), format_bytes(160 * 2**20), format_bytes(1.5 * 2**30)
         ('512 B', '160.0 MiB', '1.5 GiB')
@@ -95,12 +92,6 @@ def format_bytes(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Writes a duration with a unit that suits it.
-
-    Args:
-        seconds: the duration.
-
-    Returns:
-        The text.
 
     Example:
         >>> format_seconds(0.00042), format_seconds(0.034), format_seconds(2.5), format_seconds(150)

@@ -186,7 +186,7 @@ def _attend(folder: Path, script: Path, seed: int) -> Any:
 
     settings = {
         "record": str(folder / "record.jsonl"), "script": script.name, "arguments": ("--seed", str(seed)),
-        "every": None, "active": False, "prove": False, "ask": True,
+        "every": None, "active": False, "ask": True,
     }  # fmt: skip
     attendance = Attendance(str(folder), settings)
     attendance.attach()

@@ -22,13 +22,6 @@ Oversized = Literal["refuse", "alone"]
 def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
     """The sizes that a number of rows is cut into: all equal but the last, so at most two shapes.
 
-    Args:
-        rows: samples in the batch.
-        micro_batch_size: samples in a micro-batch; ``None`` for all.
-
-    Returns:
-        The sizes, which sum to ``rows``.
-
     Example:
         >>> sizes_of(10, 4), sizes_of(10, None)
         ([4, 4, 2], [10])
@@ -42,10 +35,6 @@ def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
 
 def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
     """Yields consecutive slices of a batch. Tensors become views; no data is copied.
-
-    Args:
-        layout: of the batch.
-        sizes: rows of each slice; they sum to the batch's rows.
 
     Returns:
         An iterator over micro-batches in the batch's own containers.
@@ -197,13 +186,6 @@ class Splittable:
         Args:
             limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
             oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
-            is_shared: whether ``most`` holds.
-
-        Returns:
-            The parts in the order in which they run.
-
-        Raises:
-            BatchError: one sample costs more than the limit.
         """
         if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
@@ -236,11 +218,7 @@ class Splittable:
         ]
 
     def whole(self) -> Any:
-        """The logical batch as one: as the loader gave it, of a window the batches joined, or the raw samples.
-
-        Raises:
-            BatchError: the batches of a window can't be joined.
-        """
+        """The logical batch as one: as the loader gave it, of a window the batches joined, or the raw samples."""
         if self.collate is not None:
             return list(self._samples)
         if len(self.batches) == 1:
@@ -254,7 +232,6 @@ class Splittable:
 
         Args:
             samples: their positions in one of the batches; of raw samples in all.
-            batch: which of a window's batches.
         """
         found = copy.copy(self)
         found.most, found._costs = None, None
@@ -270,34 +247,19 @@ class Splittable:
         return found
 
     def joined(self, batches: Sequence[Any]) -> Any:
-        """Other batches of this kind as one.
-
-        Args:
-            batches: what ``whole`` gave in other processes.
-
-        Raises:
-            BatchError: they can't be joined.
-        """
+        """Other batches of this kind as one."""
         options = {"broadcast": self.broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
-        """The samples of micro-batches, ``None`` of those of which nobody knows.
-
-        Args:
-            parts: what ``plan`` gave.
-        """
+        """The samples of micro-batches, ``None`` of those of which nobody knows."""
         if self.obstacle is None:
             return [len(part.samples) for part in parts]
         whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
         return [whole.get(part.batch, len(part.samples)) for part in parts]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        """Gives the micro-batches of ``plan``, one at a time.
-
-        Args:
-            parts: what ``plan`` gave.
-        """
+        """Gives the micro-batches of ``plan``, one at a time."""
         found = self._collated(parts) if self.collate is not None else self._cut(parts)
         return map(writable, found) if self.is_copied else found
 
@@ -345,11 +307,7 @@ class Splittable:
         return Writes([node.value for node in self.nodes()])
 
     def nodes(self, batch: int | None = None) -> list[Rows | Constant]:
-        """The leaves that are cut and those that are not; none of raw samples.
-
-        Args:
-            batch: which of a window's batches; ``None`` for all.
-        """
+        """The leaves that are cut and those that are not; none of raw samples."""
         found: list[Rows | Constant] = []
         for layout in self.layouts if batch is None else self.layouts[batch : batch + 1]:
             _add_leaves(layout.root, found)
@@ -467,15 +425,11 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
     Samples are taken from the costliest to the cheapest, so that samples of like length are padded together.
 
     Args:
-        costs: the cost of each sample, positive.
         limit: what ``len(pack) * max(cost in pack)`` may be; ``None`` for one pack.
         oversized: what is done with a sample that costs more than the limit: refuse it, or make it a pack alone.
 
     Returns:
         The positions of the samples of each pack; within a pack in their own order.
-
-    Raises:
-        BatchError: one sample costs more than the limit.
 
     Example:
         >>> pack_by_cost([3, 10, 4, 9], limit=20)
@@ -488,8 +442,7 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
         worst = order[0]
         raise BatchError(
             f"batch[{worst}] costs {costs[worst]:g}, the limit of a micro-batch is {limit:g}; raise micro_batch_size "
-            "to "
-            f"at least {costs[worst]:g}, or truncate or drop the sample",
+            f"to at least {costs[worst]:g}, or truncate or drop the sample",
             path=f"batch[{worst}]",
         )
     packs = []

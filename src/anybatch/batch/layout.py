@@ -110,14 +110,7 @@ def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None 
     """Reads ``broadcast`` and ``layout``.
 
     Args:
-        broadcast: dotted paths of what is not cut.
         layout: by dotted path the dimension of the samples, or ``None`` for what is not cut.
-
-    Returns:
-        What ``lay_out`` takes.
-
-    Raises:
-        BatchError: one is of another kind, or they contradict each other.
 
     Example:
         >>> placed = placement(["mask"], {"x": 1, "table": None})
@@ -156,11 +149,7 @@ def lay_out(
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
         broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut; or what
             ``placement`` gave.
-        may_be_empty: whether a batch without rows is one.
         may_be_whole: whether a batch that can't be cut is one, of which there is only the whole.
-
-    Returns:
-        The number of samples and what is cut.
 
     Raises:
         BatchError: leaves disagree on the number of rows, there are none, or a leaf is of an unknown kind.
@@ -235,9 +224,6 @@ def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
 
     Args:
         nodes: the leaves of a batch that is cut into several micro-batches.
-
-    Raises:
-        BatchError: names the leaf.
     """
     for node in nodes:
         tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
@@ -294,11 +280,7 @@ class _Surveyor:
         return max([*(one.rows for one in found), *(rows or 0 for rows in held)], default=0) or None
 
     def check_names(self, batch: Any) -> None:
-        """Refuses names that lie nowhere.
-
-        Raises:
-            BatchError: there is one.
-        """
+        """Refuses names that lie nowhere."""
         wanted = [*self._broadcast, *self._dims]
         if all(name in self._matched for name in wanted):
             return

@@ -18,13 +18,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     On an accelerator with streams each one is copied from pinned memory on a stream of its own, one ahead of the
     computation. On the host, or where nothing has to be moved, they pass through as they are.
 
-    Args:
-        micro_batches: any iterable of nested containers.
-        device: where the model's first parameter lies.
-
-    Returns:
-        An iterator over micro-batches on ``device``.
-
     Example:
         >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
         ['cpu']
@@ -40,9 +33,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Numbers micro-batches; unlike ``enumerate``, it holds none while the next one is made.
 
-    Args:
-        micro_batches: any iterable.
-
     Example:
         >>> list(numbered("ab"))
         [(0, 'a'), (1, 'b')]
@@ -57,8 +47,6 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Moves the tensors of a batch, and objects that have ``.to(device)``; everything else stays.
 
     Args:
-        batch: any nested container.
-        device: where to.
         pin: copy host tensors to pinned memory first, so that the copy to the device does not wait; objects stay.
 
     Returns:

@@ -7,19 +7,12 @@ from anybatch.errors import BatchError
 
 
 class Found(NamedTuple):
-    """Something with rows: a leaf, or a container whose items may be the samples.
+    """Something with rows: a leaf, or a container whose items may be the samples."""
 
-    Args:
-        label: for people.
-        dotted: its path.
-        rows: how many.
-        node: itself.
-    """
-
-    label: str
-    dotted: str
-    rows: int
-    node: Any = None
+    label: str  # for people
+    dotted: str  # its path
+    rows: int  # how many
+    node: Any = None  # itself
 
 
 IN_A_ROW = (
@@ -30,13 +23,7 @@ IN_A_ROW = (
 
 
 def could_be_both(found: Sequence[Found], rows: int, own: int | None) -> BatchError:
-    """The question about containers that may hold samples, or leaves with rows of their own.
-
-    Args:
-        found: the containers.
-        rows: their items.
-        own: the rows of the leaves.
-    """
+    """The question about containers that may hold samples, or leaves with rows of their own."""
     first = found[0]
     kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
     if len(found) > 1 or not first.dotted:

@@ -17,17 +17,11 @@ from torch.utils import _pytree as pytree
 
 
 class Child(NamedTuple):
-    """A child of a container.
+    """A child of a container."""
 
-    Args:
-        label: how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``.
-        key: the bare key, such as ``x``, ``0`` or ``mask``.
-        value: the child itself.
-    """
-
-    label: str
-    key: str
-    value: Any
+    label: str  # how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``
+    key: str  # the bare key, such as ``x``, ``0`` or ``mask``
+    value: Any  # the child itself
 
 
 class Container(NamedTuple):
@@ -141,12 +135,6 @@ _MOST_OPENED = 10_000  # objects within one
 def tensors_within(value: Any) -> tuple[list[torch.Tensor], bool]:
     """The tensors that an object of any class holds in attributes and containers.
 
-    Args:
-        value: such as a graph of a library.
-
-    Returns:
-        The tensors, and whether it was opened to the last: not an object of compiled code, or one with very much in it.
-
     Example:
         >>> class Graph:
         ...     def __init__(self):
@@ -210,30 +198,40 @@ def _is_plain(value: Any) -> bool:
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     """Applies a function to everything that is no container and puts the results in the same containers.
 
-    Args:
-        function: takes a leaf, gives what stands in its place.
-        node: any nested container, or a leaf.
-
-    Returns:
-        The same structure around the results.
-
     Example:
         >>> map_leaves(lambda leaf: leaf * 2, {"x": (1, [2, 3])})
         {'x': (2, [4, 6])}
     """
-    container = opened(node)
+    kind = type(node)
+    if kind is dict:  # the usual kinds first: to open one takes longer than a small operation
+        return {key: map_leaves(function, value) for key, value in node.items()}
+    if kind is list or kind is tuple:
+        return kind([map_leaves(function, item) for item in node])
+    container = None if kind is torch.Tensor else opened(node)
     if container is None:
         return function(node)
     return container.rebuild([map_leaves(function, child.value) for child in container.children])
 
 
+def flat(node: Any) -> list[Any]:
+    """Everything that is no container, in order.
+
+    Example:
+        >>> flat({"x": (1, [2, 3])})
+        [1, 2, 3]
+    """
+    kind = type(node)
+    if kind is torch.Tensor or node is None:
+        return [node]
+    if kind is dict:
+        return [leaf for value in node.values() for leaf in flat(value)]
+    if kind is list or kind is tuple:
+        return [leaf for item in node for leaf in flat(item)]
+    return [leaf for _, _, leaf in leaves(node)]
+
+
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     """Goes through everything that is no container.
-
-    Args:
-        node: any nested container, or a leaf.
-        label: what the labels begin with, such as ``batch``.
-        path: what the paths begin with.
 
     Returns:
         An iterator over ``(label, path, leaf)``: the label for people (``batch['x'][0]``), the path of bare keys.
@@ -254,14 +252,7 @@ def lookup(node: Any, dotted: str) -> Any:
     """Finds what lies under a dotted path of keys, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        node: any nested container.
         dotted: keys, field names and positions, joined by dots; the empty text is the node itself.
-
-    Returns:
-        What lies there.
-
-    Raises:
-        KeyError: nothing lies there; the message names what does.
     """
     found = node
     walked = ""

@@ -44,15 +44,7 @@ class Writes:
         return any(tensor._version != version for tensor, version in self._seen)
 
     def refuse(self, batches: Sequence[Any], cause: str) -> None:
-        """Refuses to go on if there was a write.
-
-        Args:
-            batches: where the tensors are looked up to be named.
-            cause: why it runs again, such as ``"since memory ran out"``.
-
-        Raises:
-            LossError: there was.
-        """
+        """Refuses to go on if there was a write."""
         if not self.were_made:
             return
         written = {id(tensor) for tensor, version in self._seen if tensor._version != version}
@@ -65,12 +57,7 @@ class Writes:
 
 
 def writable(batch: Any, *, arrays_only: bool = False) -> Any:
-    """A batch with tensors and NumPy arrays of its own, which may be written to; what shared memory shares it again.
-
-    Args:
-        batch: any nested container.
-        arrays_only: whether tensors stay, since writes to them can be noticed.
-    """
+    """A batch with tensors and NumPy arrays of its own, which may be written to; what shared memory shares it again."""
     shared = {} if arrays_only else _copies_of_shared(batch)
 
     def own(leaf: Any) -> Any:
@@ -119,12 +106,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two batches of one layout have other numbers in their dense tensors and arrays.
-
-    Args:
-        one: a batch.
-        other: another one.
-    """
+    """Whether two batches of one layout have other numbers in their dense tensors and arrays."""
     return any(_differ(a, b) for (_, _, a), (_, _, b) in zip(leaves(one), leaves(other), strict=False))
 
 
@@ -136,11 +118,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def own_array(leaf: Any) -> Any:
-    """A copy of a NumPy array; anything else as it is.
-
-    Args:
-        leaf: anything but a tensor.
-    """
+    """A copy of a NumPy array; anything else as it is."""
     return leaf if rows_of(leaf) is None else copy.deepcopy(leaf)  # an array of objects has them of its own
 
 

@@ -1,4 +1,4 @@
-"""Splits against the whole batch."""
+"""Splits against the whole batch: the comparison that every search for a cause makes again, with something changed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
-from anybatch.checking.measuring import Outcome, Rig, distance
+from anybatch.checking.gradients import distance, relative
+from anybatch.checking.rig import Outcome, Rig
 from anybatch.errors import CountError
 from anybatch.records.certificates import Reason
 from anybatch.update.transaction import is_out_of_memory
@@ -15,54 +16,43 @@ from anybatch.update.transaction import is_out_of_memory
 T = TypeVar("T")
 
 
+@dataclass
 class Comparison:
-    """A split against the whole.
-
-    Attributes:
-        parts: the split.
-        outcome: what it gave, or the error it failed with.
-        difference: the norm of the difference of the gradients.
-        error: the same over the norm of the whole batch's gradient.
-        loss_errors: of each loss.
-    """
-
-    def __init__(self, whole: Outcome, parts: Sequence[Part], outcome: Outcome | Exception) -> None:
-        self.parts, self.outcome = parts, outcome
-        self.error = self.difference = math.inf
-        self.loss_errors = dict.fromkeys(whole.losses, math.inf)
-        if isinstance(outcome, Outcome):
-            self.difference = distance(outcome.gradients, whole.gradients)
-            self.error = relative(self.difference, whole.norm)
-            self.loss_errors = {
-                name: relative(abs(outcome.losses.get(name, 0.0) - value), abs(value))
-                for name, value in whole.losses.items()
-            }
-
-
-class Comparisons:
-    """All splits against the whole.
+    """Splits against the whole.
 
     Args:
         whole: what the whole batch gave.
-        each: one a split.
+        each: the splits, each with what it gave or the error it failed with.
 
     Attributes:
         error: the relative error of the gradient of the worst split.
     """
 
-    def __init__(self, whole: Outcome, each: Sequence[Comparison]) -> None:
-        self.whole, self.each = whole, each
-        self.error = max(one.error for one in each)
+    whole: Outcome
+    each: Sequence[tuple[Sequence[Part], Outcome | Exception]]
 
-    @property
-    def loss_error(self) -> float:
-        """The relative error of the value of the worst loss in the worst split."""
-        return max((error for one in self.each for error in one.loss_errors.values()), default=0.0)
+    def __post_init__(self) -> None:
+        norm = self.whole.norm
+        self.error = max(relative(self.difference(outcome), norm) for _, outcome in self.each)
+
+    def difference(self, outcome: Outcome | Exception) -> float:
+        """The norm of the difference of a split's gradient and the whole's."""
+        return distance(outcome.gradients, self.whole.gradients) if isinstance(outcome, Outcome) else math.inf
+
+    def loss_error(self, name: str | None = None) -> float:
+        """The relative error of the value of a loss in the worst split, without a name of the worst loss."""
+        found = [0.0]
+        for _, outcome in self.each:
+            for own, value in self.whole.losses.items() if name is None else [(name, self.whole.losses[name])]:
+                is_there = isinstance(outcome, Outcome)
+                other = outcome.losses.get(own, 0.0) if isinstance(outcome, Outcome) else 0.0
+                found.append(relative(abs(other - value), abs(value)) if is_there else math.inf)
+        return max(found)
 
     @property
     def failures(self) -> list[tuple[Sequence[Part], Exception]]:
         """The splits that failed, and the errors."""
-        return [(one.parts, one.outcome) for one in self.each if isinstance(one.outcome, Exception)]
+        return [(parts, outcome) for parts, outcome in self.each if isinstance(outcome, Exception)]
 
     @property
     def breaks(self) -> bool:
@@ -72,7 +62,7 @@ class Comparisons:
     def wrong_losses(self, tolerance: float) -> list[str]:
         """The losses whose values differ; all if none does."""
         names = list(self.whole.losses)
-        return [name for name in names if max(one.loss_errors[name] for one in self.each) > tolerance] or names
+        return [name for name in names if self.loss_error(name) > tolerance] or names
 
 
 @dataclass
@@ -95,7 +85,7 @@ class Case:
 
     def compared(
         self, *, whole: Outcome | None = None, splits: Sequence[Sequence[Part]] | None = None, **options: Any
-    ) -> Comparisons:
+    ) -> Comparison:
         """Runs splits.
 
         Args:
@@ -103,24 +93,15 @@ class Case:
             splits: others.
             **options: see ``Rig.run``.
         """
-        other = self.whole if whole is None else whole
         splits = self.splits if splits is None else splits
-        return Comparisons(other, [Comparison(other, parts, self.attempt(parts, **options)) for parts in splits])
+        return Comparison(whole or self.whole, [(parts, self.attempt(parts, **options)) for parts in splits])
 
     def is_exact(self, **options: Any) -> bool:
         """Whether splits give the whole's gradient, see ``compared``."""
         return self.compared(**options).error <= self.tolerance
 
     def attempt(self, parts: Sequence[Part] | None = None, **options: Any) -> Outcome | Exception:
-        """Runs a split; a failure where the whole batch ran is an answer too.
-
-        Args:
-            parts: the split; ``None`` for the whole batch at once.
-            **options: see ``Rig.run``.
-
-        Returns:
-            What it gave, or the error.
-        """
+        """Runs a split, or the whole batch at once; a failure where the whole batch ran is an answer too."""
         try:
             return self.rig.run(parts, **options)
         except BaseException as error:
@@ -139,9 +120,6 @@ class Case:
             what: is looked for.
             search: looks for it.
             otherwise: what is given if it fails.
-
-        Returns:
-            What was found.
         """
         try:
             return search()
@@ -152,25 +130,17 @@ class Case:
             self.notes.append(reason("not examined", "check", {"error": type(error).__name__}, what=what, text=text))
             return otherwise
 
-    def forgive_cancellation(self, comparisons: Comparisons) -> None:
+    def forgive_cancellation(self, comparison: Comparison) -> None:
         """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing.
 
         Args:
-            comparisons: whose error is forgiven if it is then below the tolerance.
+            comparison: whose error is forgiven if it is then below the tolerance.
         """
+        if comparison.failures:
+            return
         errors = []
-        for one in comparisons.each:
-            if isinstance(one.outcome, Exception):
-                return
-            batches = zip(one.parts, self.rig.parts_of(one.parts), strict=True)
-            norm = sum(self.rig.part(batch, part.samples).norm for part, batch in batches) / len(one.parts)
-            errors.append(relative(one.difference, max(norm, comparisons.whole.norm)))
+        for parts, outcome in comparison.each:
+            norm = sum(part.norm for part in self.rig.parts(parts)) / len(parts)
+            errors.append(relative(comparison.difference(outcome), max(norm, comparison.whole.norm)))
         if max(errors) <= self.tolerance:
-            comparisons.error = max(errors)
-
-
-def relative(difference: float, scale: float) -> float:
-    """A difference over a scale: 0 for no difference, infinite for what is not finite."""
-    if difference == 0:
-        return 0.0
-    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
+            comparison.error = max(errors)

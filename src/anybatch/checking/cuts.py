@@ -1,6 +1,7 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +12,13 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import Rows, rows_of
 from anybatch.batch.trees import leaves
 
-MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
-_AMONG = 128  # the first of a batch, among which there are some of one class also where there are many classes
+_MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
+_MANY = 32  # the same where a micro-batch has many times as many: among more a selection is rarely the same by chance
+_AMONG = 64  # the first of a batch, among which there are some of one class also where there are many classes
+_CHANGED = 5  # samples of a group that are changed for others
 _TURNS = 4  # cuts at most: what their samples have in common does not fit into one
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
+_AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
@@ -45,7 +49,14 @@ class Cut(NamedTuple):
         return [Part(range(first), first), Part(range(first, first + second), second)]
 
 
-def cuts_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST) -> Iterator[Cut]:
+def most_of(largest: int) -> int:
+    """How many samples are run of micro-batches of a size: few, which are cheap, and more where more are cheap, too."""
+    return max(_MOST, min(_MANY, largest // 8))
+
+
+def cuts_inside(
+    splittable: Splittable, parts: Sequence[Part], most: int = _MOST, *, group: int = 1, beyond: bool = False
+) -> Iterator[Cut]:
     """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
     The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
@@ -54,21 +65,29 @@ def cuts_inside(splittable: Splittable, parts: Sequence[Part], most: int = MOST)
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples that are taken.
+        group: samples that stand together, and are not cut apart. Cuts of any of them come after those of unlike ones,
+            as of single samples where there are many.
+        beyond: whether more samples than a micro-batch has are taken.
 
     Returns:
         The cuts, see ``_choices``.
     """
     largest = max(parts, key=lambda part: len(part.samples))
-    count = min(len(largest.samples), most)
-    if count < 2:
-        return
-    first = {5: 2, 7: 3, 8: 3}.get(count, 1)
     columns = _numbers(splittable, largest.batch)
-    units = [[row] for row in range(columns.shape[1])]
-    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, count - first))
+    rows = columns.shape[1]
+    wanted = min(rows, most, rows if beyond else len(largest.samples)) // group
+    if wanted < 2:
+        return
+    units = [list(range(start, start + group)) for start in range(0, rows - group + 1, group)]
+    first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
+    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
+        drawn = torch.randperm(len(units), generator=generator)[:wanted].tolist()
+        yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
-def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
+def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * _MOST) -> Iterator[Cut]:
     """Two of the step's own micro-batches of one batch; none if no batch has two.
 
     Args:
@@ -88,32 +107,6 @@ def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * 
             yield from _cuts(splittable, batch, units, _choices(columns, units, 1, 1))
             return
         start += splittable.layouts[batch].rows if splittable.layouts else 0
-
-
-def cuts_of_groups(splittable: Splittable, parts: Sequence[Part], most: int, group: int) -> Iterator[Cut]:
-    """Cuts between groups of samples that stand together in the largest micro-batch's batch.
-
-    Args:
-        splittable: the logical batch.
-        parts: how the step splits it.
-        most: samples that are taken.
-        group: samples in a group.
-
-    Returns:
-        Cuts of unlike groups, and then of any.
-    """
-    largest = max(parts, key=lambda part: len(part.samples))
-    columns = _numbers(splittable, largest.batch)
-    units = [list(range(start, start + group)) for start in range(0, columns.shape[1] - group + 1, group)]
-    wanted = min(len(largest.samples), most, columns.shape[1]) // group
-    if wanted < 2:
-        return
-    first = max(1, (3 * wanted) // 8)
-    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_ANY):
-        drawn = torch.randperm(len(units), generator=generator)[:wanted].tolist()
-        yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
 Units = Sequence[list[int]]
@@ -186,7 +179,7 @@ class _Kinds:
         one, other = self._together(lacking)
         fixed = len(other)
         self._fill_apart(one, first, other, second)
-        for at in range(second - 1, fixed - 1, -1):
+        for at in range(second - 1, max(fixed, second - _CHANGED) - 1, -1):
             rest = other[:at] + other[at + 1 :]
             unlike = (self._means[:, rest].sum(1, keepdim=True) + self._means) / second != self._mean_of(one)
             longer = torch.maximum(self._highest(rest), self._largest) != self._highest(one)

@@ -1,85 +1,101 @@
 """The course of a check: the whole batch against splits of it, and then, step by step, what makes the difference."""
 
-import dataclasses
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.accelerators import release_cache
+from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
-from anybatch.checking.candidates import even_labels
-from anybatch.checking.carriedstate import State, shown_iterators
+from anybatch.batch.layout import lay_out, placement
+from anybatch.checking.averages import Averages
 from anybatch.checking.causes import reason
-from anybatch.checking.comparison import Case, Comparison, Comparisons
-from anybatch.checking.denominators import Denominators
-from anybatch.checking.diagnosis import Diagnosis
-from anybatch.checking.measuring import Outcome, Rig, check_gradient
-from anybatch.checking.subjects import Subject
-from anybatch.checking.substitution import Draw
-from anybatch.errors import AnyBatchError, DoesNotFit
+from anybatch.checking.comparison import Case, Comparison
+from anybatch.checking.counts import even_labels
+from anybatch.checking.rig import Outcome, Rig
+from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
+from anybatch.checking.standins import Draw
+from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
-from anybatch.update.batchnorm import BatchNormPolicy
+from anybatch.update.passes import Task
 from anybatch.update.refusals import without_statistics
 from anybatch.update.transaction import is_out_of_memory
 
-T = TypeVar("T")
-
-TOLERANCE = 1e-9
+_TOLERANCE = 1e-9
 _PRECISIONS: tuple[tuple[torch.dtype | None, bool], ...] = ((torch.float64, True), (None, True), (None, False))
 
 
-def examine(subject: Subject) -> Certificate:
-    """Checks a subject, or the first samples of it that fit in memory.
+def examine(task: Task) -> Certificate:
+    """Checks a task, or the first samples of it that fit in memory.
 
     Args:
-        subject: a model, a loss and a batch.
+        task: a model, a loss and what a step would do with them; of a window the batch with the most samples is taken.
 
     Returns:
         The certificate; everything is as before.
 
     Raises:
+        BatchError: the batch can't be split, or has one sample only.
         DoesNotFit: not even two samples fit.
         LossError, CountError: the loss or the count fail on the whole batch already.
     """
-    total = subject.rows
+    task = replace(task, splittable=_of_one(task.splittable), devices=None, optimizations=None)
+    total = task.splittable.rows
     while True:
         try:
-            return _examined(subject, total)
+            return _examined(task, total)
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error)
         gc.collect()  # outside of the except block, where no traceback holds tensors any more
         release_cache()
-        if subject.rows <= 2:
+        rows = task.splittable.rows
+        if rows <= 2:
             raise DoesNotFit(
                 f"a check of two samples runs out of memory, got: {text}. It runs in float64, which takes twice the "
                 "bytes; check a smaller model of the same kind, or on the host"
             )
-        subject = subject.first(max(2, subject.rows // 2))
+        task = replace(task, splittable=task.splittable.chosen(range(max(2, rows // 2))))
 
 
-def _examined(subject: Subject, total: int) -> Certificate:
+def _of_one(splittable: Splittable) -> Splittable:
+    """The largest of a window's batches, or all raw samples."""
+    if splittable.obstacle is not None:
+        raise splittable.obstacle
+    if splittable.rows < 2:
+        raise BatchError(
+            f"the batch has {splittable.rows} sample, which can't be split, so there is nothing to compare; expected a "
+            "batch of at least 2 samples"
+        )
+    if splittable.collate is not None:
+        return splittable
+    broadcast = placement(splittable.broadcast, getattr(splittable.broadcast, "dims", None))
+    largest = max(splittable.batches, key=lambda one: lay_out(one, broadcast).rows)
+    return Splittable([largest], broadcast=broadcast)
+
+
+def _examined(task: Task, total: int) -> Certificate:
     with ExitStack() as stack:
-        rig, whole, refused = _opened(subject, stack)
-        check_gradient(rig, whole)
+        rig, whole, refused = _opened(task, stack)
+        rig.check_gradient(whole)
         return Examination(rig, whole, total, refused).certificate()
 
 
-def _opened(subject: Subject, stack: ExitStack) -> tuple[Rig, Outcome, str]:
+def _opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     """Runs the whole batch in float64, or in the model's own precision where that can't run."""
     refused = ""
     for dtype, substitutes in _PRECISIONS:
         with ExitStack() as trial:
-            rig = Rig(subject, dtype, substitutes=substitutes)
+            rig = Rig(task, dtype, substitutes=substitutes)
             try:
                 whole = rig.open(trial)
             except BaseException as error:
@@ -96,7 +112,7 @@ def _opened(subject: Subject, stack: ExitStack) -> tuple[Rig, Outcome, str]:
 
 
 class Examination(Case):
-    """One check of a subject that fits in memory.
+    """One check of a task that fits in memory.
 
     Args:
         rig: opened.
@@ -106,11 +122,8 @@ class Examination(Case):
     """
 
     def __init__(self, rig: Rig, whole: Outcome, total: int, refused: str) -> None:
-        super().__init__(rig, whole, rig.splits(), TOLERANCE)
-        self.subject = rig.subject
-        self.reasons: list[Reason] = []
-        self._total = total
-        self._refused = refused
+        super().__init__(rig, whole, rig.splits(), _TOLERANCE)
+        self.task, self.reasons, self._total, self._refused = rig.task, list[Reason](), total, refused
 
     def certificate(self) -> Certificate:
         """Runs the check."""
@@ -118,51 +131,51 @@ class Examination(Case):
         self._drawn = self.rig.has_drawn(torch_too=False)
         self._note_what_is_checked()
         if self._refused:
-            self.tolerance = self._own_tolerance(self.subject.autocast)
+            self.tolerance = self._own_tolerance(self.task.settings.autocast)
         if not self.whole.is_finite:
             shown = ", ".join(f"{name} {value:g}" for name, value in self.whole.losses.items())
             self.reasons.append(reason("not finite", "loss", {"losses": dict(self.whole.losses)}, shown=shown))
             return self._certificate(math.inf, math.inf)
-        comparisons = self.compared()
-        if self.rig.substitution is not None and self.rig.substitution.lowered:
-            names = sorted(self.rig.substitution.lowered)
+        comparison = self.compared()
+        if self.rig.stand_ins is not None and self.rig.stand_ins.lowered:
+            names = sorted(self.rig.stand_ins.lowered)
             self.notes.append(reason("lower precision", "model", {"operations": names}, shown=", ".join(names[:5])))
             self.tolerance = max(self.tolerance, self._own_tolerance(torch.float32))
-        if comparisons.error <= self.tolerance:
-            was = comparisons
-            comparisons = self.searched("other counts", lambda: self._with_overlooked_split(was), was)
-        if comparisons.error > self.tolerance:
-            comparisons = self._reconsidered(comparisons)
+        if comparison.error <= self.tolerance:
+            was = comparison
+            comparison = self.searched("other counts", lambda: self._with_overlooked_split(was), was)
+        if comparison.error > self.tolerance:
+            comparison = self._reconsidered(comparison)
         self.searched("random numbers", lambda: self._examine_random_numbers(effects), None)
         error = max(
-            comparisons.error,
+            comparison.error,
             self.searched("BatchNorm", self._examine_batch_norm, 0.0),
             self.searched("buffers", lambda: self._examine_buffers(changed), 0.0),
             self.searched("state in Python", lambda: self._examine_state(effects), 0.0),
         )
-        self._examine_optimizer_hooks()
-        if not self.reasons and comparisons.loss_error > max(self.tolerance, 1e-6):
-            self.notes.append(reason("value", "loss", {"loss_error": comparisons.loss_error}))
+        if names := self.rig.hooked_by_optimizers():
+            self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
+        if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
+            self.notes.append(reason("value", "loss", {"loss_error": comparison.loss_error()}))
         self.searched("whether all samples weigh the same", self._note_even_batch, None)
-        return self._certificate(error, comparisons.loss_error)
+        return self._certificate(error, comparison.loss_error())
 
     def _note_what_is_checked(self) -> None:
-        subject, model = self.subject, type(self.subject.model).__name__
-        if subject.rows < self._total:
-            evidence = {"samples": subject.rows, "samples_in_batch": self._total}
-            self.notes.append(reason("part of the batch", "batch", evidence))
+        rows, model = self.task.splittable.rows, type(self.task.model).__name__
+        if rows < self._total:
+            self.notes.append(reason("part of the batch", "batch", {"samples": rows, "samples_in_batch": self._total}))
         if self._refused and self.rig.dtype is None:
             self.notes.append(reason("own precision", model, refused=self._refused.splitlines()[0]))
-        if isinstance(subject.model, torch.nn.Module) and not subject.model.training:
+        if isinstance(self.task.model, torch.nn.Module) and not self.task.model.training:
             self.notes.append(reason("evaluation mode", model))
         if len(self.splits) == 1:
-            self.notes.append(reason("one split", "batch", rows=subject.rows))
+            self.notes.append(reason("one split", "batch", rows=rows))
 
     def _certificate(self, error: float, loss_error: float) -> Certificate:
         precision = self.rig.dtype or next((p.dtype for p in self.rig.parameters), torch.get_default_dtype())
         return Certificate(
-            model=type(self.subject.model).__name__,
-            samples=self.subject.rows,
+            model=type(self.task.model).__name__,
+            samples=self.task.splittable.rows,
             samples_in_batch=self._total,
             splits=tuple(tuple(len(part.samples) for part in parts) for parts in self.splits),
             dtype=str(precision).removeprefix("torch."),
@@ -173,57 +186,59 @@ class Examination(Case):
             notes=tuple(self.notes),
         )
 
-    def _reconsidered(self, comparisons: Comparisons) -> Comparisons:
+    def _reconsidered(self, comparison: Comparison) -> Comparison:
         """Finds the reasons, or that there are none.
 
         A difference may come from numbers that stand in for random ones, if which sample they belong to can't be told,
         or if the loss is a mean over as many items as are drawn. With one number for a whole draw neither matters.
         """
-        substitution = self.rig.substitution
-        if substitution is not None and substitution.draws:
-            drawn = comparisons
-            substitution.numbers.constant = True
+        stand_ins, drew = self.rig.stand_ins, False
+        if stand_ins is not None and stand_ins.draws:
+            drawn = comparison
+            stand_ins.hold_constant(True)
             whole = self.rig.run()
-            if whole.is_finite:
-                comparisons = self.compared(whole=whole)
-            else:
-                substitution.numbers.constant = False
-            if substitution.numbers.constant and comparisons.error <= self.tolerance:
-                substitution.numbers.constant = False
+            drew = not whole.is_finite
+            if not drew:
+                comparison = self.compared(whole=whole)
+            if drew or comparison.error <= self.tolerance:
+                stand_ins.hold_constant(False)
+            if comparison.error <= self.tolerance:
                 self.rig.run()
-                reasons = Diagnosis(self).losses(drawn)
+                reasons = wrong_averages(self, drawn)
                 if all(one.code == "count" for one in reasons):
                     self.reasons += map(_drawn_count, reasons)
                     return drawn
-                return comparisons
-            self.whole = comparisons.whole
-        self.forgive_cancellation(comparisons)
-        if comparisons.error > self.tolerance and (size := self._wrong_row_block()):
-            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": comparisons.error}))
-        elif comparisons.error > self.tolerance and (names := self._written_weights()):
-            self.reasons.append(reason("weight", names[0], {"weights": names, "error": comparisons.error}))
-        elif comparisons.error > self.tolerance and not comparisons.breaks and (moves := self._moves_unseen()):
+                return comparison
+            self.whole = comparison.whole
+        self.forgive_cancellation(comparison)
+        error = comparison.error
+        if error <= self.tolerance:
+            return comparison
+        if size := self._wrong_row_block():
+            self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
+        elif names := self._written_weights():
+            self.reasons.append(reason("weight", names[0], {"weights": names, "error": error}))
+        elif not comparison.breaks and (moves := self._moves_unseen()):
             self.reasons.append(moves)
-        elif comparisons.error > self.tolerance:
-            reasons = Diagnosis(self).reasons(comparisons)
-            drew = substitution is not None and bool(substitution.draws) and not substitution.numbers.constant
-            self.reasons += [_drawn_count(r) if drew and "weights" in r.evidence else r for r in reasons]
-        return comparisons
+        else:
+            self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one
+                             for one in searched(self, comparison)]  # fmt: skip
+        return comparison
 
-    def _with_overlooked_split(self, comparisons: Comparisons) -> Comparisons:
+    def _with_overlooked_split(self, comparison: Comparison) -> Comparison:
         """Compares one more split if those so far happen to weigh the samples as another count would."""
-        overlooked = Denominators(self).overlooked()
+        overlooked = Averages(self).overlooked()
         if overlooked is None:
-            return comparisons
+            return comparison
         self.splits = [*self.splits, overlooked]
         return self.compared()
 
     def _wrong_row_block(self) -> int:
         """The rows in a block of a coupled loss that is the whole batch's only if it is computed for all rows."""
-        coupled = self.subject.loss_fn
+        coupled = self.task.loss_fn
         if not isinstance(coupled, Coupled) or coupled.row_block is None:
             return 0
-        one_block = Coupled(coupled.encode, coupled.loss, row_block=self.subject.rows)
+        one_block = Coupled(coupled.encode, coupled.loss, row_block=self.task.splittable.rows)
         return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
 
     def _written_weights(self) -> list[str]:
@@ -281,37 +296,29 @@ class Examination(Case):
         state = State(self, changed)
         found = state.reason()
         if found is not None:
-            self.reasons.append(found)
+            of_itself = any(one.code == "count" and "weights" in one.evidence for one in self.reasons)
+            self.reasons.insert(0 if of_itself else len(self.reasons), found)  # weights that a state makes are no count
         elif (note := state.note()) is not None:
             self.notes.append(note)
         return state.error if found is not None else 0.0
 
     def _examine_batch_norm(self) -> float:
-        if self.subject.batch_norm == "frozen":
-            return 0.0
-        modules = self.rig.coupling()
+        modules = {} if self.task.batch_norm == "frozen" else self.rig.coupling()
         if not modules:
             return 0.0
         whole = self.rig.run(batch_norm="ghost")
-        errors = []
-        for parts in self.splits:
-            outcome = self.attempt(parts, batch_norm="ghost")
-            errors.append(Comparison(whole, parts, outcome).error if isinstance(outcome, Outcome) else 0.0)
+        found = [self.attempt(parts, batch_norm="ghost") for parts in self.splits]
+        ran = [(parts, one) for parts, one in zip(self.splits, found, strict=True) if isinstance(one, Outcome)]
+        error = Comparison(whole, ran).error if ran else 0.0
         # What has no running statistics can't be frozen, as the comparison before has it, and is refused there.
         said = ("module", "refused") if without_statistics(modules) else ("module",)
         kept = [r for r in self.reasons if r.code not in said or (r.code == "module" and r.where not in modules)]
-        self.reasons = kept
-        self.reasons.append(_batch_norm(modules, max(errors), self.subject.batch_norm))
-        return max(errors)
-
-    def _examine_optimizer_hooks(self) -> None:
-        names = [n for n, p in zip(self.rig.names, self.rig.parameters, strict=True) if self.rig.has_optimizer_hook(p)]
-        if names:
-            self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
+        self.reasons = [*kept, _batch_norm(modules, error, self.task.batch_norm)]
+        return error
 
     def _examine_random_numbers(self, changed: Sequence[Effect]) -> None:
-        substitution = self.rig.substitution
-        draws = [] if substitution is None else list(substitution.draws)
+        stand_ins = self.rig.stand_ins
+        draws = [] if stand_ins is None else list(stand_ins.draws)
         draws += [Draw("numpy or Python", "loss")] if self._drawn else []
         if not draws or any(one.code == "random" for one in self.reasons):
             return
@@ -324,10 +331,10 @@ class Examination(Case):
         self.notes.append(reason("drawn", places[0] or "model", evidence, shown=shown))
 
     def _note_even_batch(self) -> None:
-        subject = self.subject if self.subject.collate is None else self.subject.collated()
-        if self.reasons or subject is None or subject.count is not count_samples:
+        one = None if self.reasons else joined(self.task.splittable)
+        if one is None or self.task.count is not count_samples:
             return
-        path, number = even_labels(subject.batch, subject.broadcast)
+        path, number = even_labels(one.batches[0], one.broadcast)
         if path:
             self.notes.append(reason("even batch", path, {"labels_per_sample": number}, path=path))
 
@@ -356,17 +363,16 @@ class Examination(Case):
 def _drawn_count(found: Reason) -> Reason:
     """A reason of a loss that is a mean over as many items as are drawn."""
     message = f"{found.message} How many items there are depends on the random numbers that are drawn."
-    return dataclasses.replace(found, message=message, remedies=found.remedies[:1])
+    return replace(found, message=message, remedies=found.remedies[:1])
 
 
-def _batch_norm(modules: Mapping[str, torch.nn.Module], error: float, policy: BatchNormPolicy) -> Reason:
+def _batch_norm(modules: dict[str, torch.nn.Module], error: float, policy: str) -> Reason:
     norms = [module for module in modules.values() if isinstance(module, _BatchNorm)]
     what = "normalises each sample by statistics of all samples of a batch" if norms else "keeps such statistics"
     accepted = " It was accepted with batch_norm='ghost'." if policy == "ghost" else ""
     shown = [f"`{name}` ({type(module).__name__})" for name, module in modules.items()]
     names = list(modules)
-    evidence = {"modules": names, "error": error}
-    found = reason("BatchNorm", names[0], evidence, shown=shown, what=what, accepted=accepted)
+    found = reason("BatchNorm", names[0], {"modules": names, "error": error}, shown=shown, what=what, accepted=accepted)
     if all(module.running_mean is not None for module in norms):
         return found
-    return dataclasses.replace(found, remedies=tuple(line for line in found.remedies if "frozen" not in line))
+    return replace(found, remedies=tuple(line for line in found.remedies if "frozen" not in line))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part, Splittable
+from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.cuts import MOST, Cut, cuts_between, cuts_inside, cuts_of_groups
+from anybatch.checking.cuts import Cut, cuts_between, cuts_inside, most_of
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.memory.meter import OverBudget
@@ -29,11 +30,15 @@ from anybatch.update.transaction import Failure, is_out_of_memory
 
 CERTAIN = 128
 """Times the tolerance from which a difference is no rounding, also where no certificate can be made."""
-
+SMALL = 4
+"""Samples of a micro-batch, below which two of them are compared rather than two parts of one."""
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
-SMALL = 4  # samples of a micro-batch, below which two of them are compared rather than two parts of one
+_CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
+_UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
+Compared = Iterator[tuple[Cut, Difference] | str]
+Found = tuple[Proof, Reason | None]
 
 
 def prove(
@@ -42,7 +47,7 @@ def prove(
     parameters: Sequence[torch.Tensor],
     optimizations: Optimizations,
     update: int | None,
-) -> tuple[Proof, Reason | None] | None:
+) -> Found | None:
     """Proves that a step may split its batch.
 
     Args:
@@ -60,180 +65,180 @@ def prove(
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
-        found = _found(Trial(task, parameters, optimizations), task, parts)
-    if found is None:
-        return None
-    proof, reason = found
+        proof, reason = _Prover(Trial(task, parameters, optimizations), task, parts).found()
     return replace(proof, update=update), reason
 
 
-def _found(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
-    ways: list[Cuts] = [cuts_inside]
-    if not task.is_planned:  # two micro-batches at once take more than a plan has room for
-        is_small = max(len(part.samples) for part in parts) < SMALL
-        ways = [cuts_between, cuts_inside] if is_small else [cuts_inside, cuts_between]
-    notes = []
-    for cuts in ways:
-        found = None
-        for turn, tried in enumerate(_compared(trial, task, parts, cuts)):
-            if isinstance(tried, str):
-                notes.append(tried)
-                break
-            proof, reason = _judged(trial, task, parts, cuts, turn, *tried)
-            if found is None or reason is not None:
-                found = proof, reason
-            if reason is not None or proof.by == "certificate":
-                break
-        if found is not None:
-            return found
-    uncut = task.splittable.obstacle
-    if task.is_planned and uncut is None and not notes:
-        return _by_losses(trial, task, parts)
-    alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
-    return Proof("undecided", note=next(iter(notes), alone)), None
+class _Prover:
+    """Compares cuts of a logical batch until one shows what the split does.
 
+    Args:
+        trial: runs them.
+        task: the logical batch.
+        parts: how the step splits it.
+    """
 
-def _by_losses(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
-    """What the losses of two samples say, where a plan has room for the gradient of one only."""
-    found, note = None, "a micro-batch has one sample"
-    if any(map(is_scripted, task.every_module)):
-        return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
-    failure = None
-    try:
-        for cut in cuts_between(task.splittable, parts, most=2):
-            difference = trial.of_losses(cut)
-            shown = _proof("exact", "losses", cut, difference, note="the gradient of two samples does not fit")
-            proof, reason = (shown, None) if difference.is_none else _decided(trial, cut, difference)
-            if reason is not None:
-                return proof, reason
-            found = found or proof
-    except OverBudget:
-        note = f"{note}, and two samples do not fit, not even without their gradient"
-    except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
-        note = f"{note}, and two can't be run without their gradient ({type(error).__name__})"
-        failure = Failure(error)
-    if failure is not None:
-        failure.release()
-    return found or Proof("undecided", note=note), None
+    def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
+        self._trial, self._task, self._parts = trial, task, parts
+        self._largest = max(len(part.samples) for part in parts)
 
+    def found(self) -> Found:
+        """What a cut of one micro-batch, or of two, shows; what the losses say where a plan has room for no more."""
+        ways: list[Cuts] = [cuts_inside]
+        if not self._task.is_planned:  # two micro-batches at once take more than a plan has room for
+            ways = [cuts_between, cuts_inside] if self._largest < SMALL else [cuts_inside, cuts_between]
+        notes = []
+        for cuts in ways:
+            found = None
+            for turn, tried in enumerate(self._compared(cuts)):
+                if isinstance(tried, str):
+                    notes.append(tried)
+                    break
+                proof, reason = self._judged(cuts, turn, *tried)
+                if found is None or reason is not None:
+                    found = proof, reason
+                if reason is not None or proof.by == "certificate":
+                    break
+            if found is not None:
+                return found
+        uncut = self._task.splittable.obstacle
+        if self._task.is_planned and uncut is None and not notes:
+            return self._by_losses()
+        alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
+        return Proof("undecided", note=next(iter(notes), alone)), None
 
-def _judged(
-    trial: Trial, task: Task, parts: Sequence[Part], cuts: Cuts, turn: int, cut: Cut, difference: Difference
-) -> tuple[Proof, Reason | None]:
-    """What a cut shows, with the reason where that is not exact."""
-    if difference.is_none:
-        return _proof("exact", "comparison", cut, difference), None
-    if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
-        only: Cuts = lambda *given: islice(cuts(*given), turn, turn + 1)  # noqa: E731
-        again = next(_compared(trial, task, parts, only, in_single=True), "")  # a model may be in autocast itself
-        if not isinstance(again, str) and again[1].is_none:
-            return _proof("exact", "comparison", *again), None
-    proof, reason = _decided(trial, cut, difference)
-    return (proof, None) if reason is None else _in_groups(trial, task, parts) or (proof, reason)
-
-
-def _compared(
-    trial: Trial, task: Task, parts: Sequence[Part], cuts: Cuts, *, in_single: bool | None = None
-) -> Iterator[tuple[Cut, Difference] | str]:
-    """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where that can't be done."""
-    if in_single is None:
-        in_single = task.settings.autocast is not None or any(p.dtype in LOW_PRECISION for p in trial.parameters)
-    largest, most, note = max(len(part.samples) for part in parts), MOST, ""
-    if in_single and task.is_planned:  # what a plan has room for is a micro-batch in low precision
-        most, in_single = (min(most, largest // 2), True) if largest >= SMALL else (most, False)
-    while most >= 2:
+    def _by_losses(self) -> Found:
+        """What the losses of two samples say, where a plan has room for the gradient of one only."""
+        found, note = None, "a micro-batch has one sample"
+        if any(map(is_scripted, self._task.every_module)):
+            return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
         failure = None
         try:
-            for cut in cuts(task.splittable, parts, most):
-                yield cut, trial.difference(cut, in_single=in_single)
-            return
-        except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
-            if not is_out_of_memory(error):
-                note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                note = f"a part of the samples can't be run by itself ({note})"
-                if not in_single:
-                    break
-                in_single = False  # an operation may be there for low precision only
-                continue
+            for cut in cuts_between(self._task.splittable, self._parts, most=2):
+                difference = self._trial.of_losses(cut)
+                shown = _proof("exact", "losses", cut, difference, note="the gradient of two samples does not fit")
+                proof, reason = (shown, None) if difference.is_none else self._decided(cut, difference)
+                if reason is not None:
+                    return proof, reason
+                found = found or proof
+        except OverBudget:
+            note = f"{note}, and two samples do not fit, not even without their gradient"
+        except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
+            note = f"{note}, and two can't be run without their gradient ({type(error).__name__})"
+            failure = Failure(error)
+        if failure is not None:
+            failure.release()
+        return found or Proof("undecided", note=note), None
+
+    def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
+        """What a cut shows, with the reason where that is not exact."""
+        if difference.is_none:
+            return _proof("exact", "comparison", cut, difference), None
+        if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
+            only: Cuts = lambda *given: islice(cuts(*given), turn, turn + 1)  # noqa: E731
+            again = next(self._compared(only, in_single=True), "")  # a model may be in autocast itself
+            if not isinstance(again, str) and again[1].is_none:
+                return _proof("exact", "comparison", *again), None
+        proof, reason = self._decided(cut, difference)
+        return (proof, None) if reason is None else self._in_groups() or (proof, reason)
+
+    def _compared(self, cuts: Cuts, *, in_single: bool | None = None) -> Compared:
+        """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
+        if in_single is None:
+            is_low = any(parameter.dtype in LOW_PRECISION for parameter in self._trial.parameters)
+            in_single = is_low or self._task.settings.autocast is not None
+        most, note = most_of(self._largest), ""
+        if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
+            most, in_single = (min(most, self._largest // 2), True) if self._largest >= SMALL else (most, False)
+        while most >= 2:
+            failure = None
+            try:
+                for cut in cuts(self._task.splittable, self._parts, most):
+                    yield cut, self._trial.difference(cut, in_single=in_single)
+                return
+            except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
+                if not is_out_of_memory(error):
+                    note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    note = f"a part of the samples can't be run by itself ({note})"
+                    if not in_single:
+                        break
+                    in_single = False  # an operation may be there for low precision only
+                    continue
+                failure = Failure(error)
+            failure.release()
+            note, most = "memory ran out", most // 2
+        yield note
+
+    def _decided(self, cut: Cut, difference: Difference) -> Found:
+        """What a certificate says of gradients that differ by more than rounding."""
+        certificate = self._certified(cut)
+        if certificate is not None and certificate.exact:
+            return _proof("exact", "certificate", cut, difference, certificate), None
+        reasons = [one for one in certificate.reasons if one.code not in _UNDECIDED] if certificate else []
+        code = "" if certificate is None or reasons else certificate.reasons[0].code
+        if code == "not-finite" or (code == "random" and difference.draws):
+            note = certificate.reasons[0].message if certificate is not None else ""
+            return _proof("undecided", "", cut, difference, note=note), None
+        reason = worded("moves in a proof") if code == "random" else reasons[0] if reasons else None
+        if reason is None and difference.error <= CERTAIN * difference.tolerance:
+            note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"
+            return _proof("undecided", "", cut, difference, note=f"{note} made"), None
+        if certificate is not None and reason is not None:
+            if certificate.samples != sum(cut.sizes):
+                reason = more(reason, f" (Seen among {certificate.samples} samples.)")
+            return _proof("not exact", "certificate", cut, difference, certificate), reason
+        # Parts of another size that fail say what is amiss with those that ran, too.
+        refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
+        unexplained = worded("unexplained", "loss", {"error": difference.error})
+        return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
+
+    def _certified(self, cut: Cut) -> Certificate | None:
+        """The certificate of a cut, with a cause that holds among more samples where there are some."""
+        failure = None
+        try:
+            certificate = self._trial.certificate(cut)
+            if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code == "count":
+                for larger in cuts_inside(self._task.splittable, self._parts, _CERTIFIED, beyond=True):
+                    other = self._trial.certificate(larger)
+                    return certificate if other.exact else other
+            return certificate
+        except AnyBatchError:
+            return None
+        except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
             failure = Failure(error)
         failure.release()
-        note, most = "memory ran out", most // 2
-    yield note
-
-
-def _decided(trial: Trial, cut: Cut, difference: Difference) -> tuple[Proof, Reason | None]:
-    """What a certificate says of gradients that differ by more than rounding."""
-    certificate = _certified(trial, cut)
-    if certificate is not None and certificate.exact:
-        return _proof("exact", "certificate", cut, difference, certificate), None
-    reasons = [] if certificate is None else [one for one in certificate.reasons if one.code not in _UNDECIDED]
-    code = "" if certificate is None or reasons else certificate.reasons[0].code
-    if code == "not-finite" or (code == "random" and difference.draws):
-        note = certificate.reasons[0].message if certificate is not None else ""
-        return _proof("undecided", "", cut, difference, note=note), None
-    reason = worded("moves in a proof") if code == "random" else reasons[0] if reasons else None
-    if reason is None and difference.error <= CERTAIN * difference.tolerance:
-        note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be made"
-        return _proof("undecided", "", cut, difference, note=note), None
-    if certificate is not None and reason is not None:
-        return _proof("not exact", "certificate", cut, difference, certificate), reason
-    refused = next((one for one in certificate.reasons if one.code in _FAILS), None) if certificate else None
-    return _proof("not exact", "comparison", cut, difference), (
-        reason or refused or worded("unexplained", "loss", {"error": difference.error})
-    )
-
-
-_FAILS = ("fails", "refused")  # of parts of another size, which says what is amiss with those that ran, too
-_UNDECIDED = ("random", "not-finite", *_FAILS)
-
-
-def _in_groups(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, None] | None:
-    """Whether only samples that stand together belong together, such as pairs, which the user's micro-batches keep."""
-    size = max(len(part.samples) for part in parts)
-    if task.is_planned or task.micro_batch_size is None:
         return None
-    for group in (one for one in range(2, size // 2 + 1) if all(len(part.samples) % one == 0 for part in parts)):
-        in_groups = _all_the_same(_compared(trial, task, parts, partial(cuts_of_groups, group=group)))
-        if in_groups is not None and _all_the_same(_compared(trial, task, parts, partial(_of_own, most=4 * size))):
-            note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-            return _proof("exact", "comparison", *in_groups, note=note), None
-    return None
 
-
-def _of_own(splittable: Splittable, parts: Sequence[Part], _: int, *, most: int) -> Iterator[Cut]:
-    """The user's own micro-batches, which may be of several groups each, whatever their size."""
-    return cuts_between(splittable, parts, most)
-
-
-def _all_the_same(compared: Iterator[tuple[Cut, Difference] | str]) -> tuple[Cut, Difference] | None:
-    """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""
-    first: tuple[Cut, Difference] | None = None
-    for tried in compared:
-        if isinstance(tried, str) or not tried[1].is_none:
+    def _in_groups(self) -> tuple[Proof, None] | None:
+        """Whether only samples that stand together belong together, such as pairs, which the user's sizes keep."""
+        if self._task.is_planned or self._task.micro_batch_size is None:
             return None
-        first = first or tried
-    return first
-
-
-def _certified(trial: Trial, cut: Cut) -> Certificate | None:
-    try:
-        return trial.certificate(cut)
-    except AnyBatchError:
+        own: Cuts = lambda splittable, parts, _: cuts_between(splittable, parts, 4 * self._largest)  # noqa: E731
+        for group in range(2, self._largest // 2 + 1):
+            if any(len(part.samples) % group for part in self._parts):
+                continue
+            in_groups = self._all_the_same(partial(cuts_inside, group=group))
+            if in_groups is not None and self._all_the_same(own):  # which may be of several groups each
+                note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
+                return _proof("exact", "comparison", *in_groups, note=note), None
         return None
-    except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-        failure = Failure(error)
-    failure.release()
-    return None
+
+    def _all_the_same(self, cuts: Cuts) -> tuple[Cut, Difference] | None:
+        """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""
+        first: tuple[Cut, Difference] | None = None
+        for tried in self._compared(cuts):
+            if isinstance(tried, str) or not tried[1].is_none:
+                return None
+            first = first or tried
+        return first
 
 
 def _proof(
     outcome: Any, by: Any, cut: Cut, difference: Difference, certificate: Certificate | None = None, *, note: str = ""
 ) -> Proof:
-    if certificate is None:
-        error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
-    else:
-        error, tolerance, dtype = certificate.error, certificate.tolerance, certificate.dtype
-    return Proof(outcome, by, sum(cut.sizes), cut.sizes, error, tolerance, dtype, note=note)
+    found = difference if certificate is None else certificate
+    dtype = str(found.dtype).removeprefix("torch.")
+    return Proof(outcome, by, sum(cut.sizes), cut.sizes, found.error, found.tolerance, dtype, note=note)
 
 
 def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:

@@ -209,33 +209,35 @@ def _is_referent(kept: Any, value: Any) -> bool:
 
 def _key(value: Any, depth: int) -> Any:
     """What a function is known by that is made anew in each call: its code, and what it closes over."""
-    kind: Any = type(value)
     if value is None or isinstance(value, (str, bool, type)):
         return value
     if depth == 0 or isinstance(value, (int, float, torch.Tensor)):
-        return kind
-    if isinstance(value, functools.partial):
-        inner = (value.func, *value.args, *value.keywords.values())
-        return ("partial", *value.keywords, *(_key(one, depth - 1) for one in inner))
-    if inspect.ismethod(value):
-        return _key(value.__func__, depth), _key(value.__self__, depth - 1)
-    if inspect.isfunction(value):
-        cells = [cell for cell in value.__closure__ or () if not _is_empty(cell)]
-        inside = [cell.cell_contents for cell in cells]
-        if str(value.__module__).partition(".")[0] == "anybatch":  # its numbers are options, as in count_tokens
-            return value.__code__, *(one if isinstance(one, int) else _key(one, depth - 1) for one in inside)
-        return value.__code__, *(_key(one, depth - 1) for one in inside)
-    if functions := getattr(value, "user_functions", ()):
-        return type(value), *(_key(one, depth - 1) for one in functions)
-    if isinstance(value, dict):
-        return dict, *((_key(name, depth - 1), _key(one, depth - 1)) for name, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), *(_key(one, depth - 1) for one in value[:16])
+        return type(value)
+    if (held := _held(value)) is not None:
+        own, inner = held
+        return type(value), own, *(_key(one, depth - 1) for one in inner)
     try:
         hash(reference := weakref.ref(value))
     except TypeError:
-        return kind
+        return type(value)
     return reference
+
+
+def _held(value: Any) -> tuple[Any, Sequence[Any]] | None:
+    """What is a function's own, and what it holds; ``None`` for what holds nothing that is looked into."""
+    if isinstance(value, functools.partial):
+        return tuple(value.keywords), (value.func, *value.args, *value.keywords.values())
+    if inspect.ismethod(value):
+        return None, (value.__func__, value.__self__)
+    if inspect.isfunction(value):
+        inside = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        is_ours = str(value.__module__).partition(".")[0] == "anybatch"  # its numbers are options, as in count_tokens
+        return (value.__code__, *(one for one in inside if is_ours and isinstance(one, int))), inside
+    if functions := getattr(value, "user_functions", ()):
+        return None, functions
+    if isinstance(value, dict):
+        return None, (*value, *value.values())
+    return (None, value[:16]) if isinstance(value, (list, tuple)) else None
 
 
 def _is_empty(cell: Any) -> bool:

@@ -15,6 +15,7 @@ from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
 from anybatch.checking.proof import CERTAIN, SMALL
+from anybatch.checking.standins import StandIns
 from anybatch.checking.trial import Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError
 from anybatch.loss.reducing import ShortageElsewhere
@@ -33,7 +34,7 @@ def prove_together(
     optimizations: Optimizations,
     update: int | None,
 ) -> tuple[Proof, Reason | None]:
-    """Proves that a step may split its batch; all ranks call it, whatever they split.
+    """Proves that a step may split its batch; all ranks call it, whatever they split, and get the same answer.
 
     Args:
         task: the logical batch and how to go through it.
@@ -41,9 +42,6 @@ def prove_together(
         parameters: that get a gradient.
         optimizations: gives what is on while a gradient is taken.
         update: how many updates were applied before.
-
-    Returns:
-        What was found, which is the same on all ranks, and the reason where it is not exact.
     """
     note = ""
     with surroundings():
@@ -70,29 +68,28 @@ def prove_together(
 
 
 def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
-    reducer, cut = task.settings.reducer, _cut(task, parts)
-    whole, whole_values, _ = trial.shared(cut, None if cut is None else cut.whole)
-    split, values, draws = trial.shared(cut, None if cut is None else cut.parts)
+    reducer, cut, numbers = task.settings.reducer, _cut(task, parts), StandIns()
+    whole = trial.run(cut, None if cut is None else cut.whole, numbers)
+    split = trial.run(cut, None if cut is None else cut.parts, numbers)
     heard = reducer.hear(
         {
-            "distance": split.distance(whole) ** 2,
-            "scale": whole.distance() ** 2,
+            "distance": split.gradient.distance(whole.gradient) ** 2,
+            "scale": whole.gradient.distance() ** 2,
             "sizes": [] if cut is None else list(cut.sizes),
-            "draws": draws,
+            "draws": split.drew_torch or split.drew_others,
         }
     )
     sizes: list[int] = next((one["sizes"] for one in heard if one["sizes"]), [])
     distance, scale = (math.sqrt(sum(one[name] for one in heard)) for name in ("distance", "scale"))
     if not sizes or not scale:
         return Proof("undecided", note="a micro-batch has one sample, or the samples have no gradient"), None
-    off = max((abs(values[name] - value) / abs(value or 1.0) for name, value in whole_values.items()), default=0.0)
-    leaves = (*trial.parameters, *reducer.known_leaves(trial.parameters))
-    difference = trial.judged(leaves, distance / scale, off, draws=any(one["draws"] for one in heard))
+    leaves, draws = (*trial.parameters, *reducer.known_leaves(trial.parameters)), any(one["draws"] for one in heard)
+    difference = trial.judged(leaves, distance / scale, split.value_error(whole), draws=draws)
     error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
     proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, dtype)
     if difference.is_none:
         return proof, None
-    if error <= CERTAIN * tolerance or not math.isfinite(error) or difference.draws:
+    if error <= CERTAIN * tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None
     return replace(proof, outcome="not exact"), reason("in parts", "loss", {"error": error})

@@ -7,36 +7,36 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
-from anybatch.checking.drawing import Numbers
+from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
-from anybatch.checking.sketches import Sketch
-from anybatch.checking.substitution import SINGLE, Substitution, promoted
+from anybatch.checking.standins import SINGLE, StandIns, Turns
 from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
-from anybatch.loss.reducing import Reducer
+from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
 from anybatch.memory.meter import LiveBytes, Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.tensors.dispatch import unwatched
-from anybatch.tensors.graph import OutsideLeaves, in_backward
+from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
+from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Task, run_pass
 from anybatch.update.progress import Progress
 from anybatch.update.transaction import Snapshot
 
-ROUNDINGS = 128
+_ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
@@ -64,8 +64,19 @@ class Difference:
 
     @property
     def tolerance(self) -> float:
-        """Up to which error they count as the same."""
-        return tolerance_of(self.dtype, is_single=self.is_single)
+        """The bound of rounding, up to which error they count as the same.
+
+        Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on
+        from layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count
+        that is off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once
+        for each part and once for the sum, however they are computed.
+        """
+        if self.dtype is torch.float64:
+            return _IN_FLOAT64
+        unit = torch.finfo(self.dtype).eps / 2
+        if self.is_single:
+            return _ROUNDINGS * unit if unit < _LOW else 2 * unit
+        return 16 * max(unit, _LOW)
 
     @property
     def is_none(self) -> bool:
@@ -73,92 +84,19 @@ class Difference:
         return self.error <= self.tolerance and self.value_error <= (1e-5 if self.is_single else 0.05)
 
 
-def tolerance_of(dtype: torch.dtype, *, is_single: bool = True) -> float:
-    """The bound of rounding for a comparison.
+class Ran(NamedTuple):
+    """What a run gave: the gradient, the leaves that have one, the losses, and which random numbers were drawn."""
 
-    Sums over a whole batch and over its parts are added in another order, and a backward hands that rounding on from
-    layer to layer: up to 20 units (2^-24 in float32) were seen. Where two parts have other gradients, a count that is
-    off by 1 in 1000 makes some thousand units. Gradients that are kept in low precision are rounded once for each part
-    and once for the sum, however they are computed.
+    gradient: Sketch
+    leaves: list[torch.Tensor]
+    losses: dict[str, float]
+    drew_torch: bool
+    drew_others: bool
 
-    Args:
-        dtype: of the gradients.
-        is_single: whether they are computed in float32 at least.
-
-    Example:
-        >>> f"{tolerance_of(torch.float32):.1e}, {tolerance_of(torch.bfloat16):.1e}"
-        '7.6e-06, 7.8e-03'
-    """
-    if dtype is torch.float64:
-        return _IN_FLOAT64
-    unit = torch.finfo(dtype).eps / 2
-    if is_single:
-        return ROUNDINGS * unit if unit < _LOW else 2 * unit
-    return 16 * max(unit, _LOW)
-
-
-class _StandIns(Substitution):
-    """Numbers that stand in for random ones: in micro-batches, in a ``collate``, and in what sees all samples."""
-
-    def __init__(self, *, in_single: bool) -> None:
-        super().__init__(promotes=False, where=lambda: "")
-        self._in_single = in_single
-        self.in_parts, self.in_collate, self.in_whole = self.numbers, Numbers(), Numbers()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._in_single and not (in_backward() and func is torch.ops.aten._to_copy.default):
-            args, kwargs = promoted(func, args, kwargs, SINGLE)  # a gradient has the precision of what it is of
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _Turns:
-    """Tells numbers that stand in for random ones whose samples they belong to.
-
-    Args:
-        substitution: has the numbers; ``None`` where there are none.
-        rows: of all samples.
-        parts: that they are cut into.
-    """
-
-    def __init__(self, substitution: _StandIns | None, rows: int, parts: Sequence[Part]) -> None:
-        self._substitution, self._rows, self._parts = substitution, rows, parts
-        self._turn = self._collated = 0
-
-    def begin(self) -> None:
-        """A micro-batch begins."""
-        if self._substitution is not None:
-            self._substitution.numbers = self._substitution.in_parts
-            self._substitution.numbers.begin(self._parts[self._turn % len(self._parts)].samples, self._rows)
-        self._turn += 1
-
-    def begin_whole(self) -> None:
-        """What sees all samples begins."""
-        if self._substitution is not None:
-            self._substitution.numbers = self._substitution.in_whole
-            self._substitution.numbers.begin(range(self._rows), self._rows)
-
-    def collated(self, splittable: Splittable) -> Splittable:
-        """The samples, with a ``collate`` whose random numbers belong to them, too.
-
-        Args:
-            splittable: the samples.
-        """
-        found, collate, substitution = copy.copy(splittable), splittable.collate, self._substitution
-        if collate is None or substitution is None:
-            return found
-
-        def with_numbers(raw: list[Any]) -> Any:
-            outside, substitution.numbers = substitution.numbers, substitution.in_collate
-            substitution.numbers.begin(self._parts[self._collated % len(self._parts)].samples, self._rows)
-            self._collated += 1
-            try:
-                return collate(raw)
-            finally:
-                substitution.numbers = outside
-
-        found.collate = with_numbers
-        return found
+    def value_error(self, whole: "Ran", *, without: float = 0.0) -> float:
+        """How far the losses are from those of the whole, in the worst of them."""
+        pairs = ((self.losses.get(name, 0.0), value) for name, value in whole.losses.items())
+        return max((abs(one - value) / abs(value or 1.0) for one, value in pairs), default=without)
 
 
 class Trial:
@@ -179,11 +117,10 @@ class Trial:
         reducer: Reducer | None = None,
     ) -> None:
         self._reducer = reducer_for(task.model, False, task.settings.device) if reducer is None else reducer
-        self._numbers: _StandIns | None = None
+        self._is_shared = reducer is not None
         self._task, self.parameters, self._optimizations = task, list(parameters), optimizations
-        self._modules = list(
-            {id(one): one for one in (*task.modules, *reached_modules(task.model, task.loss_fn).values())}.values()
-        )
+        reached = (*task.modules, *reached_modules(task.model, task.loss_fn).values())
+        self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
@@ -198,34 +135,26 @@ class Trial:
             cut: the samples.
             in_single: whether what is of low precision is computed in float32.
         """
+        wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
-        substitution = _StandIns(in_single=in_single) if in_single or not in_pieces else None
-        whole, leaves, values, moved = self._run(cut, cut.whole, substitution)
-        if substitution is None and moved[0]:
-            substitution = _StandIns(in_single=in_single)
-            whole, leaves, values, moved = self._run(cut, cut.whole, substitution)
-        draws = bool(substitution is not None and substitution.draws) or moved[1]
-        split, others, parts_values, _ = self._run(cut, cut.parts, substitution if in_single or draws else None)
+        numbers = StandIns(wider) if in_single or not in_pieces else None
+        whole = self.run(cut, cut.whole, numbers)
+        if numbers is None and whole.drew_torch:
+            numbers = StandIns(wider)
+            whole = self.run(cut, cut.whole, numbers)
+        draws = bool(numbers is not None and numbers.draws) or whole.drew_others
+        split = self.run(cut, cut.parts, numbers if in_single or draws else None)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
-        lasting = {id(one) for one in self.parameters} | ({id(one) for one in leaves} & {id(one) for one in others})
-        counted = [one for one in [*leaves, *others] if id(one) in lasting]
-        scale, distance = whole.distance(of=counted), split.distance(whole, of=counted)
-        error = 0.0 if distance == 0 else distance / scale if scale > 0 else math.inf
-        off = max((_relative(parts_values.get(name, 0.0), value) for name, value in values.items()), default=0.0)
-        return self.judged(counted, error, off, in_single=in_single, draws=draws)
+        lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
+        counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
+        distance = split.gradient.distance(whole.gradient, of=counted)
+        error = relative(distance, whole.gradient.distance(of=counted))
+        return self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
 
     def judged(
         self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
     ) -> Difference:
-        """A difference by the precision in which it was computed.
-
-        Args:
-            leaves: whose gradients were compared.
-            error: of the gradients.
-            off: of the losses.
-            draws: whether random numbers are drawn.
-            in_single: whether what is of low precision was computed in float32.
-        """
+        """A difference of the gradients of leaves and of the losses, by the precision in which it was computed."""
         kinds = [leaf.dtype for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         lowest = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
         is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
@@ -234,81 +163,61 @@ class Trial:
     def of_losses(self, cut: Cut) -> Difference:
         """Compares the losses of samples that together fit only without their gradients.
 
-        Args:
-            cut: the samples.
-
         Raises:
             OverBudget: they take more than one does with its gradient, which is measured.
         """
         for row in range(cut.splittable.rows):
             alone = Cut(cut.splittable.chosen([row]), (1, 0))
             with LiveBytes() as live:
-                self._run(alone, alone.whole, None)
+                self.run(alone, alone.whole, None)
             if live.peak:  # else it counts nothing, and was not run
                 break
-        substitution = _StandIns(in_single=False)
+        numbers = StandIns()
         with Recording(limit=live.peak):
-            *_, values, moved = self._run(cut, cut.whole, substitution, differentiate=False)
-        draws = bool(substitution.draws) or moved[1]
-        *_, in_parts, _ = self._run(cut, cut.parts, substitution if draws else None, differentiate=False)
-        error = max((_relative(in_parts.get(name, 0.0), value) for name, value in values.items()), default=math.inf)
-        return self.judged(self.parameters, error, error, draws=draws)
+            whole = self.run(cut, cut.whole, numbers, differentiate=False)
+        draws = bool(numbers.draws) or whole.drew_others
+        split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)
+        off = split.value_error(whole, without=math.inf)
+        return self.judged(self.parameters, off, off, draws=draws)
 
-    def _run(
-        self, cut: Cut, parts: list[Part], substitution: _StandIns | None, *, differentiate: bool = True
-    ) -> tuple[Sketch, list[torch.Tensor], dict[str, float], tuple[bool, bool]]:
-        """The gradient of a cut in parts, the leaves that have one, the losses, and which generators have moved."""
-        task, outside = self._task, OutsideLeaves(self.parameters)
-        turns = _Turns(substitution, cut.splittable.rows, parts)
-        settings = replace(
-            task.settings, scaler=None, policy="native", reducer=self._reducer,
-            kept_graphs=task.settings.kept_graphs if substitution is None else len(parts),
-        )  # fmt: skip
-        own = replace(
-            task, settings=settings, splittable=turns.collated(cut.splittable), devices=None, optimizations=None,
-            batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=substitution is None),
-        )  # fmt: skip
-        own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
-        no_dropout = _without_dropout(self._every_module)
-        with self.undisturbed(outside), substitution or contextlib.nullcontext(), no_dropout:
-            with self._optimizations():
-                _, sums = run_pass(
-                    own, parts, self.parameters, Progress(), outside=outside, differentiate=differentiate
-                )
-            leaves = [one for one in [*self.parameters, *(leaf for leaf, _ in outside.found)] if one.grad is not None]
-            with unwatched():
-                return Sketch(leaves), leaves, values_of(sums), self._moved()
-
-    def shared(self, cut: Cut | None, parts: list[Part] | None) -> tuple[Sketch, dict[str, float], bool]:
-        """Runs a cut as a logical batch over the processes that this trial is made with.
+    def run(
+        self, cut: Cut | None, parts: list[Part] | None, numbers: StandIns | None, *, differentiate: bool = True
+    ) -> Ran:
+        """Runs a cut in parts, as a logical batch over the processes that this trial is made with.
 
         Args:
             cut: the samples of this process; ``None`` for none.
             parts: how they are split.
-
-        Returns:
-            The part of the gradient that lies here, the losses of all processes, and whether numbers were drawn that
-            do not belong to the samples.
+            numbers: stand in for random ones; ``None`` where none do.
+            differentiate: whether gradients are wanted.
         """
-        task, rows = self._task, 0 if cut is None else cut.splittable.rows
-        self._numbers = self._numbers or _StandIns(in_single=False)
-        turns = _Turns(self._numbers, rows, parts or [Part((), 0)])
-        splittable = task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable)
+        task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
+        turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
+        in_pieces = numbers is None and not self._is_shared
+        kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)
         own = replace(
-            task, settings=replace(task.settings, scaler=None, policy="native"), splittable=splittable,
-            optimizations=None,
+            task, devices=None, optimizations=None,
+            settings=replace(task.settings, scaler=None, policy="native", reducer=self._reducer, kept_graphs=kept),
+            splittable=task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable),
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=False),
+            loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=in_pieces),
         )  # fmt: skip
-        with self.undisturbed(), self._numbers:
+        own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
+        outside = None if self._is_shared else OutsideLeaves(self.parameters)
+        no_dropout = contextlib.nullcontext() if self._is_shared else _without_dropout(self._every_module)
+        with self.undisturbed(outside, numbers), no_dropout:
             with self._optimizations():
-                _, sums = run_pass(own, parts or [], self.parameters, Progress())
-            self._reducer.reduce_(sums, self.parameters)
-            self._reducer.listen()
+                _, sums = run_pass(
+                    own, parts or [], self.parameters, Progress(), outside=outside, differentiate=differentiate
+                )
+            if self._is_shared:
+                self._reducer.reduce_(sums, self.parameters)
+                self._reducer.listen()
+            found = [] if outside is None else [leaf for leaf, _ in outside.found]
+            leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with unwatched():
-                values = {} if sums.shared is None else dict(sums.shared.losses)
-                return Sketch(self.parameters), values, any(self._moved())
+                losses = values_of(sums) if sums.shared is None else dict(sums.shared.losses)
+                return Ran(Sketch(leaves), leaves, losses, *self._moved())
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
@@ -316,28 +225,30 @@ class Trial:
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None) -> Iterator[None]:
+    def undisturbed(self, outside: OutsideLeaves | None = None, numbers: StandIns | None = None) -> Iterator[None]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
             outside: knows leaves whose gradients are taken off in the block.
+            numbers: stand in for random ones in it.
         """
-        task = self._task
+        loss_fn = self._task.loss_fn
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
-        own = _attributes_of(task.loss_fn)
+        own = _attributes_of(loss_fn)
         for parameter in self.parameters:
             parameter.grad = None
-        if isinstance(task.loss_fn, InPieces) and getattr(task.loss_fn, "carried", None) is not None:
-            task.loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        written = Overwritten(_buffers(self._every_module)) if self._may_write else None
+        if isinstance(loss_fn, InPieces) and getattr(loss_fn, "carried", None) is not None:
+            loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
+        run = None if numbers is None else numbers.__torch_dispatch__  # one mode instead of two, for speed
+        written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         try:
-            with written or contextlib.nullcontext():
+            with written or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
                 parameter.grad = gradient
             if own:
-                vars(task.loss_fn).update(own)
+                vars(loss_fn).update(own)
             if written is not None:
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
@@ -347,40 +258,29 @@ class Trial:
     def certificate(self, cut: Cut) -> Certificate:
         """The certificate of the samples of a cut, in float64.
 
-        Args:
-            cut: the samples.
-
         Raises:
             AnyBatchError: it can't be made.
         """
         from anybatch.checking.examination import examine
-        from anybatch.checking.subjects import subject_of
 
         task = self._task
-        subject = subject_of(
-            cut.splittable.whole(), model=task.model, loss_fn=task.loss_fn, count=task.count,
-            broadcast=cut.splittable.broadcast, collate=cut.splittable.collate, cost=None,
-            micro_batch_size=cut.sizes[0], batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
-            dropout=task.settings.dropout, inputs=task.settings.inputs,
-        )  # fmt: skip
+        settings = replace(
+            task.settings, autocast=None, scaler=None, policy="auto", reducer=ALONE, kept_graphs=None, chunk_length=None
+        )
+        batch_norm: BatchNormPolicy = "frozen" if task.batch_norm == "ghost" else task.batch_norm
+        own = replace(
+            task, settings=settings, splittable=cut.splittable, batch_norm=batch_norm, micro_batch_size=cut.sizes[0]
+        )
         with self.undisturbed(), self._reducer.apart(self._modules):
-            return examine(subject)
+            return examine(own)
 
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
     """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
-    with ExitStack() as stack:
-        stack.enter_context(unobserved())
-        stack.enter_context(warnings.catch_warnings())
+    with unobserved(), warnings.catch_warnings(), unwatched(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        stack.enter_context(unwatched())
-        stack.enter_context(torch.enable_grad())
         yield
-
-
-def _relative(one: float, other: float) -> float:
-    return abs(one - other) / abs(other) if other else abs(one)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,16 @@ from rich.text import Text
 from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
-    check_folder,
     json_option,
     of_script,
     timeout_option,
-    write_json,
 )
+from anybatch.cli.reporting import Output, Outputs, format_option, text_of
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
-from anybatch.records.certificates import Certificate
+from anybatch.records.certificates import Certificate, Reason
+from anybatch.records.diagnoses import Diagnosis
+from anybatch.records.findings import Finding, Place, Severity
+from anybatch.records.runs import Run
 
 VERSION = 1
 """Of the form of the JSON."""
@@ -32,6 +34,7 @@ class NoCertificate(click.ClickException):
 @click.command("check", cls=ScriptCommand, short_help="Is the gradient of micro-batches the whole batch's?")
 @of_script
 @json_option("the certificate")
+@format_option()
 @click.option(
     "--fail-on",
     type=click.Choice(["not-exact", "note"]),
@@ -39,37 +42,37 @@ class NoCertificate(click.ClickException):
 )
 @timeout_option
 def check_command(
-    script: Path, arguments: tuple[str, ...], json_path: Path | None, fail_on: str | None, timeout: float | None
+    script: Path,
+    arguments: tuple[str, ...],
+    json_path: Path | None,
+    formats: tuple[Output, ...],
+    fail_on: str | None,
+    timeout: float | None,
 ) -> None:
     """Checks whether SCRIPT may split its batches.
 
     SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
-    anybatch.backward. There its model, loss and batch are checked: the whole batch against two splits of it. Nothing
-    of the script runs after that, no finally block and no exit handler.
+    anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss and batch
+    are checked: the whole batch against two splits of it. Nothing of the script runs after that, no finally block and
+    no exit handler.
 
     Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script came to no step.
     """
-    check_folder(json_path)
+    outputs = Outputs(formats, json_path)
     try:
         ending = run_until_first_call(script, arguments, timeout, {"verb": "check"})
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     certificate = _certificate_of(ending, script)
-    if json_path is not None:
-        write_json(json_path, {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict())
-    # JSON has standard output for itself.
-    show(certificate, Console(stderr=str(json_path) == "-", highlight=False))
+    values = {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict()
+    findings = _diagnosis_of(certificate, script, arguments, ending.facts["at"])
+    outputs.write(lambda name: text_of(name, values, findings, Run([])), lambda: show(certificate, outputs.console()))
     if (fail_on and not certificate.exact) or (fail_on == "note" and certificate.notes):
         sys.exit(1)
 
 
 def show(certificate: Certificate, console: Console) -> None:
-    """Writes a certificate, in colour on a terminal and as plain text elsewhere.
-
-    Args:
-        certificate: what to write.
-        console: where to.
-    """
+    """Writes a certificate, in colour on a terminal and as plain text elsewhere."""
     head = certificate.verdict
     for line in str(certificate).splitlines():
         style = ""
@@ -80,6 +83,21 @@ def show(certificate: Certificate, console: Console) -> None:
         elif line.startswith("note:"):
             style = "yellow"
         console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _diagnosis_of(certificate: Certificate, script: Path, arguments: tuple[str, ...], at: tuple[str, int]) -> Diagnosis:
+    """What a certificate says, as findings at the line that goes back, for the formats that know findings."""
+    kinds: list[tuple[Severity, Reason]] = [("error", one) for one in certificate.reasons]
+    kinds += [("info", one) for one in certificate.notes]
+    found = tuple(
+        Finding(
+            one.message, Place(one.where if one.where != "loss" else "", file=at[0], line=at[1]),
+            "\n".join(one.remedies), severity=severity, code=one.code,
+        )
+        for severity, one in kinds
+    )  # fmt: skip
+    said = " ".join(certificate.verdict.split())
+    return Diagnosis(found, script=str(script), arguments=arguments, verdict="checked", reason=said)
 
 
 def _certificate_of(ending: Ending, script: Path) -> Certificate:

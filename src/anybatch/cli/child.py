@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from anybatch import interception
 from anybatch.cli.doctor_child import TorchFinder
-from anybatch.cli.plan_loops import FoundStep, LoopWatch
+from anybatch.cli.plan_loops import FoundStep, LoopWatch, users_frame
 from anybatch.cli.script import ONLY_RANK
 from anybatch.cli.tune_child import TuneWatch
 
@@ -51,7 +51,9 @@ class Answer:
         try:
             interception.first_call.set(None)  # a step within the answer is a step
             self.write(status="reached")
-            self.write(**_answered(call, self._question))
+            frame, _ = users_frame(sys._getframe(1))
+            at = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+            self.write(**_answered(call, self._question), at=at)
         except BaseException as error:  # noqa: BLE001 - it must not reach the script, which would go on with it
             traceback.print_exception(error)
         finally:
@@ -63,7 +65,7 @@ class Answer:
         try:
             interception.first_call.set(None)
             self.write(status="reached")
-            self.write(**_answered(partial(FoundStep, names, file, line, optimizer), self._question))
+            self.write(**_answered(partial(FoundStep, names, file, line, optimizer), self._question), at=(file, line))
         except BaseException as error:  # noqa: BLE001 - as above
             traceback.print_exception(error)
         finally:
@@ -95,7 +97,8 @@ def _answered(call: "interception.Call | Callable[[], FoundStep]", question: Map
         if isinstance(call, interception.Call):
             return answer(call, question)
         found = call()
-        return found.with_change(answer(found.call, question), question)
+        facts = answer(found.call, question)
+        return facts if question["verb"] == "check" else found.with_change(facts, question)
     except AnyBatchError as error:
         return {"status": "refused", "error": f"{type(error).__name__}: {error}"}
     except BaseException as error:  # noqa: BLE001 - the process ends here, and the parent is told
@@ -115,6 +118,7 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
     from anybatch.errors import DoesNotFit
 
     options = {name: value for name, value in call.options.items() if name in _PLANNED_OPTIONS}
+    options |= {"batch_norm": question["batch_norm"]} if question.get("batch_norm") else {}
     updates = call.options.get("optimizer") is not None
     memory = next(wish for wish in (question["memory"], call.options.get("memory"), "free") if wish is not None)
     try:
@@ -174,25 +178,14 @@ def _leave(script_process: int) -> NoReturn:
 
 
 def run(result: Path, question: Mapping[str, Any], script: str, arguments: Sequence[str]) -> int:
-    """Runs a script as ``__main__``.
-
-    Args:
-        result: the file to write what happened to.
-        question: what is asked about its first step.
-        script: the path of the script, as the user wrote it.
-        arguments: its own.
-
-    Returns:
-        The exit code for a script that ended or failed before its first step.
-    """
+    """Runs a script as ``__main__``."""
     answer = Answer(result, question)
     tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
-    if question["verb"] != "check":
-        watch = tuning or LoopWatch(answer.found, answer.refused)
-        if "torch" in sys.modules:
-            watch.attach()
-        else:
-            sys.meta_path.insert(0, TorchFinder(watch))
+    watch = tuning or LoopWatch(answer.found, answer.refused)
+    if "torch" in sys.modules:
+        watch.attach()
+    else:
+        sys.meta_path.insert(0, TorchFinder(watch))
     # The default of a context variable holds in every thread; a value that is set here would hold in this one only.
     if tuning is None:
         interception.first_call = ContextVar("anybatch_first_call", default=answer)

@@ -1,6 +1,5 @@
 """``anybatch demo``: trains for real on this machine, on data that it already has."""
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
+from anybatch.cli.options import INTERRUPTED, write_json
 from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
@@ -33,36 +33,22 @@ _QUICK_SECONDS = 20.0
 _QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
 _PROMPT = "def "
-_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for on the command line.
+    """What was asked for on the command line."""
 
-    Args:
-        quick: whether it all has to be over in about 20 seconds.
-        seconds: of training, ``None`` for what suits.
-        updates: of training, instead of a time.
-        seed: of weights, batches and sample.
-        sources: where the text is from, ``None`` for the standard library.
-        output: the page.
-        json_path: the findings as JSON, ``None`` for none.
-        memory: what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs.
-        samples: sequences in a logical batch, ``None`` for what suits.
-        sample_bytes: how much text is written.
-    """
-
-    quick: bool
-    seconds: float | None
-    updates: int | None
-    seed: int
-    sources: Path | None
-    output: Path
-    json_path: Path | None
-    memory: int | None
-    samples: int | None
-    sample_bytes: int
+    quick: bool  # whether it all has to be over in about 20 seconds
+    seconds: float | None  # of training, ``None`` for what suits
+    updates: int | None  # of training, instead of a time
+    seed: int  # of weights, batches and sample
+    sources: Path | None  # where the text is from, ``None`` for the standard library
+    output: Path  # the page
+    json_path: Path | None  # the findings as JSON, ``None`` for none
+    memory: int | None  # what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs
+    samples: int | None  # sequences in a logical batch, ``None`` for what suits
+    sample_bytes: int  # how much text is written
 
     @property
     def logical_samples(self) -> int:
@@ -146,7 +132,7 @@ def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path
             _run(options, screen)
     except KeyboardInterrupt:
         screen.say("Stopped. Nothing more was written.")
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
 
@@ -199,7 +185,7 @@ def _run(options: Options, screen: Screen) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
     if options.json_path is not None:
-        _write_json(options.json_path, record)
+        write_json(options.json_path, record.to_dict())
     if page is not None:
         from anybatch.demo.presentation import demo_page
 
@@ -230,7 +216,6 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
     from anybatch.demo.budgeting import plan_update
     from anybatch.demo.comparison import compare_gradients
     from anybatch.demo.facts import DemoRecord
-    from anybatch.demo.footprint import process_bytes
     from anybatch.demo.training import TrainingRun, as_tensor, first_batch
     from anybatch.demo.transformer import make_model, write_text
 
@@ -242,13 +227,7 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
         plan = plan_update(model, batch, settings, options.memory)
     screen.show_plan(plan)
     with screen.comparing():
-        comparison = compare_gradients(
-            model,
-            batch,
-            plan=plan,
-            rounds=3 if options.quick else 6,
-            **({} if options.quick else {"process_bytes": process_bytes}),
-        )
+        comparison = compare_gradients(model, batch, plan=plan, rounds=3 if options.quick else 6)
     screen.show_comparison(comparison)
     seconds = _training_seconds(options, time.monotonic() - began)
     run = TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds))
@@ -311,11 +290,3 @@ def _versions() -> dict[str, str | int]:
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
     }
-
-
-def _write_json(path: Path, record: "DemoRecord") -> None:
-    text = json.dumps(record.to_dict(), indent=2, allow_nan=False) + "\n"
-    if str(path) == "-":
-        click.echo(text, nl=False)
-    else:
-        path.write_text(text, encoding="utf-8")

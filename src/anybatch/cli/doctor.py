@@ -35,39 +35,21 @@ _TIMED_OUT = 124
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The doctor's own options.
+    """The doctor's own options."""
 
-    Args:
-        wanted: what is reported, and how.
-        record: what was seen.
-        output: the page.
-        fail_on: the least severity that is a failure.
-        active: whether also probes that train a copy run.
-        prove: whether findings are tried on a copy.
-        ask: whether any question is asked after the script.
-        timeout: in seconds.
-        every: steps from one sample to the next.
-        fix: whether fixes are tried by running the script again.
-        patch: the file for the patch, ``None`` for standard output.
-        fix_seconds: that one trial may take.
-        steps: after which the run ends, ``None`` for none.
-        stop_on: findings for which it ends.
-    """
-
-    wanted: Wanted
-    record: Path | None
-    output: Path | None
-    fail_on: str | None
-    active: bool
-    prove: bool
-    ask: bool
-    timeout: float | None
-    every: int | None
-    fix: bool
-    patch: Path | None
-    fix_seconds: float
-    steps: int | None
-    stop_on: tuple[str, ...]
+    wanted: Wanted  # what is reported, and how
+    record: Path | None  # what was seen
+    output: Path | None  # the page
+    fail_on: str | None  # the least severity that is a failure
+    active: bool  # whether also probes that train a copy run
+    ask: bool  # whether any question is asked after the script
+    timeout: float | None  # in seconds
+    every: int | None  # steps from one sample to the next
+    fix: bool  # whether fixes are tried by running the script again
+    patch: Path | None  # the file for the patch, ``None`` for standard output
+    fix_seconds: float  # that one trial may take
+    steps: int | None  # after which the run ends, ``None`` for none
+    stop_on: tuple[str, ...]  # findings for which it ends
 
 
 @click.command("doctor", cls=TargetCommand, short_help="Why does it not learn?")
@@ -86,7 +68,6 @@ class Wishes:
 @click.option(
     "--no-ask", is_flag=True, help="Ask copies nothing when the script has ended, which takes up to 20 seconds."
 )
-@click.option("--prove", is_flag=True, help="Try what may help on a copy, for some steps.")
 @click.option(
     "--fix", is_flag=True, help="Try changes of the script by running it again, and print a patch of what helps."
 )
@@ -118,7 +99,6 @@ def doctor_command(
     output: Path | None,
     fail_on: str | None,
     active: bool,
-    prove: bool,
     no_ask: bool,
     timeout: float | None,
     every: int | None,
@@ -150,7 +130,7 @@ def doctor_command(
     wanted = Wanted(home, json_path=json_path, **reporting)
     wishes = Wishes(
         wanted=wanted, record=record, output=output, fail_on=fail_on or wanted.policy.fail_on, active=active,
-        prove=prove, ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
+        ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
         fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
     )  # fmt: skip
     _check_outputs(json_path, wishes, force=force)
@@ -187,7 +167,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         without_records_of_ranks(record)
     settings = {
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
-        "active": wishes.active, "prove": wishes.prove, "ask": wishes.ask, "launches_ranks": several,
+        "active": wishes.active, "ask": wishes.ask, "launches_ranks": several,
         "steps": wishes.steps,
     }  # fmt: skip
     to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.takes_stdout
@@ -211,8 +191,9 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         if wishes.fix:
             diagnosis, patch = _fixed(diagnosis, run, target, folder, wishes.fix_seconds, several=several)
         console = Console(stderr=True, highlight=False)
-        if not wishes.wanted.quiet:
-            console.print()  # what the script wrote ends here
+        with contextlib.suppress(OSError):  # a standard error that is closed; the report has other places
+            if not wishes.wanted.quiet:
+                console.print()  # what the script wrote ends here
         wishes.wanted.write(diagnosis, run, console, wishes.output, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
             write_whole(wishes.patch, patch)

@@ -30,10 +30,9 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     """Makes the doctor attach itself as soon as torch has been imported.
 
     Args:
-        folder: of this run; what happened to the doctor itself is noted there.
-        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``prove``, ``ask``, ``launches_ranks``
-            (whether this process starts others that train, each of which then writes a record of its own),
-            ``steps`` after which the run ends, and ``trial`` if a fix is tried.
+        settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``ask``, ``launches_ranks``
+            (whether this process starts others that train, each of which then writes a record of its
+            own), ``steps`` after which the run ends, and ``trial`` if a fix is tried.
     """
     if settings.get("launches_ranks"):
         if os.environ.pop(_LAUNCHED_BY, None) != folder:
@@ -57,10 +56,6 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
 
 def of_rank(record: str, rank: int | str) -> str:
     """The path of the record of one process of several.
-
-    Args:
-        record: the path that was asked for.
-        rank: of the process.
 
     Example:
         >>> of_rank("run.jsonl", 1)
@@ -246,8 +241,7 @@ class Attendance:
                 self._emit(self._tell(error), error)
             from anybatch.cli.doctor_probes import probed
 
-            wishes = {name: self._settings[name] for name in ("active", "prove")}
-            for fact in probed(self._doctor, **wishes) if self._settings["ask"] else ():
+            for fact in probed(self._doctor, active=self._settings["active"]) if self._settings["ask"] else ():
                 self._doctor.emit(fact)
         except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the probes and nothing else
             if not isinstance(failure, KeyboardInterrupt):

@@ -36,21 +36,13 @@ class _Interrupted(Exception):
 
 @dataclass
 class Trials:
-    """Runs of a script on trial, on top of the edits that were found good.
+    """Runs of a script on trial, on top of the edits that were found good."""
 
-    Args:
-        target: what is run.
-        folder: for what the trials write.
-        steps: of an optimizer after which each ends.
-        seconds: that each may take.
-        texts: of the files that were edited, by path.
-    """
-
-    target: Target
-    folder: Path
-    steps: int
-    seconds: float
-    texts: dict[str, str] = field(default_factory=dict)
+    target: Target  # what is run
+    folder: Path  # for what the trials write
+    steps: int  # of an optimizer after which each ends
+    seconds: float  # that each may take
+    texts: dict[str, str] = field(default_factory=dict)  # of the files that were edited, by path
     count: int = 0
 
     def start(self, edit: "Edit | None") -> "Tried":
@@ -80,25 +72,14 @@ class Trials:
             command.insert(0, str(folder / "run.py"))
         settings = {
             "record": str(record), "script": self.target.name, "arguments": self.target.arguments, "every": None,
-            "active": False, "prove": False, "ask": True, "launches_ranks": False,
+            "active": False, "ask": True, "launches_ranks": False,
             "trial": {"folder": str(folder), "sources": dict(sources), "steps": self.steps},
         }  # fmt: skip
         return launch(command, folder, settings, self.seconds, output=folder / "output")
 
 
 def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float) -> tuple[Diagnosis, str]:
-    """Tries fixes of what was found.
-
-    Args:
-        diagnosis: what was found.
-        run: the facts that it was found in.
-        target: what was run.
-        folder: for what the trials write, empty.
-        seconds: that each trial may take.
-
-    Returns:
-        The diagnosis, its findings with what was tried, and the patch of all fixes that are good; empty without any.
-    """
+    """Tries fixes of what was found."""
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 
     found = with_edits(diagnosis)[:_MOST_FINDINGS]
@@ -173,11 +154,7 @@ class _Fitting:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is the user's, and not Python's, a package's, or this library's.
-
-    Args:
-        path: of the file.
-    """
+    """Whether a file is the user's, and not Python's, a package's, or this library's."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders.append(str(Path(__file__).parents[1]))
     return not any(Path(path).is_relative_to(folder) for folder in folders) and "site-packages" not in path

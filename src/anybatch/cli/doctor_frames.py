@@ -45,11 +45,7 @@ def _through_kept(walk: Any) -> Any:
 
 
 def without_own_frames(error: BaseException) -> None:
-    """Takes the frames of the doctor out of an exception, out of what it came from, and out of its group.
-
-    Args:
-        error: the exception, which is changed.
-    """
+    """Takes the frames of the doctor out of an exception, out of what it came from, and out of its group."""
     waiting, seen = [error], set()
     while waiting:
         one = waiting.pop()

@@ -48,17 +48,11 @@ except ImportError as error:
 
 
 class Finished(NamedTuple):
-    """How a script ended.
+    """How a script ended."""
 
-    Args:
-        code: its exit code; the negative number of the signal that ended it.
-        seconds: that it took.
-        limit: the seconds after which it was interrupted, ``None`` if it was not.
-    """
-
-    code: int
-    seconds: float
-    limit: float | None
+    code: int  # its exit code; the negative number of the signal that ended it
+    seconds: float  # that it took
+    limit: float | None  # the seconds after which it was interrupted, ``None`` if it was not
 
     @property
     def shell_code(self) -> int:
@@ -79,18 +73,11 @@ def launch(
     """Runs a script with the doctor in it.
 
     Args:
-        command: for the interpreter: the script or ``-m`` and a module, and its arguments.
-        folder: for the doctor's own files, empty.
-        settings: for ``doctor_child.begin``.
         timeout: seconds after which it is interrupted as by Ctrl-C, ``None`` for never.
-        quiet: whether its standard output goes to standard error, so that this process has its own for itself.
         output: the file that takes all that it writes, ``None`` for the terminal; with one it has no input, and hashes
             are those of seed 0.
         look: is called twice a second, and told whether SIGUSR1 has come since; where it says so, the script is
             interrupted. ``None`` for nothing.
-
-    Returns:
-        How it ended.
     """
     before = os.environ.get("PYTHONPATH")
     root = str(Path(__file__).resolve().parents[2])
@@ -257,11 +244,7 @@ def _has_handler(pid: int, number: int) -> bool:
 
 
 def end_as(code: int) -> None:
-    """Ends this process as the script has ended: with its exit code, or by the same signal.
-
-    Args:
-        code: the exit code, or the negative number of a signal.
-    """
+    """Ends this process as the script has ended: with its exit code, or by the same signal."""
     if code < 0:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

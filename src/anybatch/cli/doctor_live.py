@@ -42,14 +42,7 @@ class Watcher:
         self.stopped: Finding | None = None
 
     def look(self, report_now: bool) -> bool:
-        """Looks at what is new.
-
-        Args:
-            report_now: whether the report was asked for.
-
-        Returns:
-            Whether the run is to end.
-        """
+        """Looks at what is new."""
         paths = records_of_ranks(self._record) if self._ranks else {0: self._record}
         for rank, path in paths.items():
             tail, judge = self._tails.setdefault(rank, (Tail(path), Judge(self._policy)))

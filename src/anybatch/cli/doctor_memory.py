@@ -22,13 +22,6 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
     """Adds the plan that would have fitted, and the lines to change; or why there is none.
 
     Nothing of the step is run on the device: it is traced on tensors without memory.
-
-    Args:
-        crashed: what is known of the crash.
-        error: itself, with the frames that hold the model, the batch and the optimizer.
-
-    Returns:
-        The fact, with ``plan`` in its evidence where one was made.
     """
     from anybatch.accelerators import in_use
 

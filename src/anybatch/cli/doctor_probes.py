@@ -16,22 +16,14 @@ _SECONDS = 60.0  # that all probes may take together, in a process of their own
 _ACTIVE_SECONDS = 300.0  # with those that train a copy
 
 
-def probed(doctor: Any, *, active: bool, prove: bool) -> list[Fact]:
+def probed(doctor: Any, *, active: bool) -> list[Fact]:
     """Runs the probes, in a copy of this process where that is possible.
 
     A copy can run out of time or memory, or crash, and the script's exit code is still its own. With a GPU there is no
     copy, since CUDA does not survive a fork.
-
-    Args:
-        doctor: detached.
-        active: whether also those that train a copy of the model.
-        prove: whether also one-step counterfactuals.
-
-    Returns:
-        The facts.
     """
     if not hasattr(os, "fork") or _has_gpu():
-        return list(_run(doctor, active=active, prove=prove))
+        return list(_run(doctor, active=active))
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # there may be none, or it is closed
@@ -40,7 +32,7 @@ def probed(doctor: Any, *, active: bool, prove: bool) -> list[Fact]:
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside the threads of torch
         process = os.fork()
     if process == 0:
-        _in_copy(doctor, writing, active=active, prove=prove)
+        _in_copy(doctor, writing, active=active)
     os.close(writing)
     try:
         lines = _read(reading, _ACTIVE_SECONDS if active else _SECONDS)
@@ -61,16 +53,16 @@ def _has_gpu() -> bool:
     return bool(in_use())
 
 
-def _run(doctor: Any, *, active: bool, prove: bool) -> Iterable[Fact]:
+def _run(doctor: Any, *, active: bool) -> Iterable[Fact]:
     from anybatch.doctor.probing import run_probes
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Iterable[Fact] = run_probes(doctor, active=active, prove=prove)
+        found: Iterable[Fact] = run_probes(doctor, active=active)
     return found
 
 
-def _in_copy(doctor: Any, writing: int, *, active: bool, prove: bool) -> NoReturn:
+def _in_copy(doctor: Any, writing: int, *, active: bool) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits is told, and ends this one
         silence = os.open(os.devnull, os.O_RDWR)
@@ -79,7 +71,7 @@ def _in_copy(doctor: Any, writing: int, *, active: bool, prove: bool) -> NoRetur
         torch = sys.modules["torch"]
         torch.set_num_threads(1)  # the threads of this process are not in its copy
         with open(writing, "w", encoding="utf-8") as file:
-            for fact in _run(doctor, active=active, prove=prove):
+            for fact in _run(doctor, active=active):
                 file.write(to_line(fact) + "\n")
     except BaseException:  # noqa: BLE001 - a copy ends here whatever happens
         os._exit(1)

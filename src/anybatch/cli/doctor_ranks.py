@@ -17,9 +17,6 @@ _SCRIPTS = frozenset({"torchrun", "accelerate"})
 def launches_ranks(command: Sequence[str]) -> bool:
     """Whether a command starts the processes that train, as torchrun does.
 
-    Args:
-        command: for the interpreter.
-
     Example:
         >>> launches_ranks(["-m", "torch.distributed.run", "train.py"]), launches_ranks(["train.py"])
         (True, False)
@@ -30,11 +27,7 @@ def launches_ranks(command: Sequence[str]) -> bool:
 
 
 def records_of_ranks(record: Path) -> dict[int, Path]:
-    """The records that the processes of a run have written, by rank.
-
-    Args:
-        record: the path that was asked for.
-    """
+    """The records that the processes of a run have written, by rank."""
     pattern = re.compile(re.escape(of_rank(record.name, "@")).replace("@", r"(\d+)"))
     beside = record.parent.iterdir() if record.parent.is_dir() else ()
     found = {int(match[1]): path for path in beside if (match := pattern.fullmatch(path.name))}
@@ -42,11 +35,7 @@ def records_of_ranks(record: Path) -> dict[int, Path]:
 
 
 def without_records_of_ranks(record: Path) -> None:
-    """Removes what an earlier run has left.
-
-    Args:
-        record: the path that was asked for.
-    """
+    """Removes what an earlier run has left."""
     for path in records_of_ranks(record).values():
         path.unlink()
 
@@ -54,17 +43,7 @@ def without_records_of_ranks(record: Path) -> None:
 def compared(
     first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool, policy: Policy | None = None
 ) -> tuple[str, ...]:
-    """Says in which ranks other things were found than in the first one.
-
-    Args:
-        first: the findings of rank 0.
-        ranks: the records of all.
-        kept: whether these stay.
-        policy: what is reported.
-
-    Returns:
-        Notes for the report.
-    """
+    """Says in which ranks other things were found than in the first one."""
     from anybatch.doctor.diagnosing import diagnose
 
     number = min(ranks)
@@ -87,12 +66,7 @@ def compared(
 
 
 def not_followed(folder: Path, run: Run) -> tuple[str, ...]:
-    """Says that a script trains in processes that it started itself, and how these are followed.
-
-    Args:
-        folder: with the notes of the doctor in the script's process.
-        run: what was seen in the script's own process.
-    """
+    """Says that a script trains in processes that it started itself, and how these are followed."""
     path = folder / PROCESSES
     if run.steps or not path.exists():
         return ()

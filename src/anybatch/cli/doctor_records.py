@@ -1,11 +1,9 @@
 """The record of a run after its script has ended: completed where the script could not, and as values for JSON."""
 
 import json
-import math
 import os
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
 from anybatch.records.findings import SEVERITIES
 from anybatch.records.lines import from_line, to_line
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.tables import Started
 from anybatch.report.series import series_of
@@ -30,17 +29,7 @@ _TAIL = 1 << 20
 
 
 def completed(record: Path, folder: Path, target: Target, finished: Finished) -> tuple[str, ...]:
-    """Gives a record the exit code of its script, and an end if the script was ended before it could write one.
-
-    Args:
-        record: the file; it need not exist.
-        folder: with the notes of the doctor in the script's process.
-        target: what was run.
-        finished: how it ended.
-
-    Returns:
-        What has to be known about the diagnosis.
-    """
+    """Gives a record the exit code of its script, and an end if the script was ended before it could write one."""
     notes = []
     broken = (folder / BROKEN).read_text(encoding="utf-8", errors="replace") if (folder / BROKEN).exists() else ""
     if record.is_file() and record.stat().st_size > 0:
@@ -110,39 +99,18 @@ def _fact_of(line: bytes) -> Any:
 
 
 def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
-    """A diagnosis for ``--json``.
-
-    Args:
-        diagnosis: the findings and what the run was.
-        run: its facts.
-
-    Returns:
-        Plain values; numbers that are not finite are texts, as in a record.
-    """
+    """A diagnosis for ``--json``."""
     ended = next(run.of(Ended), Ended())
     head = {"version": VERSION, "kind": "anybatch diagnosis"}
     tail = {"own_seconds": ended.own_seconds, "torch": run.started.torch, "python": run.started.python}
-    values: dict[str, Any] = _finite(head | diagnosis.to_dict() | tail | {"series": series_of(run).to_dict()})
+    values: dict[str, Any] = plain(head | diagnosis.to_dict() | tail | {"series": series_of(run).to_dict()}, str)
     return values
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_finite(entry) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
     """Whether ``--fail-on`` is met: by a cause, not by what follows from one.
 
     Args:
-        diagnosis: has the findings.
         fail_on: the least severity that is a failure, ``None`` for none.
     """
     if fail_on is None:
@@ -152,11 +120,7 @@ def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
 
 
 def damage_of(run: Run) -> tuple[str, ...]:
-    """What is to be said of lines of a record that could not be read, and were left out.
-
-    Args:
-        run: as it was read.
-    """
+    """What is to be said of lines of a record that could not be read, and were left out."""
     count = len(run.damaged)
     if not count:
         return ()
@@ -166,11 +130,7 @@ def damage_of(run: Run) -> tuple[str, ...]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file is a record of a run.
-
-    Args:
-        path: an existing file; an empty one is, too.
-    """
+    """Whether a file is a record of a run."""
     with path.open("rb") as file:
         line = file.readline(_TAIL)
     if not line:

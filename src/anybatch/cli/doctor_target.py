@@ -8,17 +8,11 @@ import click
 
 
 class Target(NamedTuple):
-    """What is run.
+    """What is run."""
 
-    Args:
-        name: the script as the user wrote it, or ``-m`` and the name of a module.
-        command: for the interpreter.
-        arguments: of the script.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    arguments: tuple[str, ...]
+    name: str  # the script as the user wrote it, or ``-m`` and the name of a module
+    command: tuple[str, ...]  # for the interpreter
+    arguments: tuple[str, ...]  # of the script
 
 
 class TargetCommand(click.Command):
@@ -50,14 +44,6 @@ class TargetCommand(click.Command):
 
 def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
     """Reads what comes behind the options.
-
-    Args:
-        ctx: of the command.
-        param: the argument.
-        words: behind the options.
-
-    Returns:
-        What is run.
 
     Raises:
         click.UsageError: there is no such script, or no name behind ``-m``.

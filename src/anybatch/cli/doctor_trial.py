@@ -257,12 +257,7 @@ class Trial:
             file.write(f"{text}\n")
 
     def with_torch(self, torch: Any, leave: Callable[[], None]) -> None:
-        """Counts the steps, once torch is there.
-
-        Args:
-            torch: the module.
-            leave: what to do before the process is left in the middle.
-        """
+        """Counts the steps, once torch is there."""
         self._leave = leave
         self._shadow.put_on_torch(torch)
         numpy = sys.modules.get("numpy")
@@ -283,11 +278,7 @@ class Trial:
         raise SystemExit(0)
 
     def run(self, script: str) -> None:
-        """Runs a script as Python does, with its edited text.
-
-        Args:
-            script: as the user wrote it.
-        """
+        """Runs a script as Python does, with its edited text."""
         path = os.path.abspath(script)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
             sys.path[0], path = path, os.path.join(path, "__main__.py")  # noqa: PTH118
@@ -302,11 +293,7 @@ class Trial:
 
 
 def begin(settings: Mapping[str, Any]) -> None:
-    """Makes this process a trial.
-
-    Args:
-        settings: see ``Trial``.
-    """
+    """Makes this process a trial."""
     Trial(settings).begin()
 
 

@@ -19,17 +19,11 @@ NOT_WRITTEN = 74
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what the list of verbs says about it.
+    """Where a verb is, and what the list of verbs says about it."""
 
-    Args:
-        module: that has it.
-        name: of the command in it.
-        help: one line.
-    """
-
-    module: str
-    name: str
-    help: str
+    module: str  # that has it
+    name: str  # of the command in it
+    help: str  # one line
 
 
 VERBS = {

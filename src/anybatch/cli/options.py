@@ -47,14 +47,7 @@ def of_script(function: Function) -> Function:
 
 
 def json_option(what: str) -> Callable[[Function], Function]:
-    """Gives a command the option ``--json``.
-
-    Args:
-        what: is written, for the help.
-
-    Returns:
-        A decorator; the value is named ``json_path``.
-    """
+    """Gives a command the option ``--json``."""
     return click.option(
         "--json",
         "json_path",
@@ -87,12 +80,29 @@ def check_folder(path: Path | None) -> None:
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
 
 
+def check_page(path: Path | None, *, force: bool) -> None:
+    """Refuses a page that can't be written, or that would overwrite something else.
+
+    Args:
+        path: of the page; ``None`` is fine.
+
+    Raises:
+        click.UsageError: names the file and the remedy.
+    """
+    from anybatch.report.pages import is_own_page, missing_extra
+
+    check_folder(path)
+    if path is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    if path is not None and path.is_file() and not force and not is_own_page(path):
+        raise click.UsageError(f"{path} exists and is no page of anybatch; name another or add --force")
+
+
 def check_patch(path: Path | None, *, force: bool) -> None:
     """Refuses a patch that can't be written, or that would overwrite what is no patch of anybatch.
 
     Args:
         path: of the patch; ``None`` is fine.
-        force: whether anything may be overwritten.
 
     Raises:
         click.UsageError: names the file and the remedy.
@@ -106,14 +116,14 @@ def check_patch(path: Path | None, *, force: bool) -> None:
         raise click.UsageError(f"{path} exists and is no patch; name another or add --force")
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes plain values as JSON.
+def json_text(values: Mapping[str, Any]) -> str:
+    """Plain values as JSON."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
-    Args:
-        path: the file; ``-`` for standard output.
-        values: what to write.
-    """
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes plain values as JSON."""
+    text = json_text(values)
     if str(path) == "-":
         click.echo(text, nl=False)
     else:
@@ -121,12 +131,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to.
-
-    Args:
-        path: the file; a link stays one.
-        text: its new content.
-    """
+    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -3,8 +3,10 @@
 import json
 import sys
 import textwrap
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 from rich.console import Console
@@ -13,19 +15,20 @@ from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
     check_folder,
+    check_page,
     check_patch,
     json_option,
+    json_text,
     of_script,
     timeout_option,
-    write_json,
 )
 from anybatch.cli.plan_ranks import show_rank_plan
 from anybatch.cli.plan_screen import show_plan
+from anybatch.cli.reporting import Output, Outputs, format_option
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
-from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, parse_bytes
 
 _WIDTH = 80
@@ -71,6 +74,12 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="Plan for a card that is not here: its name such as h200, or its size such as 24GiB.",
 )
 @click.option(
+    "--batch-norm",
+    type=click.Choice(["ghost", "frozen"]),
+    help="Split a batch although BatchNorm trains: statistics of micro-batches, or none.  [default: what the script "
+    "asks for, else whole batches only]",
+)
+@click.option(
     "--ranks",
     metavar="N",
     type=click.IntRange(min=1),
@@ -102,6 +111,7 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="Write the lines to change as a patch, for patch -p1, if SCRIPT does without anybatch.",
 )
 @json_option("the plan")
+@format_option(("terminal", "json"))
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @timeout_option
 def plan_command(
@@ -109,12 +119,14 @@ def plan_command(
     arguments: tuple[str, ...],
     memory: str | float | None,
     device: str | None,
+    batch_norm: str | None,
     ranks: int | None,
     shard: Shard | None,
     output: Path | None,
     html: Path | None,
     patch: Path | None,
     json_path: Path | None,
+    formats: tuple[Output, ...],
     force: bool,
     timeout: float | None,
 ) -> None:
@@ -131,9 +143,17 @@ def plan_command(
     Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script came to no step.
     """
     _check_ranks(ranks, shard, output, html, patch)
-    _check_outputs(output, html, json_path, force=force)
+    outputs = Outputs(formats, json_path)
+    _check_outputs(output, html, force=force)
     check_patch(patch, force=force)
-    question = {"verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp"}
+    question: dict[str, Any] = {
+        "verb": "plan",
+        "memory": memory,
+        "device": device,
+        "ranks": ranks,
+        "shard": shard or "ddp",
+    }
+    question["batch_norm"] = batch_norm
     question["output"] = None if output is None else str(output)
     question["timeline"] = html is not None
     try:
@@ -141,29 +161,53 @@ def plan_command(
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     if ending.status == "too-large":
-        _end_too_large(ending.facts, script, json_path)
+        _end_too_large(ending.facts, script, outputs)
     if ending.status != "planned":
         raise NoPlan(no_answer(ending, script, "plan", "planned"))
     if ranks is not None:
-        _end_over_ranks(RankPlan.from_dict(ending.facts["plan"]), json_path, _notes(ending))
+        ranked = RankPlan.from_dict(ending.facts["plan"])
+        show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))
+        outputs.write(lambda _: json_text(ranked.to_dict()), show)
         return
-    plan = Plan.from_dict(ending.facts["plan"])
-    notes = _notes(ending)
-    if json_path is not None:
-        write_json(json_path, plan.to_dict())
-    # JSON has standard output for itself.
-    console = Console(stderr=str(json_path) == "-", highlight=False)
-    show_plan(plan, console, notes)
-    _show_use(console, _use_of(plan, memory, output, ending.facts), ending.facts, patch)
-    if output is not None:
-        plan.save(output)
-        console.print(f"\nSaved as {output}", markup=False, soft_wrap=True)
-    if html is not None:
-        from anybatch.report.frontier import plan_page
+    _report(Plan.from_dict(ending.facts["plan"]), script, ending, question, _Files(output, html, patch), outputs)
 
-        steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
-        html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
-        console.print(f"\nPage  {html.absolute()}", markup=False, soft_wrap=True)
+
+class _Files(NamedTuple):
+    """Where the plan, its page and the lines to change are written; ``None`` for nowhere."""
+
+    output: Path | None
+    html: Path | None
+    patch: Path | None
+
+
+def _report(
+    plan: Plan, script: Path, ending: Ending, question: Mapping[str, Any], files: _Files, outputs: Outputs
+) -> None:
+    """Writes a plan to all places; one that can't be written takes none of the others away."""
+    notes, use = _notes(ending), _use_of(plan, question["memory"], question["batch_norm"], files.output, ending.facts)
+
+    def to_page() -> None:
+        if files.html is not None:
+            from anybatch.report.frontier import plan_page
+
+            steps = {name: Timeline.from_dict(one) for name, one in ending.facts.get("steps", {}).items()}
+            files.html.write_text(plan_page(plan, script.name, notes, steps), encoding="utf-8")
+
+    def to_files() -> None:
+        if files.output is not None:
+            plan.save(files.output)
+        if files.patch is not None and ending.facts.get("change"):
+            files.patch.write_text(ending.facts["change"], encoding="utf-8")
+
+    def to_terminal() -> None:
+        console = outputs.console()
+        show_plan(plan, console, notes)
+        _show_use(console, use, ending.facts, files.patch)
+        for what, path in (("Saved as", files.output), ("Page ", files.html and files.html.absolute())):
+            if path is not None:
+                console.print(f"\n{what} {path}", markup=False, soft_wrap=True)
+
+    outputs.write(lambda _: json_text(plan.to_dict()), to_files, to_page, to_terminal)
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -173,23 +217,11 @@ def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> N
         raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o, --html and --patch out")
 
 
-def _end_over_ranks(plan: RankPlan, json_path: Path | None, notes: list[str]) -> None:
-    if json_path is not None:
-        write_json(json_path, plan.to_dict())
-    show_rank_plan(plan, Console(stderr=str(json_path) == "-", highlight=False), notes)
-
-
-def _check_outputs(output: Path | None, html: Path | None, json_path: Path | None, *, force: bool) -> None:
+def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> None:
     """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (output, html, json_path):
-        check_folder(path)
-    if html is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if force:
-        return
-    if html is not None and html.exists() and not is_own_page(html):
-        raise click.UsageError(f"{html} exists and is no page of anybatch; name another or add --force")
-    if output is not None and output.exists() and not _is_own_plan(output):
+    check_folder(output)
+    check_page(html, force=force)
+    if output is not None and not force and output.exists() and not _is_own_plan(output):
         raise click.UsageError(f"{output} exists and is no plan; name another with -o or add --force")
 
 
@@ -223,8 +255,6 @@ def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | N
             why = "the loop stays to be changed by hand" if "found" in facts else "the script calls anybatch itself"
             console.print(f"No patch was written: {why}.", markup=False, soft_wrap=True)
         return
-    if patch is not None:
-        patch.write_text(change, encoding="utf-8")
     behind = f", or: patch -p1 < {patch}" if patch is not None else ""
     console.print(f"\nTo use it, change the loop at {facts['found']}{behind}\n", markup=False, soft_wrap=True)
     console.print(change.rstrip("\n"), markup=False, soft_wrap=True)
@@ -232,7 +262,9 @@ def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | N
         console.print("\nSave the plan that it loads with -o", markup=False)
 
 
-def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: dict[str, Any]) -> str:
+def _use_of(
+    plan: Plan, memory: str | float | None, batch_norm: str | None, output: Path | None, facts: dict[str, Any]
+) -> str:
     """How to run what was planned."""
     verb = "TrainStep" if facts["updates"] else "backward"
     if output is not None:
@@ -244,13 +276,13 @@ def _use_of(plan: Plan, memory: str | float | None, output: Path | None, facts: 
     if memory is None and facts["plans_itself"]:
         return "run the script, which plans by itself"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
-    return f"anybatch.TrainStep(..., memory={wish})"
+    norm = f', batch_norm="{batch_norm}"' if batch_norm else ""
+    return f"anybatch.TrainStep(..., memory={wish}{norm})"
 
 
-def _end_too_large(facts: dict[str, Any], script: Path, json_path: Path | None) -> NoReturn:
+def _end_too_large(facts: dict[str, Any], script: Path, outputs: Outputs) -> NoReturn:
     """Says what is missing, and ends with 1."""
-    if json_path is not None:
-        write_json(json_path, {"version": 1, "kind": "anybatch does not fit", **facts})
+    outputs.write(lambda _: json_text({"version": 1, "kind": "anybatch does not fit", **facts}))
     lines = textwrap.wrap(
         f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
     )
@@ -258,4 +290,6 @@ def _end_too_large(facts: dict[str, Any], script: Path, json_path: Path | None) 
         lines.append(f"needed: {format_bytes(facts['needed'])}, allowed: {format_bytes(facts['budget'])}")
     if facts["modules"]:
         lines.append(f"held by: {', '.join(facts['modules'])}")
+    if 'batch_norm="ghost"' in facts["error"]:
+        lines.append(f"the lines for statistics of micro-batches: anybatch plan --batch-norm ghost {script} ...")
     raise click.ClickException("\n".join(lines))

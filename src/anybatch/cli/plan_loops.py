@@ -18,6 +18,20 @@ _ADAPTERS = {
 }
 
 
+def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
+    """The innermost frame of the user's own code, and the library that it called, if another than torch and this."""
+    from anybatch.doctor.recording.naming import USERS, whose_file
+
+    library = ""
+    while frame is not None and (
+        whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
+    ):
+        library = library or str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        library = "" if library in ("torch", "anybatch") else library
+        frame = frame.f_back
+    return frame, library
+
+
 class LoopWatch:
     """Waits for the first backward and the update that follows it, in a process that ends there.
 
@@ -58,19 +72,11 @@ class LoopWatch:
             one.remove()
 
     def _look(self, frame: FrameType | None) -> None:
-        from anybatch.doctor.recording.naming import USERS, whose_file
-
         if "anybatch.step" in sys.modules or "anybatch.backpropagation" in sys.modules:
             return  # the script has a step of anybatch's, or is about to make one
         if self._seen is not None:
             return
-        library = ""
-        while frame is not None and (
-            whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
-        ):
-            library = library or str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            library = "" if library in ("torch", "anybatch") else library
-            frame = frame.f_back
+        frame, library = users_frame(frame)
         if frame is None or library:
             self._refused(_ADAPTERS.get(library, f"{library or 'a library'} goes back, and not the script itself"))
             return
@@ -123,12 +129,7 @@ class FoundStep:
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer with the lines to change, or why they can't be written.
-
-        Args:
-            facts: the answer.
-            question: that was asked.
-        """
+        """An answer with the lines to change, or why they can't be written."""
         from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.loopchanges import change_of
         from anybatch.doctor.loopsteps import StepUnclear
@@ -143,7 +144,8 @@ class FoundStep:
         changed = {"change": "", "after": ""}
         if not self._trouble:
             try:
-                edit = change_of(self._step, self._update, json.dumps(wish), plan)
+                norm = f', batch_norm="{question["batch_norm"]}"' if question.get("batch_norm") else ""
+                edit = change_of(self._step, self._update, json.dumps(wish) + norm, plan + norm)
                 diff = unified({edit.path: edit.before}, {edit.path: edit.after}, str(Path.cwd()))
                 changed = {"change": diff, "after": edit.after if self._update else ""}
             except StepUnclear as error:

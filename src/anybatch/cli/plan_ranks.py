@@ -18,13 +18,7 @@ _WAYS = {
 
 
 def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes a plan over ranks.
-
-    Args:
-        plan: what to write.
-        console: where to.
-        notes: more sentences about it.
-    """
+    """Writes a plan over ranks."""
     row = plan.plan.chosen
     optimizations = f", {row.optimizations}" if row.optimizations else ""
     many = "micro-batch" if row.micro_batches == 1 else "micro-batches"

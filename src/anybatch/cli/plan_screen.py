@@ -20,13 +20,7 @@ _GAP = "  "
 
 
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes a plan.
-
-    Args:
-        plan: what to write.
-        console: where to.
-        notes: more sentences about it.
-    """
+    """Writes a plan."""
     show_choice(plan, console, notes)
     heading(console, "Ways to run it, the fastest first")
     show_ways(plan, console, _MOST_ROWS)
@@ -38,13 +32,7 @@ def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
 
 
 def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes what was chosen, and what it takes.
-
-    Args:
-        plan: what to write.
-        console: where to.
-        notes: more sentences about it.
-    """
+    """Writes what was chosen, and what it takes."""
     print_words(console, frontier.summary_of(plan), style="bold green")
     console.print()
     for term, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
@@ -52,14 +40,7 @@ def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None
 
 
 def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
-    """Writes the table of the ways to run a batch.
-
-    Args:
-        plan: what to write.
-        console: where to.
-        most: rows; the chosen way is always among them.
-        elsewhere: where the others are.
-    """
+    """Writes the table of the ways to run a batch."""
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
     print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
@@ -86,13 +67,7 @@ def _show_peak(plan: Plan, console: Console) -> None:
 
 
 def print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
-    """Writes a table that is not wrapped.
-
-    Args:
-        console: where to.
-        content: what.
-        left: numbers of the columns that begin on the left.
-    """
+    """Writes a table that is not wrapped."""
     rows = [content.header, *content.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
     for index, row in enumerate(rows):

@@ -10,11 +10,10 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_records import MOST, damage_of, is_record
-from anybatch.cli.options import check_folder, json_option
+from anybatch.cli.options import check_folder, check_page, json_option
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
-from anybatch.report.pages import is_own_page, missing_extra
 
 
 @click.command("report", short_help="Show what the doctor has recorded.")
@@ -36,12 +35,8 @@ def report_command(
     Nothing runs, and torch is not needed. The rules are those of this version, which may find more than the version
     that recorded the run.
     """
-    for path in (json_path, output):
-        check_folder(path)
-    if output is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if output is not None and output.is_file() and not force and not is_own_page(output):
-        raise click.UsageError(f"{output} exists and is no page of anybatch; name another or add --force")
+    check_folder(json_path)
+    check_page(output, force=force)
     ignored = json_path is not None or any(reporting[name] for name in ("formats", "quiet", "baseline"))
     if other is not None and (output is None or ignored):
         raise click.UsageError(

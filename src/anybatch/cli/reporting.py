@@ -1,8 +1,8 @@
 """How a diagnosis is reported: which findings, in which formats, and where to."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_records import values_of
-from anybatch.cli.options import Function, check_folder, write_json, write_whole
+from anybatch.cli.options import Function, check_folder, json_text, write_json, write_whole
 from anybatch.doctor.policy import Policy, baseline_of, checked_codes, read_baseline, read_policy
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run
@@ -20,36 +20,94 @@ FORMATS = ("terminal", "json", "sarif", "github", "junit", "line")
 
 
 class Output(NamedTuple):
-    """One of the formats, and where it goes.
+    """One of the formats, and where it goes."""
 
-    Args:
-        name: of the format.
-        path: the file, ``None`` for standard output.
-    """
-
-    name: str
-    path: Path | None = None
+    name: str  # of the format
+    path: Path | None = None  # the file, ``None`` for standard output
 
 
 class _OutputType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "format"
 
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Output:
         """Reads ``NAME`` or ``NAME=FILE``."""
         name, _, file = str(value).partition("=")
-        if name not in FORMATS or (name == "terminal" and file):
+        if name not in self._names or (name == "terminal" and file):
             self.fail(
-                f"got {value!r}; expected one of {', '.join(FORMATS)}, and a file as in sarif=out.sarif", param, ctx
+                f"got {value!r}; expected one of {', '.join(self._names)}, and a file as in json=out.json", param, ctx
             )
         return Output(name, Path(file) if file else None)
 
 
-def reporting_options(function: Function) -> Function:
-    """Gives a command the options that ``Wanted`` reads.
+def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Function]:
+    """Gives a command the option ``--format``; the value is for ``Outputs``."""
+    return click.option(
+        "--format", "formats", multiple=True, type=_OutputType(names), metavar="NAME[=FILE]",
+        help=f"Write {', '.join(names)}; to standard output if no file is named.",
+    )  # fmt: skip
+
+
+class Outputs:
+    """Where a report goes: to files, one format to standard output, and to the terminal.
 
     Args:
-        function: of the command.
+        formats: of ``--format``.
+        json_path: of ``--json``.
+
+    Attributes:
+        takes_stdout: whether a format has standard output for itself.
+        is_shown: whether the terminal gets the report, too.
+
+    Raises:
+        click.UsageError: a folder is not there, or several formats want standard output.
     """
+
+    def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
+        self.is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in formats)
+        own = [] if json_path is None else [Output("json", json_path if str(json_path) != "-" else None)]
+        self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
+        for one in self._outputs:
+            check_folder(one.path)
+        to_stdout = sum(one.path is None for one in self._outputs)
+        self.takes_stdout = to_stdout > 0
+        if to_stdout > 1:
+            raise click.UsageError(
+                "standard output takes one format; name a file for the other: --format json=out.json"
+            )
+
+    def console(self) -> Console:
+        """The terminal; standard error where a format has standard output for itself."""
+        return Console(stderr=self.takes_stdout, quiet=not self.is_shown, highlight=False)
+
+    def write(self, text_of: Callable[[str], str], *others: Callable[[], None], is_last: bool = True) -> None:
+        """Writes all formats but that of the terminal, and what else there is; one that fails takes none away.
+
+        Raises:
+            OSError: the first that there was, such as of a full disk or a standard error that is closed.
+        """
+        failed: list[OSError] = []
+        writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
+        for write in [*writes, *others]:
+            try:
+                write()
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    @staticmethod
+    def _write(output: Output, text_of: Callable[[str], str], is_last: bool) -> None:
+        if output.path is not None:
+            write_whole(output.path, text_of(output.name))
+        elif is_last:
+            click.echo(text_of(output.name), nl=False)
+
+
+def reporting_options(function: Function) -> Function:
+    """Gives a command the options that ``Wanted`` reads."""
     file = click.Path(dir_okay=False, path_type=Path)
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="A line for each finding, and nothing if there is none."),
@@ -58,8 +116,7 @@ def reporting_options(function: Function) -> Function:
                      help="Report what is not in this file; where there is none, write it."),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not report these, such as AB108,AB6."),
         click.option("--select", multiple=True, metavar="CODES", help="Report only these."),
-        click.option("--format", "formats", multiple=True, type=_OutputType(), metavar="NAME[=FILE]",
-                     help=f"Write {', '.join(FORMATS)}; to standard output if no file is named."),
+        format_option(),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -96,17 +153,10 @@ class Wanted:
     ) -> None:
         if update_baseline and baseline is None:
             raise click.UsageError("--update-baseline needs the file, as in --baseline known.json --update-baseline")
-        for path in (baseline, *(one.path for one in formats)):
-            check_folder(path)
-        self.formats = tuple(one for one in formats if one.name != "terminal")
-        self.takes_stdout = str(json_path) == "-" or any(one.path is None for one in self.formats)
-        if (str(json_path) == "-") + sum(one.path is None for one in self.formats) > 1:
-            raise click.UsageError(
-                "standard output takes one format; name files for the others: --format sarif=out.sarif"
-            )
+        check_folder(baseline)
+        self._outputs = Outputs(formats, json_path)
+        self.takes_stdout = self._outputs.takes_stdout
         self.quiet = quiet
-        self._json_path = json_path
-        self._is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in self.formats)
         self._baseline, self._is_new = baseline, baseline is not None and (update_baseline or not baseline.exists())
         try:
             policy = read_policy(folder)
@@ -131,11 +181,7 @@ class Wanted:
             raise click.UsageError(str(error)) from error
 
     def diagnosed(self, diagnose: Callable[[Policy], Diagnosis]) -> Diagnosis:
-        """A diagnosis; if there is no baseline yet, all that it has is known from now on.
-
-        Args:
-            diagnose: makes it.
-        """
+        """A diagnosis; if there is no baseline yet, all that it has is known from now on."""
         found = diagnose(self.policy)
         if self._baseline is None or not self._is_new:
             return found
@@ -160,41 +206,36 @@ class Wanted:
         """Writes a diagnosis in all formats, to the terminal, and its page.
 
         Args:
-            diagnosis: what to write.
-            run: its facts.
-            console: of the terminal.
             page: the file, ``None`` for none.
-            more: entries of the JSON.
-            is_last: whether the run has ended; standard output takes what is written then.
         """
         values = values_of(diagnosis, run) | (more or {})
-        if self._json_path is not None and (is_last or str(self._json_path) != "-"):
-            write_json(self._json_path, values)
-        for one in self.formats:
-            text = json.dumps(values, indent=2, allow_nan=False) + "\n" if one.name == "json" else None
-            text = text if text is not None else _text(one.name, diagnosis, run)
-            if one.path is None and is_last:
-                click.echo(text, nl=False)
-            elif one.path is not None:
-                write_whole(one.path, text)
-        is_shown = self._is_shown or not is_last
-        if self.quiet and is_shown:
-            console.print(_text("line", diagnosis, run), end="", markup=False, soft_wrap=True)
-        elif is_shown:
-            from anybatch.report.diagnosis_terminal import show
+        is_shown = self._outputs.is_shown or not is_last
 
-            show(diagnosis, run, console)
-        if page is not None:
-            from anybatch.report import diagnosis_page
+        def to_page() -> None:
+            if page is not None:
+                from anybatch.report import diagnosis_page
 
-            write_whole(page, diagnosis_page.page(diagnosis, run))
-            if not self.quiet:
+                write_whole(page, diagnosis_page.page(diagnosis, run))
+
+        def to_terminal() -> None:
+            if self.quiet and is_shown:
+                console.print(text_of("line", values, diagnosis, run), end="", markup=False, soft_wrap=True)
+            elif is_shown:
+                from anybatch.report.diagnosis_terminal import show
+
+                show(diagnosis, run, console)
+            if page is not None and not self.quiet:
                 console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)
 
+        self._outputs.write(lambda name: text_of(name, values, diagnosis, run), to_page, to_terminal, is_last=is_last)
 
-def _text(name: str, diagnosis: Diagnosis, run: Run) -> str:
+
+def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
+    """A report in a format."""
+    if name == "json":
+        return json_text(values)
     described = {}
-    if name == "sarif":
+    if name == "sarif" and diagnosis.verdict != "checked":
         from anybatch.doctor.rules.registry import all_rules
 
         described["rules"] = all_rules().values()

@@ -16,17 +16,14 @@ _PATIENCE = 5.0  # seconds that a script has to end by itself after Ctrl-C
 
 
 class Ending(NamedTuple):
-    """How a script ended.
+    """How a script ended."""
 
-    Args:
-        status: ``"checked"`` or ``"planned"``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised
-            another error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step,
-            ``"failed"`` with an exception before one, ``"timeout"``, or ``"died"``.
-        facts: what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` and ``"died"``
-            whether the first step had been reached.
-    """
-
+    # ``"checked"`` or ``"planned"``, ``"too-large"`` if nothing fits, ``"refused"`` if the question raised another
+    # error of anybatch, ``"broken"`` if it raised one of the script, ``"ended"`` without a step, ``"failed"`` with an
+    # exception before one, ``"timeout"``, or ``"died"``
     status: str
+    # what belongs to it: the certificate, the plan, the error, the exit code; for ``"timeout"`` and ``"died"`` whether
+    # the first step had been reached
     facts: dict[str, Any]
 
 
@@ -38,13 +35,7 @@ def run_until_first_call(
     Its standard output goes to the standard error of this process, so that a report has standard output for itself.
 
     Args:
-        script: the file.
-        arguments: its own.
         timeout: seconds after which it is stopped, ``None`` for never.
-        question: what is asked about the call, plain values: the verb, and what belongs to it.
-
-    Returns:
-        How it ended.
     """
     ending = _run(script, arguments, timeout, question, {})
     if ending.status != "needs-ranks":
@@ -90,20 +81,10 @@ def _run(
 
 
 def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
-    """Says why a script gave no answer.
-
-    Args:
-        ending: how it ended, any but with an answer.
-        script: the file.
-        verb: of the command.
-        done: its participle.
-
-    Returns:
-        Sentences that say what to do.
-    """
+    """Says why a script gave no answer."""
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
-    call += ", or any optimizer stepped after a backward" if verb == "plan" else ""
+    call += ", or any optimizer stepped after a backward" if verb != "tune" else ""
     if ending.status == "refused":
         return f"the first step of {script} can't be {done}. {facts['error']}"
     if ending.status == "broken":

@@ -1,6 +1,5 @@
 """``anybatch demo --tour``: plan, step, several losses, a sequence, and a fault with its diagnosis."""
 
-import json
 import tempfile
 import time
 from dataclasses import asdict
@@ -10,6 +9,7 @@ import click
 from rich.console import Console
 from rich.syntax import Syntax
 
+from anybatch.cli.options import write_json
 from anybatch.demo.touring import CHAPTERS, FOLDER, Chapter, CommandRun, prepare, run
 from anybatch.report.pages import missing_extra
 from anybatch.units import format_seconds
@@ -21,8 +21,6 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
     """Goes through all chapters.
 
     Args:
-        console: where to.
-        page: the page to write; it is left out, and that is said, where an extra is missing.
         json_path: where all that was run is written as JSON; ``None`` for nowhere.
 
     Raises:
@@ -87,8 +85,4 @@ def _say(console: Console, text: str) -> None:
 
 def _write(path: Path, stops: list[tuple[Chapter, list[CommandRun]]]) -> None:
     values = [{**asdict(chapter), "runs": [asdict(one) for one in runs]} for chapter, runs in stops]
-    text = json.dumps({"version": 1, "kind": "anybatch tour", "chapters": values}, indent=2)
-    if str(path) == "-":
-        click.echo(text)
-    else:
-        path.write_text(f"{text}\n", encoding="utf-8")
+    write_json(path, {"version": 1, "kind": "anybatch tour", "chapters": values})

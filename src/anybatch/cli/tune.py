@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
     check_folder,
+    check_page,
     json_option,
     of_script,
     timeout_option,
     write_json,
+    write_whole,
 )
 from anybatch.cli.plan import memory_of
 from anybatch.cli.plan_screen import heading, print_table, print_words
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.records.tunings import BatchAdvice
 from anybatch.report.tables import TextTable
 
 _BAR = 24
 _LEAST = 3  # measurements that a noise scale is told from
-_SIZES = 4  # sizes in the picture on each side of the batch that pays
 
 
 @click.command("tune", cls=ScriptCommand, short_help="Which batch and which learning rate pay?")
@@ -33,14 +36,20 @@ _SIZES = 4  # sizes in the picture on each side of the batch that pays
     "--memory", metavar="SIZE", callback=memory_of, help="What a step may take, see anybatch plan.  [default: as plan]"
 )
 @click.option("--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="To measure in.")
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
+)
 @json_option("the answer")
+@click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @timeout_option
 def tune_command(
     script: Path,
     arguments: tuple[str, ...],
     memory: str | float | None,
     steps: int,
+    output: Path | None,
     json_path: Path | None,
+    force: bool,
     timeout: float | None,
 ) -> None:
     """Says which batch of SCRIPT fits, which one pays, and the learning rate that goes with it.
@@ -52,17 +61,27 @@ def tune_command(
     Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script came to no step.
     """
     check_folder(json_path)
+    check_page(output, force=force)
     try:
         plan, tuned = _asked(script, arguments, memory, steps, timeout)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    sentence = sentence_of(plan["plan"]["chosen"], plan["plan"]["samples"], tuned)
+    chosen = plan["plan"]["chosen"]
+    many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
+    way = "as it is" if chosen["micro_batches"] == 1 else many
+    found = replace(BatchAdvice.from_dict(tuned), batch=plan["plan"]["samples"], way=way)
     if json_path is not None:
-        write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": sentence, **tuned})
+        write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()})
+    if output is not None:
+        from anybatch.report.notebook import page_of_advice
+
+        write_whole(output, page_of_advice(found))
     console = Console(stderr=str(json_path) == "-", highlight=False)
-    print_words(console, sentence, style="bold green")
-    _picture(tuned, console)
-    _rates(tuned, console)
+    print_words(console, str(found), style="bold green")
+    _picture(found, console)
+    _rates(found, console)
+    if output is not None:
+        console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
 
 
 class NoTuning(click.ClickException):
@@ -110,45 +129,19 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
     return str(changed)
 
 
-def sentence_of(chosen: dict[str, Any], samples: int, tuned: dict[str, Any]) -> str:
-    """The answer in one sentence.
-
-    Args:
-        chosen: the way to run a batch that was planned.
-        samples: in the batch of the script.
-        tuned: what the steps told.
-    """
-    many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
-    fits = f"Your batch of {samples} fits {'as it is' if chosen['micro_batches'] == 1 else many}"
-    if not tuned["pays"]:
-        return f"{fits}; which batch pays is not known after {tuned['steps']} steps: {tuned['advice']}."
-    if tuned["high"] is None:
-        about = f"at least {_shown(tuned['low'])}" if tuned["low"] else "unsure, measure longer with --steps"
-    else:
-        about = f"{_shown(tuned['low'])} to {_shown(tuned['high'])}"
-    pays = f"{fits}, a batch of about {tuned['pays']} pays (noise scale {_shown(tuned['noise'])}, {about})"
-    if tuned["pays"] == tuned["batch"]:
-        return f"{pays}, and the learning rate stays {tuned['rate']:g}."
-    return (
-        f"{pays}, and its learning rate is {tuned['new_rate']:.3g} instead of {tuned['rate']:g} (rule {tuned['rule']})."
-    )
-
-
-def _picture(tuned: dict[str, Any], console: Console) -> None:
-    """Updates and samples to the same loss by the size of the batch, after McCandlish et al. 2018."""
-    noise, pays = tuned["noise"], tuned["pays"]
-    if not pays:
+def _picture(tuned: BatchAdvice, console: Console) -> None:
+    """Updates and samples to the same loss by the size of the batch."""
+    if not tuned.sizes:
         return
     mark = "#" if console.options.ascii_only else "█"
-    sizes = sorted({max(1, round(pays * 2.0**power)) for power in range(-_SIZES, _SIZES + 1)} | {tuned["batch"]})
     rows = []
-    for size in sizes:
-        updates, samples = 1 + noise / size, 1 + size / noise
-        what = ("pays" if size == pays else "") + (" yours" if size == tuned["batch"] else "")
+    for size in tuned.sizes:
+        updates, samples = tuned.cost(size)
+        what = ("pays" if size == tuned.pays else "") + (" yours" if size == tuned.batch else "")
         rows.append((str(size), _bar(updates, mark), _bar(samples, mark), what.strip()))
     heading(console, "What a batch costs, in updates and in samples: 1 is the least")
-    marked = frozenset(place for place, size in enumerate(sizes) if size == pays)
-    print_table(console, TextTable(("batch", "updates", f"{tuned['unit']}", ""), tuple(rows), marked), left=(1, 2, 3))
+    marked = frozenset(place for place, size in enumerate(tuned.sizes) if size == tuned.pays)
+    print_table(console, TextTable(("batch", "updates", tuned.unit, ""), tuple(rows), marked), left=(1, 2, 3))
 
 
 def _bar(times: float, mark: str) -> str:
@@ -156,9 +149,9 @@ def _bar(times: float, mark: str) -> str:
     return f"{mark * length}{'+' if times > _BAR else ''} {times:.3g}"
 
 
-def _rates(tuned: dict[str, Any], console: Console) -> None:
+def _rates(tuned: BatchAdvice, console: Console) -> None:
     """What the range test found."""
-    falls = {factor: fall for factor, fall in tuned["rated"] if fall is not None and fall > 0}
+    falls = {factor: fall for factor, fall in tuned.rated if fall is not None and fall > 0}
     if not falls:
         print_words(console, "No learning rate lowered the loss within a few updates from here.")
         return
@@ -166,9 +159,5 @@ def _rates(tuned: dict[str, Any], console: Console) -> None:
     print_words(
         console,
         "Tried for a few updates with your batch, from where the run was: the loss fell furthest at a learning rate of "
-        f"{tuned['rate'] * best:.3g}, and it still fell at {tuned['rate'] * most:.3g}; yours is {tuned['rate']:g}.",
+        f"{tuned.rate * best:.3g}, and it still fell at {tuned.rate * most:.3g}; yours is {tuned.rate:g}.",
     )
-
-
-def _shown(number: float) -> str:
-    return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"

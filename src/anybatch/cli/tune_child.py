@@ -1,6 +1,5 @@
 """Within the script that ``anybatch tune`` runs: its step is measured for some batches, then asked about rates."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +59,14 @@ class TuneWatch:
         self._answer(self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        from anybatch.scaling.tuning import batch_that_pays, rate_for, rates_that_train
+        from anybatch.scaling.tuning import advice_of, rates_that_train
 
-        step, noise, rows = self._step, self._noise, self._step._rows
-        optimizers = step._optimizers
+        step, optimizers = self._step, self._step._optimizers
         for group, rate in self._rates:  # as the script says it, before any schedule
             group["lr"] = rate
-        low, high = noise.interval
-        pays = batch_that_pays(noise.value or 0.0)
         rated = rates_that_train(lambda batch: self._original(step, batch), step.model, optimizers, self._batches)
-        now, rate, rule = rate_for(optimizers, (rows, pays or rows))
-        return {
-            "status": "tuned", "batch": rows, "micro_batches": self._result.micro_batches, "steps": self._seen,
-            "pays": pays, "noise": noise.value if pays else None, "low": low,
-            "high": high if high < sys.float_info.max else None, "unit": noise.unit, "advice": noise.advice,
-            "rate": now, "new_rate": rate, "rule": rule,
-            "rated": [[factor, fall if abs(fall) < sys.float_info.max else None] for factor, fall in rated],
-        }  # fmt: skip
+        found = advice_of(
+            self._noise, optimizers, batch=step._rows, micro_batches=self._result.micro_batches, steps=self._seen,
+            rated=rated,
+        )  # fmt: skip
+        return {"status": "tuned", **found.to_dict()}

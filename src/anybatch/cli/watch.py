@@ -164,11 +164,6 @@ class Frames:
 def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:
     """Values as small bars, the newest on the right, one that is not finite as a cross; logarithms of a wide range.
 
-    Args:
-        values: in order.
-        width: characters at most.
-        bars: from low to high.
-
     Example:
         >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, float("nan"), 1]), sparkline([])
         ('▁▂▃▄▅▆▇█', '▁x▁', '')

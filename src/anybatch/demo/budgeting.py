@@ -24,10 +24,6 @@ _PART = 4
 def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
     """Measures the bytes of all live tensors at the worst moment of an update with the whole batch at once.
 
-    Args:
-        model: its gradients are cleared.
-        batch: the logical batch.
-
     Returns:
         Bytes, AdamW's state included.
     """
@@ -46,14 +42,7 @@ def plan_update(
     """Plans the updates of a training.
 
     Args:
-        model: its gradients are cleared.
-        batch: a logical batch.
-        settings: of the training; where it has to be repeatable, times are estimated instead of measured, so that the
-            same way is chosen every time.
         memory_bytes: the budget; ``None`` for a quarter of what the whole batch needs.
-
-    Returns:
-        The plan.
 
     Raises:
         DoesNotFit: nothing fits in ``memory_bytes``.

@@ -4,7 +4,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,9 @@ _FLOAT32_ROUNDING = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways to fill ``.grad`` that are compared.
+    """The ways to fill ``.grad`` that are compared."""
 
-    Args:
-        planned: the size of the micro-batches, and the memory optimizations.
-    """
-
-    planned: PlanRow
+    planned: PlanRow  # the size of the micro-batches, and the memory optimizations
 
     @property
     def micro_batch_size(self) -> int:
@@ -65,11 +61,6 @@ class Ways:
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
     """Measures the bytes of all live tensors at the worst moment of a pass, weights and batch included.
 
-    Args:
-        run: fills ``.grad``.
-        model: its gradients are cleared before and after.
-        batch: what ``run`` is given.
-
     Returns:
         Bytes.
     """
@@ -84,11 +75,6 @@ def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
 def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
     """Computes the gradient of all parameters as one vector.
 
-    Args:
-        run: fills ``.grad``.
-        model: its gradients are cleared before and after.
-        batch: what ``run`` is given.
-
     Returns:
         A float64 tensor of shape ``[parameters]``.
     """
@@ -101,12 +87,6 @@ def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
 
 def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, rounds: int) -> dict[str, float]:
     """Times passes one after the other, round by round, so that a slow moment of the machine hits all of them.
-
-    Args:
-        runs: by name.
-        model: its gradients are cleared.
-        batch: what each is given.
-        rounds: how often; the first round warms up and does not count if there are more.
 
     Returns:
         The median wall-clock time of each, in seconds.
@@ -128,20 +108,11 @@ def compare_gradients(
     *,
     plan: Plan,
     rounds: int = 5,
-    process_bytes: Callable[[PlanRow, int], Mapping[str, int | None]] = lambda planned, samples: {},
 ) -> GradientComparison:
     """Computes the gradient of one logical batch in three ways and measures each.
 
     Args:
-        model: in float32; weights stay as they are, gradients are cleared.
         batch: ``"x"`` and ``"y"`` of shape ``[samples, context]``.
-        plan: how the batch is run in pieces.
-        rounds: how often each way is timed.
-        process_bytes: gives for a planned way and a number of samples what a pass adds to the memory of a process, by
-            the name of the way; see ``anybatch.demo.footprint``.
-
-    Returns:
-        The distances to the float64 gradient, peaks and times.
     """
     ways = Ways(plan.chosen)
     runs: dict[str, Pass] = {"whole": ways.whole, "split": ways.split, "loop": ways.loop}
@@ -151,7 +122,6 @@ def compare_gradients(
     times = seconds_in_turn(runs, model, batch, rounds)
     samples, context = batch["x"].shape
     micro_batches = math.ceil(samples / ways.micro_batch_size)
-    added = process_bytes(plan.chosen, samples)
     labels = {"whole": "whole batch", "split": "anybatch", "loop": "loop, loss / N"}
     methods = {
         name: Method(
@@ -159,7 +129,6 @@ def compare_gradients(
             micro_batches=1 if name == "whole" else micro_batches,
             error=_distance(gradient(run, model, batch), exact),
             peak_bytes=peak_bytes(run, model, batch),
-            process_bytes=added.get(name),
             seconds=times[name],
         )
         for name, run in runs.items()

@@ -28,21 +28,13 @@ _HELD_OUT_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """Text to train on and text held out, split by files.
+    """Text to train on and text held out, split by files."""
 
-    Args:
-        root: the folder that the files are in.
-        train: the files to train on, one after the other.
-        validation: the files held out.
-        train_files: their paths below ``root``, in the order of the text.
-        validation_files: as ``train_files``.
-    """
-
-    root: str
-    train: bytes
-    validation: bytes
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
+    root: str  # the folder that the files are in
+    train: bytes  # the files to train on, one after the other
+    validation: bytes  # the files held out
+    train_files: tuple[str, ...]  # their paths below ``root``, in the order of the text
+    validation_files: tuple[str, ...]  # as ``train_files``
 
 
 def read_sources(root: str | Path | None = None) -> SourceText:
@@ -50,9 +42,6 @@ def read_sources(root: str | Path | None = None) -> SourceText:
 
     Args:
         root: the folder; ``None`` for the standard library of this Python.
-
-    Returns:
-        Nine files in ten to train on, the tenth held out.
 
     Raises:
         FileNotFoundError: there are too few files to hold one out.

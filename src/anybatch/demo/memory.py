@@ -6,19 +6,15 @@ from pathlib import Path
 _PROCESS = Path("/proc/self/status")
 
 
-def resident_bytes(*, peak: bool = False) -> int | None:
+def resident_bytes() -> int | None:
     """Asks the system how much memory this process holds.
 
-    Args:
-        peak: the most it ever held instead of what it holds now.
-
     Returns:
-        Bytes. Systems without ``/proc`` give the most it ever held in either case; ``None`` where none is known.
+        Bytes. Systems without ``/proc`` give the most it ever held; ``None`` where none is known.
     """
     if _PROCESS.exists():
-        field = "VmHWM:" if peak else "VmRSS:"
         for line in _PROCESS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(field):
+            if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
     try:
         import resource

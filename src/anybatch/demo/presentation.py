@@ -15,19 +15,12 @@ _MEBIBYTE = 2**20
 
 
 def comparison_table(comparison: GradientComparison) -> TextTable:
-    """Lays out the ways to the gradient, one a row; the memory of processes only where it was measured."""
+    """Lays out the ways to the gradient, one a row."""
     methods = (comparison.whole, comparison.split, comparison.loop)
-    has_processes = any(method.process_bytes is not None for method in methods)
-    header = ["gradient by", "passes", "error", "tensors", "process", "time"]
-    rows = []
-    for method in methods:
-        process = "-" if method.process_bytes is None else format_bytes(method.process_bytes)
-        row = [method.name, str(method.micro_batches), f"{method.error:.1e}", format_bytes(method.peak_bytes), process]
-        rows.append([*row, format_seconds(method.seconds)])
-    if not has_processes:
-        header.remove("process")
-        rows = [row[:4] + row[5:] for row in rows]
-    return TextTable(tuple(header), tuple(tuple(row) for row in rows))
+    rows = [(one.name, str(one.micro_batches), f"{one.error:.1e}", format_bytes(one.peak_bytes)) for one in methods]
+    times = [format_seconds(one.seconds) for one in methods]
+    header = ("gradient by", "passes", "error", "tensors", "time")
+    return TextTable(header, tuple((*row, time) for row, time in zip(rows, times, strict=True)))
 
 
 def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], ...]:
@@ -39,7 +32,7 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
         f"anybatch is {verdict} the bound of {comparison.bound:.1e} that float32's rounding gives; computed in "
         f"float64, whole and split differ by {comparison.float64_difference:.1e}."
     )
-    notes = [("error", error), *_memory_notes(comparison)]
+    notes = [("error", error), ("tensors", _of_memory(comparison))]
     time = (
         "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in "
         "more and smaller operations; the loop shows what that costs by itself."
@@ -57,17 +50,14 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
     return tuple(notes)
 
 
-def _memory_notes(comparison: GradientComparison) -> list[tuple[str, str]]:
+def _of_memory(comparison: GradientComparison) -> str:
     whole, split = format_bytes(comparison.whole.peak_bytes), format_bytes(comparison.split.peak_bytes)
     fits = "fit" if comparison.whole.peak_bytes <= comparison.memory_bytes else "do not fit"
-    tensors = (
+    return (
         f"the most bytes alive at once. The {whole} of the whole batch {fits} into the "
         f"{format_bytes(comparison.memory_bytes)} that the demo pretends to have; in micro-batches of "
         f"{comparison.micro_batch_size} it takes {split}."
     )
-    if comparison.whole.process_bytes is None:
-        return [("tensors", tensors)]
-    return [("tensors", tensors), ("process", "what the pass added to the resident memory of a process of its own.")]
 
 
 def curve_row(point: CurvePoint) -> tuple[str, ...]:
@@ -106,12 +96,6 @@ def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
 
 def demo_page(record: DemoRecord) -> str:
     """Renders the page of a run; the same record gives the same text.
-
-    Args:
-        record: what the run found.
-
-    Returns:
-        HTML that loads nothing.
 
     Raises:
         ImportError: jinja2 is not installed.

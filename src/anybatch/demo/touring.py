@@ -16,19 +16,12 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One part of the tour.
+    """One part of the tour."""
 
-    Args:
-        title: its heading.
-        text: what it shows, in a sentence or two.
-        script: the file in ``FOLDER`` that is shown and run.
-        commands: what is run, as a user types it in the folder of the script.
-    """
-
-    title: str
-    text: str
-    script: str
-    commands: tuple[str, ...]
+    title: str  # its heading
+    text: str  # what it shows, in a sentence or two
+    script: str  # the file in ``FOLDER`` that is shown and run
+    commands: tuple[str, ...]  # what is run, as a user types it in the folder of the script
 
     @property
     def code(self) -> str:
@@ -38,19 +31,12 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
-    """A command that was run.
+    """A command that was run."""
 
-    Args:
-        command: as a user types it.
-        output: what it wrote, standard error included.
-        code: how it ended; 0 is well.
-        seconds: how long it took.
-    """
-
-    command: str
-    output: str
-    code: int
-    seconds: float
+    command: str  # as a user types it
+    output: str  # what it wrote, standard error included
+    code: int  # how it ended; 0 is well
+    seconds: float  # how long it took
 
 
 CHAPTERS = (
@@ -99,27 +85,13 @@ CHAPTERS = (
 
 
 def prepare(folder: Path) -> None:
-    """Copies the scripts of all chapters.
-
-    Args:
-        folder: where to.
-    """
+    """Copies the scripts of all chapters."""
     for chapter in CHAPTERS:
         shutil.copy(FOLDER / chapter.script, folder / chapter.script)
 
 
 def run(command: str, folder: Path, *, columns: int, on_line: Callable[[str], None]) -> CommandRun:
-    """Runs a command of a chapter.
-
-    Args:
-        command: begins with ``python`` or ``anybatch``; this very Python and this very anybatch are run.
-        folder: that the scripts are in.
-        columns: how wide the output may be.
-        on_line: called with each line as it comes.
-
-    Returns:
-        What came out. If waiting is interrupted, the process is ended first.
-    """
+    """Runs a command of a chapter."""
     first, *rest = command.split()
     arguments = [sys.executable, *(["-m", "anybatch"] if first == "anybatch" else []), *rest]
     surroundings = {

@@ -16,14 +16,6 @@ from anybatch.units import format_seconds
 def tour_page(stops: Sequence[tuple[Chapter, Sequence[CommandRun]]], folder: Path, seconds: float) -> str:
     """Renders the page of a tour.
 
-    Args:
-        stops: each chapter, and what was run in it.
-        folder: that the commands ran in; the plan and the record of the doctor are there.
-        seconds: how long it took.
-
-    Returns:
-        HTML that loads nothing.
-
     Raises:
         ImportError: jinja2 is not installed.
     """

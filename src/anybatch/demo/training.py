@@ -23,33 +23,19 @@ _LOWEST_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """How to train.
+    """How to train."""
 
-    Args:
-        plan: how a logical batch is run; ``None`` for ``micro_batch_size``.
-        micro_batch_size: samples in a micro-batch at most.
-        seconds: how long; counts only where ``updates`` is ``None``.
-        updates: how many updates; the run is then repeatable, for it does not look at the clock.
-        samples: sequences in a logical batch.
-        learning_rate: at its highest.
-        weight_decay: of AdamW.
-        clip_norm: the gradient's norm at most.
-        validations: how often to validate after the first time, evenly spread.
-        validation_samples: sequences of held-out text.
-        seed: decides the batches.
-    """
-
-    plan: Plan | None = None
-    micro_batch_size: int | None = None
-    seconds: float = 120.0
-    updates: int | None = None
-    samples: int = 34
-    learning_rate: float = 1e-2
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    validations: int = 10
-    validation_samples: int = 256
-    seed: int = 0
+    plan: Plan | None = None  # how a logical batch is run; ``None`` for ``micro_batch_size``
+    micro_batch_size: int | None = None  # samples in a micro-batch at most
+    seconds: float = 120.0  # how long; counts only where ``updates`` is ``None``
+    updates: int | None = None  # how many updates; the run is then repeatable, for it does not look at the clock
+    samples: int = 34  # sequences in a logical batch
+    learning_rate: float = 1e-2  # at its highest
+    weight_decay: float = 0.1  # of AdamW
+    clip_norm: float = 1.0  # the gradient's norm at most
+    validations: int = 10  # how often to validate after the first time, evenly spread
+    validation_samples: int = 256  # sequences of held-out text
+    seed: int = 0  # decides the batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +59,6 @@ def rate_factor(fraction: float) -> float:
     """What the learning rate is multiplied by: a linear warm-up, then half a cosine.
 
     Source of the cosine: Loshchilov and Hutter, "SGDR" (2017), equation 5.
-
-    Args:
-        fraction: how far training is, from 0 to 1.
-
-    Returns:
-        A factor in ``(0, 1]``.
 
     Example:
         >>> rate_factor(0.05), round(rate_factor(0.525), 2), rate_factor(1.0)
@@ -120,12 +100,7 @@ def random_batch(text: Tensor, samples: int, context: int, generator: torch.Gene
 
     Args:
         text: bytes, of shape ``[length]``, longer than ``context``.
-        samples: how many.
         context: bytes of a sequence.
-        generator: decides the places.
-
-    Returns:
-        See ``cut_out``.
     """
     return cut_out(text, torch.randint(len(text) - context, (samples,), generator=generator), context)
 
@@ -135,12 +110,7 @@ def first_batch(text: Tensor, samples: int, context: int, seed: int) -> dict[str
 
     Args:
         text: bytes, of shape ``[length]``.
-        samples: how many sequences.
         context: bytes of a sequence.
-        seed: as for training.
-
-    Returns:
-        See ``cut_out``.
     """
     return random_batch(text, samples, context, torch.Generator().manual_seed(seed))
 
@@ -190,16 +160,7 @@ class TrainingRun:
         on_validation: Callable[[CurvePoint], None] = lambda point: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrainingCurve:
-        """Trains until time or updates are used up.
-
-        Args:
-            on_update: is called after every update.
-            on_validation: is called after every validation.
-            should_stop: is asked before every update.
-
-        Returns:
-            How it went, up to where it was stopped.
-        """
+        """Trains until time or updates are used up."""
         self._began = time.perf_counter()
         on_validation(self._validate())
         due = 1
@@ -270,15 +231,7 @@ class TrainingRun:
 
 
 def make_optimizer(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
-    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small.
-
-    Args:
-        model: whose parameters it steps.
-        settings: its rates.
-
-    Returns:
-        The optimizer, without state.
-    """
+    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]

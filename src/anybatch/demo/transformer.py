@@ -83,14 +83,7 @@ class ByteTransformer(nn.Module):
 
 
 def make_model(seed: int) -> ByteTransformer:
-    """Makes the model of the demonstration; torch's own random state stays as it is.
-
-    Args:
-        seed: decides the weights.
-
-    Returns:
-        The model, in float32 on the CPU.
-    """
+    """Makes the model of the demonstration; torch's own random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ByteTransformer()
@@ -114,14 +107,9 @@ def write_text(model: ByteTransformer, prompt: str, *, length: int, seed: int, t
     """Lets the model go on from a prompt, byte by byte.
 
     Args:
-        model: in which mode does not matter, it has no dropout.
         prompt: the beginning, one byte or more.
         length: bytes to add.
-        seed: decides what is drawn.
         temperature: below 1, likely bytes become likelier.
-
-    Returns:
-        The prompt and what follows; what is not UTF-8 or can't be printed is shown as a replacement character.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.encode())])

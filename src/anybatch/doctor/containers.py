@@ -10,9 +10,6 @@ def entries_of(value: Any) -> list[tuple[Any, Any]]:
     A class of the user's that is one of these may do anything when it is read, such as augment a sample at random, so
     its entries are taken as they are stored.
 
-    Args:
-        value: anything.
-
     Example:
         >>> entries_of({"x": 1, "y": 2})
         [('x', 1), ('y', 2)]

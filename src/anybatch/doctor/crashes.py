@@ -11,7 +11,7 @@ from typing import Any
 from anybatch.doctor.crashing.kinds import told_of
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import source_of
-from anybatch.doctor.proofs import is_tested
+from anybatch.doctor.tested import is_tested
 from anybatch.records.events import Crashed
 from anybatch.tensors.dispatch import nobody_looks
 from anybatch.tensors.randomness import RandomState
@@ -56,12 +56,6 @@ def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
 
 def prefix(crashed: Crashed) -> str:
     """What is printed before the traceback: what, where, why and what to change.
-
-    Args:
-        crashed: as ``explain`` gave it.
-
-    Returns:
-        A few lines, each with its end; empty for an error that was not explained.
 
     Example:
         >>> print(prefix(Crashed(name="X", error="E", text="", message="It broke.", file="a/b.py", line=3, code="f()")))

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from anybatch.doctor.policy import Policy
-from anybatch.doctor.proofs import with_proofs
 from anybatch.doctor.ranking import ranked
 from anybatch.doctor.rules.registry import Rule, all_rules
+from anybatch.doctor.tested import is_tested
 from anybatch.doctor.verdicts import verdict_on
 from anybatch.doctor.views.changes import cells
 from anybatch.doctor.views.courses import updates
@@ -29,11 +29,7 @@ def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
     A rule that fails is logged and left out; the others are asked all the same.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
-
-    Returns:
-        The findings in order of rank, each root followed by what follows from it.
 
     Example:
         >>> diagnose(Run([]))
@@ -46,11 +42,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
     """All that the doctor says about a run.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
-
-    Returns:
-        The findings in order of rank, the four cells, and what the run was.
 
     Example:
         >>> diagnosis(Run([])).verdict
@@ -166,7 +158,8 @@ def _diagnosed(run: Run, policy: Policy) -> tuple[tuple[Finding, ...], dict[str,
         ]
     found, suppressed = policy.parted(found)
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
-    return with_proofs(in_order, run), failed, suppressed
+    said = (replace(one, fix_kind="tested") if is_tested(one.name, one.fix) else one for one in in_order)
+    return tuple(said), failed, suppressed
 
 
 _LESS: dict[str, Severity] = {"error": "warning", "warning": "info"}

@@ -34,15 +34,7 @@ class Explanation:
         self._seen: dict[int, Stop] = {}
 
     def stop(self, name: str, loss: Value) -> Stop:
-        """Where the way from a parameter ends.
-
-        Args:
-            name: of the parameter.
-            loss: what is known of the value of the loss.
-
-        Returns:
-            The stop.
-        """
+        """Where the way from a parameter ends."""
         parameter = self._subject.parameters[name]
         bit = self._bits[id(parameter)]
         if not parameter.requires_grad:
@@ -136,14 +128,7 @@ class Explanation:
 def terms_of_loss(
     loss: torch.Tensor, follower: Follower, name: str = "", subject: Subject | None = None
 ) -> tuple[Term, ...]:
-    """The summands of a loss, each with what of it is a constant for autograd; the loss itself where it has none.
-
-    Args:
-        loss: that was computed while the follower was on.
-        follower: what was seen.
-        name: of the loss.
-        subject: names the parameters.
-    """
+    """The summands of a loss, each with what of it is a constant for autograd; the loss itself where it has none."""
     value, live = follower.value_of(loss), follower.graph.of(loss)
     whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
     return tuple(_term(summand, follower, subject) for summand in value.terms or (whole,))

@@ -282,11 +282,7 @@ class Follower(TorchFunctionMode):
         return (Summand(copy, live, value.params, value.cuts, value.op or "a tensor", site, has_graph),)
 
     def _look_inside(self, node: Any) -> int:
-        """Goes through a reentrant checkpoint again, with a graph, as its backward would.
-
-        Returns:
-            Bits of the parameters that are reached in it.
-        """
+        """Goes through a reentrant checkpoint again, with a graph, as its backward would."""
         inputs, before, running = list(node.inputs), self._again, self._running.name
         for position, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
             inputs[position] = tensor.detach().requires_grad_(tensor.requires_grad)

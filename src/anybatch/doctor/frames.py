@@ -20,11 +20,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def kept(first: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of the doctor, and with the calls of modules as they are without its hooks.
-
-    Args:
-        first: its outermost entry.
-    """
+    """A traceback without the frames of the doctor, and with the calls of modules as they are without its hooks."""
     entries: list[tuple[types.FrameType, int, int]] = []
     one, again = first, None
     while one is not None:

@@ -25,20 +25,15 @@ def reentrant(node: Any) -> bool:
 class Graph:
     """Knows for nodes of the graph which of the numbered leaves they lead to, as bits of an integer.
 
-    Args:
-        bits: of each leaf, by its ``id``.
-        inside: gives the bits that a reentrant checkpoint leads to besides its inputs.
-        place: says what is running, for nodes that are new.
-
     Attributes:
         masks: the bits by node; holding the nodes keeps their identity.
         places: what was running when a node was first seen.
         others: leaves that have no bit.
     """
 
-    bits: Mapping[int, int]
-    inside: Callable[[Any], int] = lambda _: 0
-    place: Callable[[], str] = lambda: ""
+    bits: Mapping[int, int]  # of each leaf, by its ``id``
+    inside: Callable[[Any], int] = lambda _: 0  # gives the bits that a reentrant checkpoint leads to besides its inputs
+    place: Callable[[], str] = lambda: ""  # says what is running, for nodes that are new
     masks: dict[Any, int] = field(default_factory=dict)
     places: dict[Any, str] = field(default_factory=dict)
     others: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -104,15 +99,7 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def terms_of(loss: torch.Tensor, graph: Graph) -> tuple[Term, ...]:
-    """The summands of a finished loss, as far as its graph shows them.
-
-    Args:
-        loss: with a graph.
-        graph: knows its nodes.
-
-    Returns:
-        The terms, none if it is no sum; their values are not in the graph.
-    """
+    """The summands of a finished loss, as far as its graph shows them."""
     if loss.grad_fn is None or loss.numel() != 1:
         return ()
     terms: list[Term] = []
@@ -147,11 +134,6 @@ def _passes(kind: str, following: list[Any]) -> bool:
 
 def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
     """What the graph behind some tensors keeps in memory; nothing is unpacked, so that no checkpoint runs.
-
-    Args:
-        tensors: the losses.
-        places: what ran when a node was made.
-        without: tensors whose storage is there anyway.
 
     Returns:
         The bytes, or ``None`` where this torch can't tell a saved tensor from one that was given to hooks.

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an exception is Ctrl-C, an exit, or what a signal handler raised, such as one for a time limit.
-
-    Args:
-        error: that was raised while the doctor looked at something.
-    """
+    """Whether an exception is Ctrl-C, an exit, or what a signal handler raised, such as one for a time limit."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return True
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}

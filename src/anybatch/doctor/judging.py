@@ -35,24 +35,12 @@ class Judge:
         self._known: set[tuple[str, str, str, int]] = set()
 
     def is_due(self, step: int, *, not_finite: bool = False) -> bool:
-        """Whether it is time to ask.
-
-        Args:
-            step: how many were done.
-            not_finite: whether a number that is not finite was recorded.
-        """
+        """Whether it is time to ask."""
         return step >= self._due or (not_finite and not self._seen_not_finite)
 
     def news(self, run: Run, step: int) -> tuple[Finding, ...]:
         """What is found by now and was not told before: errors and warnings that follow from no other one, and
         what says that a number is not finite.
-
-        Args:
-            run: the facts so far.
-            step: how many were done.
-
-        Returns:
-            The findings in order of rank.
         """
         while self._due <= step:
             self._due = self._due * 3 if str(self._due)[0] == "1" else self._due // 3 * 10
@@ -72,10 +60,6 @@ class Judge:
 def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
     """Whether a finding is one of those that a run is to end for.
 
-    Args:
-        one: the finding.
-        stop_on: ``"NAN"``, ``"ERROR"``, or codes, beginnings of codes and names, in capitals.
-
     Example:
         >>> is_met(Finding("", severity="error", code="AB555", name="NAN_IN_FORWARD"), ["NAN"])
         True
@@ -87,9 +71,6 @@ def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
 
 def sentence_of(one: Finding) -> str:
     """A finding on one line, as it is told while the run goes on.
-
-    Args:
-        one: the finding.
 
     Example:
         >>> sentence_of(Finding("It has no gradient.", step=3, severity="error", code="AB101"))

@@ -73,11 +73,7 @@ class Telling:
         self.tell(step)
 
     def tell(self, step: int) -> None:
-        """Judges now.
-
-        Args:
-            step: how many were done.
-        """
+        """Judges now."""
         started = time.perf_counter()
         found = self._judge.news(self._doctor.run, step)
         self._cost, self._judged = time.perf_counter() - started, max(step, 1)

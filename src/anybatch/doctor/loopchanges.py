@@ -13,24 +13,15 @@ from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stor
 
 @dataclass(slots=True)
 class Update:
-    """The statements around a backward that are one update, which ``TrainStep`` can take over.
+    """The statements around a backward that are one update, which ``TrainStep`` can take over."""
 
-    Args:
-        optimizer: what the loop calls it.
-        statements: that go: those that clear, clip, unscale and step.
-        clip: the text of what the gradient is clipped to; empty without.
-    """
-
-    optimizer: str
-    statements: list[ast.stmt]
-    clip: str = ""
+    optimizer: str  # what the loop calls it
+    statements: list[ast.stmt]  # that go: those that clear, clip, unscale and step
+    clip: str = ""  # the text of what the gradient is clipped to; empty without
 
 
 def update_of(step: LoopStep) -> Update | None:
     """The update that a loop makes after its backward, if it is one clearing, one backward and one step in a block.
-
-    Args:
-        step: what was found.
 
     Returns:
         It; ``None`` where the loop does anything else with the gradient, which then stays as it is.
@@ -116,13 +107,7 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
     """The file of a loop with the lines changed.
 
     Args:
-        step: what was found.
         update: see ``update_of``; with ``None`` the loop keeps its update, and ``anybatch.backward`` goes back.
-        memory: the budget as Python text, for ``TrainStep``.
-        plan: the argument that says how a batch is split, for ``backward``.
-
-    Returns:
-        The file before and after; ``unified`` makes a patch of it.
 
     Raises:
         StepUnclear: the lines can't be changed in one way only.
@@ -221,9 +206,6 @@ def _reads_loss(step: LoopStep) -> bool:
 
 def results_of(step: LoopStep) -> list[str]:
     """The tensors of the forward that the loop reads after the backward, each with a row a sample.
-
-    Args:
-        step: what was found.
 
     Raises:
         StepUnclear: it reads something else, which micro-batches don't leave behind.

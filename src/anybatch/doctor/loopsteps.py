@@ -25,27 +25,16 @@ class StepUnclear(AnyBatchError):
 
 @dataclass(slots=True)
 class LoopStep:
-    """What a loop does with one batch, up to its backward.
+    """What a loop does with one batch, up to its backward."""
 
-    Args:
-        source: the file.
-        back: the statement that calls ``backward``.
-        loss: the expression whose backward it is, without the scale of a ``GradScaler``.
-        scaler: what the loop calls its ``GradScaler``; empty without one.
-        names: what the loop's names were at the backward.
-        forward: the statements that make the loss of the batch.
-        modules: what is trained, by what the loop calls it.
-        batch: what is new in each iteration, by name.
-    """
-
-    source: UserSource
-    back: ast.stmt
-    loss: ast.expr
-    scaler: str
-    names: Mapping[str, Any]
-    forward: list[ast.stmt] = field(default_factory=list)
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    batch: dict[str, Any] = field(default_factory=dict)
+    source: UserSource  # the file
+    back: ast.stmt  # the statement that calls ``backward``
+    loss: ast.expr  # the expression whose backward it is, without the scale of a ``GradScaler``
+    scaler: str  # what the loop calls its ``GradScaler``; empty without one
+    names: Mapping[str, Any]  # what the loop's names were at the backward
+    forward: list[ast.stmt] = field(default_factory=list)  # the statements that make the loss of the batch
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)  # what is trained, by what the loop calls it
+    batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name
 
     @property
     def loops(self) -> list[ast.stmt]:
@@ -88,10 +77,6 @@ class LoopStep:
     def loss_text(self, name: str = "loss_fn", metrics: Sequence[str] = ()) -> str:
         """The forward as a function of the model and the batch.
 
-        Args:
-            name: of the function.
-            metrics: names of tensors with one row a sample, which it gives beside the loss.
-
         Raises:
             StepUnclear: its text can't be moved.
         """
@@ -121,11 +106,7 @@ class LoopStep:
         return "\n".join(line.removeprefix(indent) for line in data.decode().split("\n"))
 
     def loss_fn(self, metrics: Sequence[str] = ()) -> Callable[..., Any]:
-        """The function of ``loss_text``, with the loop's names as they were.
-
-        Args:
-            metrics: see ``loss_text``.
-        """
+        """The function of ``loss_text``, with the loop's names as they were."""
         names, name = dict(self.names), "anybatch_loss"
         exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
         found: Callable[..., Any] = names[name]
@@ -136,15 +117,6 @@ def step_at(
     file: str, line: int, names: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> LoopStep:
     """Finds the step that a line of a loop belongs to.
-
-    Args:
-        file: of the user's code.
-        line: of the backward, or of anything beside it in the same loop.
-        names: what the names there stand for, locals before globals: of a frame that runs, or that raised.
-        optimizers: that step; without, those that the names have.
-
-    Returns:
-        The step; its ``loss_fn`` runs the user's own statements.
 
     Raises:
         StepUnclear: it can't be told apart from the rest of the loop.
@@ -206,12 +178,7 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
 
 
 def value_of(text: str, names: Mapping[str, Any]) -> Any:
-    """What a name with attributes stands for, ``None`` where it stands for nothing.
-
-    Args:
-        text: such as ``self.model``.
-        names: of the place.
-    """
+    """What a name with attributes stands for, ``None`` where it stands for nothing."""
     first, *attributes = text.split(".")
     value = names.get(first)
     for one in attributes:
@@ -257,11 +224,7 @@ def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int])
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements give a value, or change the value of.
-
-    Args:
-        nodes: the statements.
-    """
+    """Names that statements give a value, or change the value of."""
     found = set()
     for outer in nodes:
         for node in ast.walk(outer):
@@ -283,11 +246,7 @@ def _root(node: ast.AST) -> str:
 
 
 def read(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements read; those that they change are read, too.
-
-    Args:
-        nodes: the statements.
-    """
+    """Names that statements read; those that they change are read, too."""
     found = set()
     for outer in nodes:
         for node in ast.walk(outer):
@@ -337,9 +296,6 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that are read before they are given a value, as they run one after the other.
-
-    Args:
-        nodes: statements and expressions.
 
     Example:
         >>> sorted(inputs_of(ast.parse("h = f(x)\\nfor layer in layers: total = total + layer(h)").body))
@@ -415,9 +371,5 @@ def _is_data(value: Any) -> bool:
 
 
 def rows_of(value: Any) -> int:
-    """The length of the longest tensor in a batch.
-
-    Args:
-        value: nested containers.
-    """
+    """The length of the longest tensor in a batch."""
     return max((len(one) for _, _, one in leaves(value) if isinstance(one, torch.Tensor) and one.dim()), default=0)

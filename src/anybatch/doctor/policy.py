@@ -29,16 +29,6 @@ Known = tuple[str, str, str]
 class Policy:
     """What is reported and what is not.
 
-    Args:
-        select: codes, beginnings of codes, or names of rules; all where it is empty.
-        ignore: the same, of what is not reported.
-        per_path: for a pattern of paths, what is not reported there.
-        limits: other thresholds than their own, for each rule by name.
-        fail_on: the least severity that is a failure, ``None`` for none.
-        folder: that the patterns are relative to.
-        baseline: findings that were known before.
-        sources: reads the user's files.
-
     Example:
         >>> found = Finding("no gradient", code="AB101", name="OPT_PARAM_MISSING")
         >>> kept, left_out = Policy(ignore=("AB1",)).parted([found])
@@ -46,21 +36,19 @@ class Policy:
         ([], [('AB101', 'settings')])
     """
 
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()  # codes, beginnings of codes, or names of rules; all where it is empty
+    ignore: tuple[str, ...] = ()  # the same, of what is not reported
+    # for a pattern of paths, what is not reported there
     per_path: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # other thresholds than their own, for each rule by name
     limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    fail_on: str | None = None
-    folder: Path = field(default_factory=Path)
-    baseline: frozenset[Known] = frozenset()
-    sources: Sources = field(default_factory=Sources, compare=False)
+    fail_on: str | None = None  # the least severity that is a failure, ``None`` for none
+    folder: Path = field(default_factory=Path)  # that the patterns are relative to
+    baseline: frozenset[Known] = frozenset()  # findings that were known before
+    sources: Sources = field(default_factory=Sources, compare=False)  # reads the user's files
 
     def parted(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Suppressed]]:
-        """Parts findings into those that are reported and those that are not.
-
-        Args:
-            findings: of all rules.
-        """
+        """Parts findings into those that are reported and those that are not."""
         kept: list[Finding] = []
         others: list[Suppressed] = []
         for one in findings:
@@ -86,20 +74,11 @@ class Policy:
         return Suppressed(one, "baseline") if self.known_by(one) in self.baseline else None
 
     def known_by(self, one: Finding) -> Known:
-        """What a finding is known by, which stays when lines are added above it.
-
-        Args:
-            one: the finding.
-        """
+        """What a finding is known by, which stays when lines are added above it."""
         return one.code, one.place.module, self.sources.text(one.place.file, one.place.line)
 
     def unused(self, files: Iterable[str], suppressed: Iterable[Suppressed]) -> tuple[str, ...]:
-        """Says which comments ignore nothing, or name what there is not.
-
-        Args:
-            files: that the run went through.
-            suppressed: what was left out.
-        """
+        """Says which comments ignore nothing, or name what there is not."""
         used = [one.finding for one in suppressed if one.by == "line"]
         notes = []
         for file in dict.fromkeys(filter(None, files)):
@@ -127,10 +106,6 @@ class Policy:
 def is_among(one: Finding, codes: Iterable[str]) -> bool:
     """Whether a finding is named by one of several codes, beginnings of codes, or names.
 
-    Args:
-        one: the finding.
-        codes: in capitals.
-
     Example:
         >>> is_among(Finding("", code="AB101", name="OPT_PARAM_MISSING"), ["AB1"])
         True
@@ -151,10 +126,6 @@ def _unknown(codes: Iterable[str]) -> str | None:
 def checked_codes(words: Sequence[str], where: str) -> tuple[str, ...]:
     """Codes, beginnings of codes and names of findings as they were written, in capitals.
 
-    Args:
-        words: each may hold several, with commas between them.
-        where: they were written, for the error.
-
     Raises:
         ValueError: one of them names nothing.
 
@@ -173,9 +144,6 @@ def checked_codes(words: Sequence[str], where: str) -> tuple[str, ...]:
 
 def read_policy(folder: Path) -> Policy:
     """Reads ``[tool.anybatch.doctor]`` of the ``pyproject.toml`` in a folder, or in the nearest one above it.
-
-    Args:
-        folder: of the script.
 
     Raises:
         ValueError: the file is no TOML, or has something there that is not known.
@@ -245,9 +213,6 @@ def _expect(is_so: bool, where: str, got: Any, expected: str) -> None:
 def read_baseline(path: Path) -> frozenset[Known]:
     """The findings that a baseline has.
 
-    Args:
-        path: of the file.
-
     Raises:
         ValueError: it is no baseline.
     """
@@ -263,12 +228,7 @@ def read_baseline(path: Path) -> frozenset[Known]:
 
 
 def baseline_of(findings: Iterable[Finding], policy: Policy) -> dict[str, Any]:
-    """A baseline as plain values for JSON.
-
-    Args:
-        findings: that are known from now on.
-        policy: reads the lines.
-    """
+    """A baseline as plain values for JSON."""
     known = sorted({policy.known_by(one) for one in findings})
     return {
         "version": 1,

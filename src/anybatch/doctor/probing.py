@@ -14,21 +14,11 @@ _MOST_ROOTS = 4
 _log = logging.getLogger(__name__)
 
 
-def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, seconds: float = 20.0) -> list[Probed]:
+def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> list[Probed]:
     """Asks copies of the models of a run what the run itself did not show.
 
     Nothing of the user's is touched: not the models, not the gradients, not the random state. Where a question has no
     sure answer, the answer is ``"unknown"``, with the reason.
-
-    Args:
-        doctor: a recorder; its ``last_inputs`` has for the number of each root the module and its last arguments.
-        active: whether to ask what needs training a copy, too.
-        prove: whether to try one-step counterfactuals, too.
-        seconds: that all questions together may take.
-
-    Returns:
-        The answers. Batch: do samples mix? Time: does an output depend on later inputs? Input: is the input ignored?
-        Modes: do two evaluations differ?
     """
     found: list[Probed] = []
     try:
@@ -38,7 +28,7 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
         with undisturbed():
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
-                found.extend(_of_root(doctor, run, root, module, args, kwargs, active, prove, until))
+                found.extend(_of_root(doctor, run, root, module, args, kwargs, active, until))
             if (kept := getattr(doctor, "kept", None)) is not None:
                 found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until))
     except (KeyboardInterrupt, SystemExit):
@@ -49,7 +39,7 @@ def run_probes(doctor: Any, *, active: bool = False, prove: bool = False, second
 
 
 def _of_root(
-    doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, prove: bool, until: float
+    doctor: Any, run: Run, root: int, module: Any, args: Any, kwargs: Any, active: bool, until: float
 ) -> list[Probed]:
     probes: list[tuple[str, Any]] = [
         ("batch", leaks.mixing),
@@ -61,10 +51,6 @@ def _of_root(
         from anybatch.doctor.ask import training
 
         probes += training.PROBES
-    if prove:
-        from anybatch.doctor.ask import remedies
-
-        probes += remedies.PROBES
     try:
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:

@@ -17,13 +17,6 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     another one if that one explains it, directly or through further findings that were made, is not later, and is no
     mere hint; that nothing was learned follows from any fault.
 
-    Args:
-        findings: of all rules.
-        explains: for the name of a rule the names of what may follow from it.
-
-    Returns:
-        The findings, with ``consequence_of`` set to the name of the root.
-
     Example:
         >>> first = Finding("too high", at=3, severity="warning", name="LR_TOO_HIGH")
         >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")

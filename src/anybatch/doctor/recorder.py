@@ -225,8 +225,8 @@ class Doctor:
         self._samplers.detach()
         self._optimizers.detach()
         self._recording.patches.restore()
-        self._recording.active = self._recording.known.usable = False
-        self._journal.flush(at_once=True)
+        self._recording.active = False
+        self._journal.flush()
         now = time.perf_counter()
         self._recording.own += now - started
         self._seconds += now - self._started
@@ -415,34 +415,28 @@ class Doctor:
 
     def _next(self, step: int) -> None:
         """After each step: what the next one records."""
-        recording, sampling = self._recording, self._sampling
-        known, was = recording.known, recording.sampled
-        if known.usable and step % sampling.every and not self._samplers.is_following:
+        recording, sampling, was = self._recording, self._sampling, self._recording.sampled
+        if step % sampling.every and step >= FIRST and not was:
+            recording.looks = self._samplers.is_following
             if self._journal.due():
                 self._write()
-                self._gradients.forget_repeated()
-            known.usable = not self._journal.is_full
             return
         total = self._seconds + time.perf_counter() - self._started
         sampling.review(step, own=self._own(), total=total, sampled=was)
         recording.sampled = sampling.wants(step)
         recording.sampled_much = recording.sampled and sampling.wants_much(step)
         recording.sampled_all = sampling.wants_all(step)
+        recording.looks = recording.sampled or self._samplers.is_following
         self._forward.search(recording.sampled)
-        if was and step <= FIRST:  # what kills a process often does so in its first steps
-            self._journal.flush()
-        elif self._journal.due():
+        if (was and step <= FIRST) or self._journal.due():  # what kills a process often does so in its first steps
             self._write()
-        is_new = self._gradients.arrange() or recording.sampled or self._optimizers.has_closure
-        known.usable = not (is_new or self._samplers.is_following or self._journal.is_full)
+        self._gradients.arrange()
 
     def _write(self) -> None:
-        """Writes the record, in time that nothing else counts where a step was like one before."""
-        recording, started = self._recording, time.perf_counter()
-        is_counted = recording.is_busy
+        """Writes the record, in time that is counted."""
+        started = time.perf_counter()
         self._journal.flush()
-        if not is_counted:
-            recording.own += time.perf_counter() - started
+        self._recording.own += time.perf_counter() - started
 
     def _own(self) -> float:
         """Seconds that the doctor has taken."""

@@ -23,16 +23,10 @@ _DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 
 
 class Site(NamedTuple):
-    """Where an operation ran.
+    """Where an operation ran."""
 
-    Args:
-        module: the qualified name of the innermost module that was running, empty outside of all.
-        file: of the innermost line that is neither torch's nor this library's.
-        line: its number.
-    """
-
-    module: str = ""
-    file: str = ""
+    module: str = ""  # the qualified name of the innermost module that was running, empty outside of all
+    file: str = ""  # of the innermost line that is neither torch's nor this library's
     line: int = 0
 
 
@@ -40,14 +34,7 @@ NOWHERE = Site()
 
 
 def user_line(depth: int = 1) -> tuple[str, int]:
-    """The innermost line on the stack that is neither torch's nor this library's.
-
-    Args:
-        depth: how many frames to leave out.
-
-    Returns:
-        The file and the number of the line.
-    """
+    """The innermost line on the stack that is neither torch's nor this library's."""
     frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -69,17 +56,11 @@ def distribution_drawing() -> str:
 
 
 class CustomForward(NamedTuple):
-    """The forward of an ``autograd.Function`` that is running.
+    """The forward of an ``autograd.Function`` that is running."""
 
-    Args:
-        name: of the function, ``"checkpoint"`` for a reentrant checkpoint.
-        context: its first argument, which becomes its node of the graph.
-        module: that called it, if one did.
-    """
-
-    name: str
-    context: Any
-    module: torch.nn.Module | None
+    name: str  # of the function, ``"checkpoint"`` for a reentrant checkpoint
+    context: Any  # its first argument, which becomes its node of the graph
+    module: torch.nn.Module | None  # that called it, if one did
 
 
 def custom_forward() -> CustomForward | None:

@@ -12,17 +12,11 @@ from anybatch.records.means import Mean
 
 @dataclass(slots=True)
 class Subject:
-    """The parameters and modules of what was given as the model.
+    """The parameters and modules of what was given as the model."""
 
-    Args:
-        parameters: by name; one that is tied has several.
-        modules: by name; the model itself has the name it was given, or none.
-        bits: one for each parameter, by its ``id``.
-    """
-
-    parameters: dict[str, torch.Tensor]
-    modules: dict[str, torch.nn.Module]
-    bits: dict[int, int]
+    parameters: dict[str, torch.Tensor]  # by name; one that is tied has several
+    modules: dict[str, torch.nn.Module]  # by name; the model itself has the name it was given, or none
+    bits: dict[int, int]  # one for each parameter, by its ``id``
 
     @property
     def fixtures(self) -> Iterator[torch.Tensor]:
@@ -39,9 +33,6 @@ class Subject:
 
 def subject_of(model: Any) -> Subject:
     """Reads what was given as the model.
-
-    Args:
-        model: a module, a sequence of modules, a mapping of names to modules or tensors, or pairs of names and tensors.
 
     Raises:
         TypeError: it is none of these.
@@ -85,9 +76,6 @@ def _named(model: Any) -> Iterable[tuple[str, Any]]:
 
 def losses_of(result: Any) -> dict[str, Any]:
     """The losses by name in what a loss function returned; a single one has no name.
-
-    Args:
-        result: a tensor, a ``Mean``, a number, a mapping of names to these, one of these with metrics, or a generator.
 
     Raises:
         LossError: it is nothing of the kind.

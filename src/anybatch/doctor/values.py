@@ -12,70 +12,41 @@ from anybatch.doctor.sites import NOWHERE, Site
 
 
 class Event(NamedTuple):
-    """An operation whose result is without the graph of some of what went in.
+    """An operation whose result is without the graph of some of what went in."""
 
-    Args:
-        op: its name, or that of the mode or function which caused it.
-        site: where.
-        bits: of the parameters that were lost.
-        after: what made the tensor that still had a graph.
-        inside: the ``autograd.Function`` whose forward was running, if it is the cause.
-        again: whether it was seen while a checkpoint was gone through again.
-        note: a sentence more.
-        context: of that function, which is its node if it has one.
-        behind: positions of the events on the way to it: without it, these would not end the graph of what it made.
-    """
-
-    op: str
-    site: Site
-    bits: int
-    after: str
-    inside: str = ""
-    again: bool = False
-    note: str = ""
-    context: Any = None
+    op: str  # its name, or that of the mode or function which caused it
+    site: Site  # where
+    bits: int  # of the parameters that were lost
+    after: str  # what made the tensor that still had a graph
+    inside: str = ""  # the ``autograd.Function`` whose forward was running, if it is the cause
+    again: bool = False  # whether it was seen while a checkpoint was gone through again
+    note: str = ""  # a sentence more
+    context: Any = None  # of that function, which is its node if it has one
+    # positions of the events on the way to it: without it, these would not end the graph of what it made
     behind: frozenset[int] = frozenset()
 
 
 class Summand(NamedTuple):
-    """A part of a sum.
+    """A part of a sum."""
 
-    Args:
-        value: a copy, or a number.
-        live: bits of the parameters in its graph.
-        params: bits of all that are in its value.
-        cuts: positions of the events.
-        op: what made it.
-        site: where.
-        has_graph: whether it requires a gradient.
-    """
-
-    value: Any
-    live: int
-    params: int
-    cuts: frozenset[int]
-    op: str
-    site: Site
-    has_graph: bool
+    value: Any  # a copy, or a number
+    live: int  # bits of the parameters in its graph
+    params: int  # bits of all that are in its value
+    cuts: frozenset[int]  # positions of the events
+    op: str  # what made it
+    site: Site  # where
+    has_graph: bool  # whether it requires a gradient
 
 
 @dataclass(slots=True)
 class Value:
-    """What is known of one tensor.
+    """What is known of one tensor."""
 
-    Args:
-        params: bits of the parameters that its value depends on.
-        cuts: positions of the events on the way from them.
-        op: what made it.
-        site: where.
-        terms: if it is a sum of scalars.
-    """
-
-    params: int = 0
-    cuts: frozenset[int] = frozenset()
-    op: str = ""
-    site: Site = NOWHERE
-    terms: tuple[Summand, ...] = ()
+    params: int = 0  # bits of the parameters that its value depends on
+    cuts: frozenset[int] = frozenset()  # positions of the events on the way from them
+    op: str = ""  # what made it
+    site: Site = NOWHERE  # where
+    terms: tuple[Summand, ...] = ()  # if it is a sum of scalars
 
 
 NOTHING = Value()
@@ -149,31 +120,17 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class Departure:
-    """Numbers that left the tensors, as ``.item()`` gives them.
+    """Numbers that left the tensors, as ``.item()`` gives them."""
 
-    Args:
-        op: what took them out.
-        number: the number, list or array.
-        value: what was known of the tensor.
-        bits: of the parameters in it.
-        source: the tensor, held where the numbers share its memory.
-    """
-
-    op: str
-    number: Any
-    value: Value
-    bits: int
-    source: Any = None
+    op: str  # what took them out
+    number: Any  # the number, list or array
+    value: Value  # what was known of the tensor
+    bits: int  # of the parameters in it
+    source: Any = None  # the tensor, held where the numbers share its memory
 
 
 def returning(number: Any, departures: list[Departure], *, constructor: bool) -> Iterator[Departure]:
-    """Departures whose numbers come back; told by equality, so that only telling numbers count.
-
-    Args:
-        number: an argument of an operation.
-        departures: what left before.
-        constructor: whether the operation makes a tensor of numbers, which must then all be the same.
-    """
+    """Departures whose numbers come back; told by equality, so that only telling numbers count."""
     for departure in reversed(departures):
         if _same(number, departure.number, constructor=constructor):
             yield departure

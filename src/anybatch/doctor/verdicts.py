@@ -17,14 +17,6 @@ _MOST_NAMES = 3
 def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str]) -> tuple[Verdict, str]:
     """What became of a run.
 
-    Args:
-        run: the facts.
-        findings: of it, in order of rank.
-        unexamined: what could not be examined.
-
-    Returns:
-        The verdict, and how it is known or why it is not.
-
     Example:
         >>> verdict_on(Run([]), [], [])
         ('undecided', 'no optimizer stepped')

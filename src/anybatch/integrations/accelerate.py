@@ -34,17 +34,6 @@ def train_step(
     that ``save_state`` and ``load_state`` see what is trained. Optimizers and schedulers step once a logical batch,
     whatever the number of processes.
 
-    Args:
-        accelerator: has prepared the others.
-        model: prepared or not; one that was not runs in full precision.
-        loss_fn: see ``anybatch.backward``.
-        optimizer: one or a sequence, prepared or not.
-        scheduler: one or a sequence, prepared or not, written for as many steps as there are updates.
-        **options: of ``TrainStep``.
-
-    Returns:
-        The step; the loader's batches, or ``anybatch.windows`` of them, go into it.
-
     Raises:
         BatchError: Accelerate shards the model or hands it to another engine.
 

@@ -55,11 +55,7 @@ class AttachedDoctor:
         self.doctor: Doctor | None = None
 
     def begin(self, *subjects: Any) -> None:
-        """Attaches a new doctor.
-
-        Args:
-            *subjects: models and optimizers.
-        """
+        """Attaches a new doctor."""
         if self.doctor is not None:
             self.doctor.detach()
         self.doctor = Doctor(*subjects, path=self._path, every=self._every, on_finding=self._on_finding)
@@ -70,7 +66,6 @@ class AttachedDoctor:
 
         Args:
             error: why the run ended, ``None`` if it ended by itself.
-            is_reporting: whether this process is the one that reports.
         """
         if self.doctor is None:
             return

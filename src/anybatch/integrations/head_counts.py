@@ -26,13 +26,6 @@ _NOT_SHIFTED = frozenset(
 def count_labels(batch: Mapping[str, Any], *, is_shifted: bool) -> Any:
     """Counts the labels that are not -100; samples where the labels are no integers.
 
-    Args:
-        batch: as a collator made it.
-        is_shifted: whether the loss leaves out the first label of each row; ``shift_labels`` are shifted already.
-
-    Returns:
-        A number, or a tensor without dimensions.
-
     Example:
         >>> labels = torch.tensor([[5, -100, 7], [1, 2, -100]])
         >>> [int(count_labels({"labels": labels}, is_shifted=shifted)) for shifted in (False, True)]
@@ -50,13 +43,6 @@ def count_labels(batch: Mapping[str, Any], *, is_shifted: bool) -> Any:
 
 def count_items(trainer: Any, batch: Mapping[str, Any]) -> Any:
     """Counts what the loss of a Trainer is the mean over.
-
-    Args:
-        trainer: a Trainer.
-        batch: as a collator made it.
-
-    Returns:
-        A number, or a tensor without dimensions.
 
     Raises:
         BatchError: no count makes this loss a mean.
@@ -84,9 +70,6 @@ def _count_spans(batch: Mapping[str, Any]) -> Any:
 
 def check_head(trainer: Any) -> None:
     """Says where the loss of a head is no mean over what can be counted.
-
-    Args:
-        trainer: a Trainer without a count or a loss of its own.
 
     Raises:
         BatchError: the loss is a sum.
@@ -118,11 +101,7 @@ def _model_of(trainer: Any) -> Any:
 
 
 def is_shifted(trainer: Any) -> bool:
-    """Whether the loss of a Trainer leaves out the first label of each row: a label smoother's, or the head's own.
-
-    Args:
-        trainer: a Trainer.
-    """
+    """Whether the loss of a Trainer leaves out the first label of each row: a label smoother's, or the head's own."""
     model = _model_of(trainer)
     is_causal = type(model).__name__ in _CAUSAL
     if trainer.label_smoother is not None:

@@ -81,12 +81,7 @@ class ExactGradient(Callback):
             trainer.fit_loop.epoch_loop.automatic_optimization, self._replaced = self._replaced, None
 
     def gradient_for(self, trainer: Any, loss_fn: Callable[[Any, Any], Any]) -> RepeatedBackward:
-        """What takes the gradient of one batch after another; made for the first one.
-
-        Args:
-            trainer: has the model, the optimizer and the scaler.
-            loss_fn: the loss of a micro-batch.
-        """
+        """What takes the gradient of one batch after another; made for the first one."""
         if self.gradient is None:
             optimizers = [getattr(one, "optimizer", one) for one in trainer.strategy.optimizers]
             scaler = getattr(trainer.precision_plugin, "scaler", None)

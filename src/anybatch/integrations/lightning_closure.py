@@ -27,12 +27,7 @@ class TakesGradients(Protocol):
     count: Callable[[Any], Any]
 
     def gradient_for(self, trainer: Any, loss_fn: Loss) -> Callable[[Any], StepResult]:
-        """What takes the gradient of a batch.
-
-        Args:
-            trainer: has the model.
-            loss_fn: the loss of a micro-batch.
-        """
+        """What takes the gradient of a batch."""
 
 
 class _NoLoss(Exception):  # not an error: Lightning then skips the batch

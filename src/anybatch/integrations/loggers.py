@@ -131,11 +131,7 @@ class TensorBoard:
         self.writer.flush()
 
     def alert(self, finding: Finding) -> None:
-        """Writes a finding as text, for ``Doctor(on_finding=...)``.
-
-        Args:
-            finding: of the doctor.
-        """
+        """Writes a finding as text, for ``Doctor(on_finding=...)``."""
         self.writer.add_text("anybatch/findings", sentence_of(finding), finding.step)
         self.writer.flush()
 
@@ -162,11 +158,7 @@ class WandB:
         self.run.log(dict(metrics), step=step)
 
     def alert(self, finding: Finding) -> None:
-        """Sends a finding as an alert, for ``Doctor(on_finding=...)``.
-
-        Args:
-            finding: of the doctor.
-        """
+        """Sends a finding as an alert, for ``Doctor(on_finding=...)``."""
         level = {"error": "ERROR", "warning": "WARN"}.get(finding.severity, "INFO")
         self.run.alert(title=f"{finding.code} {finding.name}", text=sentence_of(finding), level=level)
 

@@ -97,17 +97,7 @@ class ExactTraining:
         return batches, items
 
     def training_step(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Does nothing for each batch of an update but the last, and takes the gradient of all of them there.
-
-        Args:
-            model: as the Trainer prepared it.
-            inputs: one batch of the update.
-            *args: the number of items, which is not needed.
-            **kwargs: the same.
-
-        Returns:
-            The loss of the logical batch at its last batch, 0 before.
-        """
+        """Does nothing for each batch of an update but the last, and takes the gradient of all of them there."""
         window = self._exact_window if any(inputs is batch for batch in self._exact_window) else [inputs]
         if inputs is not window[-1]:
             return torch.zeros((), device=self.args.device)

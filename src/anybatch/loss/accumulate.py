@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +22,7 @@ from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
-from anybatch.tensors.precision import AccumulatePolicy, Float32Accumulator, add_gradient_, needs_float32
-from anybatch.tensors.sparsesums import SparseSums
+from anybatch.tensors.precision import AccumulatePolicy, GradientSums, add_gradient_, needs_float32
 
 if TYPE_CHECKING:
     from anybatch.tensors.spectral import PowerIterations
@@ -46,7 +45,6 @@ class Settings:
         chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
         dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
         reducer: the other processes that take the same gradient.
-        sums_sparse: whether sparse gradients are added up with each row once; else as autograd does.
     """
 
     device: torch.device
@@ -58,67 +56,16 @@ class Settings:
     chunk_length: int | None = None
     dropout: DropoutPolicy = "native"
     reducer: Reducer = ALONE
-    sums_sparse: bool = True
+
+    def gradient_sums(self, parameters: Sequence[torch.Tensor], addends: int) -> GradientSums:
+        """What gradients of so many micro-batches are added up in."""
+        return GradientSums(parameters, in_float32=needs_float32(parameters, addends, self.policy))
 
     def context(self) -> AbstractContextManager[Any]:
         """A new context in which the user's forward runs."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
-
-
-class GradientSums:
-    """What gradients are added up in beside ``.grad``: float32 for low precision, each row once for sparse ones.
-
-    Args:
-        parameters: whose ``.grad`` is taken over.
-        addends: how many gradients are added up.
-        settings: say what is wanted.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], addends: int, settings: Settings) -> None:
-        self._low: Float32Accumulator | None = None
-        self._sparse: SparseSums | None = None
-        if needs_float32(parameters, addends, settings.policy):
-            self._low = Float32Accumulator(parameters)
-        if settings.sums_sparse and addends > 1:
-            self._sparse = SparseSums(parameters, in_float32=self._low is not None)
-
-    def take_(self, times: float) -> bool:
-        """Takes the gradients off the parameters, as far as they are added up here.
-
-        Args:
-            times: how many of its kind the whole batch is expected to have.
-
-        Returns:
-            Whether anything was or may still be added up here.
-        """
-        if self._sparse is not None:
-            self._sparse.take_(times)
-        if self._low is not None:
-            self._low.take_()
-        return self._low is not None or (self._sparse is not None and not self._sparse.is_idle)
-
-    def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off; see ``Float32Accumulator``."""
-        if self._sparse is not None and other._sparse is not None:
-            self._sparse.absorb_(parameter, other._sparse, copy, factor)
-        if self._low is not None and other._low is not None:
-            self._low.absorb_(parameter, other._low, copy, factor)
-
-    def give_(self, scale: float | None = None) -> int:
-        """Puts the sums on the parameters as their gradients.
-
-        Args:
-            scale: what to multiply them by first.
-
-        Returns:
-            The bytes that the buffers took.
-        """
-        for sums in (self._low, self._sparse):
-            if sums is not None:
-                sums.give_(scale)
-        return 0 if self._low is None else self._low.bytes
 
 
 class Accumulation:
@@ -164,12 +111,12 @@ class Accumulation:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
         self._restriction = Restriction(settings.inputs, outside, len(weights.parts), scale)
         self._losses = Differentiation(
-            weights, rows, parameters, scaler=settings.scaler, inputs=settings.inputs, outside=outside,
-            differentiate=differentiate, in_pieces=self._in_pieces, reducer=settings.reducer,
+            weights, rows, parameters, settings, outside=outside, differentiate=differentiate,
+            in_pieces=self._in_pieces,
         )  # fmt: skip
         self._differentiate = differentiate
-        self._samples, addends = [1 if n is None else n for n in rows], _MANY if self._in_pieces else len(weights.parts)
-        self._beside = GradientSums(parameters, addends, settings) if differentiate and addends > 1 else None
+        addends = _MANY if self._in_pieces else len(weights.parts)
+        self._beside = settings.gradient_sums(parameters, addends) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
@@ -187,9 +134,6 @@ class Accumulation:
     def run(self, micro_batches: Iterable[Any]) -> Sums:
         """Goes through the micro-batches.
 
-        Args:
-            micro_batches: on the device, as many as there are weights.
-
         Returns:
             What was added up; gradients are in ``.grad``, scaled if there is a scaler.
 
@@ -197,39 +141,20 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        watch, token = self._watch(is_alone=True), accumulation.set(self._restriction)
-        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
+        self.collect(micro_batches, itertools.count(), is_alone=True)
+        return self.close()
+
+    def collect(self, micro_batches: Iterable[Any], numbers: Iterator[int], *, is_alone: bool = False) -> None:
+        """Goes through some of the micro-batches, whose numbers are asked for one by one; others may be elsewhere."""
+        self._is_alone = is_alone
+        watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
+        token = accumulation.set(self._restriction)
         try:
             for batch in micro_batches:
                 self._run_one(next(numbers), batch, watch)
-                del batch
-        finally:
-            accumulation.reset(token)
-        return self.close()
-
-    def collect(self, micro_batches: Iterable[tuple[int, Any]], *, is_alone: bool = False) -> None:
-        """Goes through some of the micro-batches; others may be collected elsewhere.
-
-        Args:
-            micro_batches: on the device, each with its number.
-            is_alone: whether nothing is collected elsewhere at the same time.
-
-        Raises:
-            LossError, CountError: see ``run``.
-        """
-        watch, token = self._watch(is_alone=is_alone), accumulation.set(self._restriction)
-        try:
-            for index, batch in micro_batches:
-                self._run_one(index, batch, watch)
                 del batch  # before the next one is made
         finally:
             accumulation.reset(token)
-
-    def _watch(self, *, is_alone: bool) -> GradientWatch | None:
-        self._is_alone = is_alone
-        if not self._differentiate:
-            return None
-        return GradientWatch(self._model, self._parameters, is_alone=is_alone)
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
@@ -237,9 +162,6 @@ class Accumulation:
         Args:
             other: of the same logical batch, and not closed.
             pairs: each parameter with its copy, one after the other so that one gradient at a time is moved.
-
-        Raises:
-            LossError: its losses or metrics are not of the same kinds.
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
@@ -251,11 +173,7 @@ class Accumulation:
                 add_gradient_(parameter, moved if factor == 1 else moved * factor)
 
     def close(self) -> Sums:
-        """Finishes the gradients, once everything was collected.
-
-        Raises:
-            LossError, CountError: see ``run``.
-        """
+        """Finishes the gradients, once everything was collected."""
         sums, scale = self._losses.sums, self._losses.closing_scale()
         sums.closing_scale = scale
         if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
@@ -263,13 +181,14 @@ class Accumulation:
         if scale is not None:
             self._losses.scale_gradients_(scale)
         if self._beside is not None:
-            sums.accumulator_bytes = self._beside.give_(scale)
+            sums.accumulator_bytes = self._beside.bytes
+            self._beside.give_(scale)
         return sums
 
-    def _take_(self, index: int) -> None:
+    def _take_(self) -> None:
         """Takes over what the sums are kept of beside ``.grad``."""
-        if self._beside is not None and not self._beside.take_(sum(self._samples) / max(1, self._samples[index])):
-            self._beside = self._beside if not self._is_alone else None
+        if self._beside is not None and not self._beside.take_() and self._is_alone:
+            self._beside = None
 
     def _counts_nothing(self, index: int) -> bool:
         """Whether a micro-batch is run only because other processes communicate in theirs."""
@@ -327,15 +246,21 @@ class Accumulation:
             losses.differentiate_waiting()
             losses.keep_metrics(index, {})
         else:
-            self._run_result(index, result, watch)
+            losses.keep_metrics(index, self._run_result(index, result, watch))
             del result
         if self._beside is not None:
-            self._take_(index)
+            self._take_()
         if watch is not None and several and index == 0:
             watch.note()  # what a loss does, it does in the second micro-batch, too
 
-    def _run_result(self, index: int, result: Any, watch: GradientWatch | None) -> None:
-        """Takes several losses, a ``Mean``, metrics, or a generator."""
+    def _run_result(
+        self, index: int, result: Any, watch: GradientWatch | None, share: Callable[[str], float] | None = None
+    ) -> Mapping[str, Any]:
+        """Takes several losses, a ``Mean``, or a generator; gives the metrics.
+
+        Args:
+            share: of the micro-batch that a plain loss is the mean over, by its name; ``None`` for all of it.
+        """
         losses = self._losses
         evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
         del result
@@ -343,7 +268,7 @@ class Accumulation:
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if watch is not None:
                 watch.check() if seen == 1 else watch.check_kept()
-            losses.add(index, name, loss)
+            losses.add(index, name, loss, 1.0 if share is None or isinstance(loss, Mean) else share(name))
             del loss
             losses.check_alone(name, seen)
             if evaluation.is_generator:
@@ -356,7 +281,7 @@ class Accumulation:
         if not seen:
             declare_nothing_to_do()
         losses.differentiate_waiting()
-        losses.keep_metrics(index, evaluation.metrics)
+        return evaluation.metrics
 
     def _checked(self, index: int, loss: Any, name: str) -> Any:
         """Lets a loss be nothing where there is nothing to count, instead of the mean over nothing, which is NaN."""
@@ -375,28 +300,19 @@ class Accumulation:
         chunks = 0
         with contextlib.closing(_under(self._settings, loss_fn.pieces(self._model, batch, place))) as pieces:
             for piece in pieces:
-                if watch is not None and piece.result is not None:
-                    watch.check()
+                for tensor, gradient in piece.roots if self._differentiate else ():
+                    self._losses.wait_for(tensor, gradient)
+                if piece.result is None:
+                    self._losses.differentiate_waiting()
+                else:
                     chunks += 1
-                self._add_piece(index, piece)
+                    self._run_result(index, piece.result, watch, piece.share)
                 metrics.append(piece.metrics or {})
                 del piece
-                self._losses.differentiate_waiting()
-                self._take_(index)
+                self._take_()
                 if watch is not None and index == 0 and chunks == 1:
                     watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
         self._losses.keep_metrics(index, added_metrics(metrics))
-
-    def _add_piece(self, index: int, piece: Piece) -> None:
-        if self._differentiate:
-            for tensor, gradient in piece.roots:
-                self._losses.also(tensor, gradient)
-        if piece.result is None:
-            return
-        found = Evaluation(piece.result, contextlib.nullcontext, functools.partial(self._checked, index))
-        for seen, (name, loss) in enumerate(found, start=1):
-            self._losses.add(index, name, loss, 1.0 if isinstance(loss, Mean) else piece.share(name))
-            self._losses.check_alone(name, seen)
 
 
 _MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be
@@ -420,13 +336,6 @@ def count_in_forward(
     """Counts the items of ``Mean`` s by a pass without gradient.
 
     The caller puts random state and buffers back afterwards.
-
-    Args:
-        model: the first argument of the loss function.
-        loss_fn: gives ``Mean`` s.
-        micro_batches: on the device.
-        settings: precision.
-        parts: the counts of samples, for losses that are plain means.
 
     Returns:
         The counts by the name of the loss, and of samples for every other loss.

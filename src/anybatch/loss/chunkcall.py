@@ -7,27 +7,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.batch.trees import map_leaves
+from anybatch.batch.writes import Writes
 from anybatch.errors import LossError, NotSplittable
 from anybatch.loss.pieces import in_place_explained
-from anybatch.loss.states import checked_state, mapped, tensors_of, versions
-from anybatch.memory.checkpointing import Checkpoint, hidden_dropout
+from anybatch.loss.states import checked_state, tensors_of
+from anybatch.memory.checkpointing import Checkpoint, hidden_dropout, why_hidden
 from anybatch.records.means import Mean
 from anybatch.tensors.modules import devices_among
 from anybatch.tensors.randomness import RandomState
 
 
 class Called(NamedTuple):
-    """What a chunk gave.
+    """What a chunk gave."""
 
-    Args:
-        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
-        state: after it.
-        metrics: ``Mean`` s by name, or ``None``.
-    """
-
-    result: Any
-    state: Any
-    metrics: Any
+    result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
+    state: Any  # after it
+    metrics: Any  # ``Mean`` s by name, or ``None``
 
 
 class ChunkCall:
@@ -59,30 +55,26 @@ class ChunkCall:
     def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:
         """Runs a chunk.
 
-        Args:
-            chunk: a part of the batch.
-            state: before it.
-            wants_loss: whether a loss that is a function is called.
-            looks: whether it is looked at if such a loss draws random numbers.
-
         Raises:
             LossError: the function gives something else, or writes to what it is given.
         """
         watched = tensors_of(state)
-        before = versions(watched), versions(self._batch)
+        given, batch = Writes(watched), Writes(self._batch)
         with in_place_explained("the state that chunk_loss was given"):
-            found = self._function(self._model, chunk, mapped(lambda leaf: leaf, state))  # containers are not shared
+            found = self._function(
+                self._model, chunk, map_leaves(lambda leaf: leaf, state)
+            )  # containers are not shared
             result, new, metrics = _checked_parts(found)
             _check_is_handed_on(new, watched)
             self.gives_losses |= result is not None
             if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
                 result = self._evaluated(result, looks=looks) if wants_loss else None
-        if before[0] != versions(watched):
+        if given.were_made:
             raise LossError(
                 "chunk_loss changes the state that it is given in place (such as state.mul_() or state[...] = x), so "
                 "that the chunk can't run again; expected a new state: clone it first"
             )
-        if before[1] != versions(self._batch):
+        if batch.were_made:
             raise LossError(
                 "chunk_loss wrote to a tensor of the batch in place, so that the chunk would be another one when it "
                 "runs again; use the operation that does not write in place, or clone the tensor first"
@@ -108,11 +100,7 @@ class ChunkCall:
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
-        """Refuses layers that look ahead, where what is ahead has been cut off.
-
-        Raises:
-            NotSplittable: one ran in the block.
-        """
+        """Refuses layers that look ahead, where what is ahead has been cut off."""
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 if isinstance(module, torch.nn.RNNBase) and module.bidirectional:
@@ -120,22 +108,10 @@ class ChunkCall:
             yield
 
     def refuse_hidden_dropout(self, *, on_cuda: bool | None = None) -> None:
-        """Refuses recurrent layers whose dropout between layers can't be drawn again.
-
-        Args:
-            on_cuda: whether they run there; ``None`` to look.
-
-        Raises:
-            NotSplittable: names the kinds and the ways out.
-        """
+        """Refuses recurrent layers whose dropout between layers can't be drawn again."""
         if found := hidden_dropout(self._modules, on_cuda=on_cuda):
             raise NotSplittable(
-                f"{type(found[0]).__name__}(num_layers={found[0].num_layers}, dropout={found[0].dropout}) on CUDA: "
-                "cuDNN draws the dropout between its layers from a state of its own, which the random state does not "
-                "put back, so a second pass would draw other masks. Choose one:\n"
-                "  - layers of their own with torch.nn.Dropout between them (exact);\n"
-                "  - torch.backends.cudnn.enabled = False (exact, slower);\n"
-                "  - OverTime(mode='truncated', chunk=...), which runs every chunk once.",
+                f"{why_hidden(found[0])}, or OverTime(mode='truncated', chunk=...), which runs every chunk once",
                 modules=[type(module).__name__ for module in found],
             )
 

@@ -11,7 +11,7 @@ import torch
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
-from anybatch.loss.accumulate import Accumulation, GradientSums, Settings
+from anybatch.loss.accumulate import Accumulation, Settings
 from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, standing
 from anybatch.loss.gradwatch import GradientWatch
 from anybatch.loss.outputs import Outputs, Reruns, ended, tensors_of
@@ -214,17 +214,12 @@ class CoupledPass:
         """Encodes, takes the loss, and goes back through the encoder.
 
         Args:
-            batches: the micro-batches, on the device.
             again: gives one of them once more, by its number.
             whole: gives the batch that the loss looks at; over several processes it is given its rows and the batches
                 of all of them.
 
         Returns:
             What was added up; gradients are in ``.grad``, scaled if there is a scaler.
-
-        Raises:
-            LossError: a function broke its contract.
-            NotRecomputable: ``encode`` can't run twice.
         """
         outputs, reruns = Outputs(self._samples), Reruns(is_first=not self._coupled.has_run_again)
         graphs = self._encoded(batches, again, outputs, reruns)
@@ -302,18 +297,19 @@ class CoupledPass:
         sums: Sums,
     ) -> None:  # fmt: skip
         """Differentiates each micro-batch by itself, the last one first, and frees it."""
-        beside = GradientSums(self._parameters, len(graphs) + 1, self._settings)
-        beside.take_(1.0)  # of the loss
+        beside = self._settings.gradient_sums(self._parameters, len(graphs) + 1)
+        beside.take_()  # of the loss
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             while graphs:
                 number, graph = len(graphs) - 1, graphs.pop()
                 self._back(number, [graph], outputs.rows(gradients, number))
                 del graph
-                beside.take_(outputs.total / max(1, len(self._samples[number])))
+                beside.take_()
         finally:
             accumulation.reset(token)
-        sums.accumulator_bytes = max(sums.accumulator_bytes, beside.give_())
+        sums.accumulator_bytes = max(sums.accumulator_bytes, beside.bytes)
+        beside.give_()
 
     def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
         """Differentiates one micro-batch."""

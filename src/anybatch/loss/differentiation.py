@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anybatch.errors import CountError, LossError
 from anybatch.interception import WEIGHT
 from anybatch.loss.cutting import backward_to_leaves, declare_nothing_to_do
-from anybatch.loss.metrics import checked_metrics
-from anybatch.loss.reducing import ALONE, Reducer, Stage
-from anybatch.loss.sums import Sums, Term
+from anybatch.loss.reducing import Stage
+from anybatch.loss.sums import Sums, Term, checked_metrics
 from anybatch.loss.weights import Weights, fetched
 from anybatch.records.means import Mean
 from anybatch.tensors.graph import OutsideLeaves
+
+if TYPE_CHECKING:
+    from anybatch.loss.accumulate import Settings
 
 
 class Differentiation:
@@ -24,12 +26,10 @@ class Differentiation:
         weights: the counts.
         rows: the samples of each micro-batch, ``None`` of one that can't be cut.
         parameters: whose gradients are scaled in the end, where counts are known only then.
-        scaler: a ``GradScaler`` that scales losses, or ``None``.
-        inputs: the only tensors that get a gradient, or ``None`` for all.
+        settings: precision, scaling, inputs.
         outside: knows the leaves that are not in ``parameters``, or ``None``.
         differentiate: whether gradients are wanted, or only the values.
         in_pieces: whether a micro-batch may give the same loss several times.
-        reducer: the other processes that take the same gradient.
 
     Attributes:
         sums: what was added up.
@@ -40,23 +40,19 @@ class Differentiation:
         weights: Weights,
         rows: Sequence[int | None],
         parameters: Sequence[torch.Tensor],
+        settings: "Settings",
         *,
-        scaler: Any = None,
-        inputs: Sequence[torch.Tensor] | None = None,
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
         in_pieces: bool = False,
-        reducer: Reducer = ALONE,
     ) -> None:
         self._weights = weights
         self._rows = rows
         self._parameters = parameters
-        self._scaler = scaler
-        self._inputs = inputs
+        self._scaler, self._inputs, self._reducer = settings.scaler, settings.inputs, settings.reducer
         self._outside = outside
         self._differentiate = differentiate
         self._in_pieces = in_pieces
-        self._reducer = reducer
         self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
         self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients
         self._with_gradient: set[str] = set()
@@ -74,14 +70,8 @@ class Differentiation:
         """Adds a loss, which waits to be differentiated.
 
         Args:
-            index: of the micro-batch.
-            name: of the loss.
             loss: a tensor without dimensions or a ``Mean``.
             share: of the micro-batch that a plain mean is over; a ``Mean`` has its own count.
-
-        Raises:
-            LossError: it has no gradient, or its weight is not known in time.
-            CountError: its count is none.
         """
         if isinstance(loss, Mean):
             self._add_mean(index, name, loss)
@@ -95,21 +85,8 @@ class Differentiation:
         self.sums.terms.setdefault(name, []).append(Term(_value(loss), weight, 1))
         self._wait(loss, weight)
 
-    def also(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Lets a gradient that came from elsewhere go back together with the losses that wait.
-
-        Args:
-            tensor: whose gradient it is.
-            gradient: weighted and scaled as the losses are.
-        """
-        self._later(tensor, gradient)
-
     def add_nothing(self, loss: torch.Tensor | Mean) -> None:
-        """Lets a loss that counts nothing be differentiated, for what its backward communicates.
-
-        Args:
-            loss: a tensor without dimensions or a ``Mean``.
-        """
+        """Lets a loss that counts nothing be differentiated, for what its backward communicates."""
         total = loss.total if isinstance(loss, Mean) else loss
         had_gradient = self.sums.has_gradient
         if isinstance(total, torch.Tensor) and total.requires_grad:
@@ -117,12 +94,7 @@ class Differentiation:
         self.sums.has_gradient = had_gradient
 
     def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps the metrics of a micro-batch, each of which gives as many as the first.
-
-        Args:
-            index: of the micro-batch.
-            metrics: by name.
-        """
+        """Keeps the metrics of a micro-batch, each of which gives as many as the first."""
         kept = self.sums.metrics
         if metrics or (kept and kept[-1]):
             metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
@@ -132,14 +104,8 @@ class Differentiation:
     def absorb(self, other: "Differentiation") -> float:
         """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
 
-        Args:
-            other: has seen them.
-
         Returns:
             What their gradients are to be multiplied by, so that they can be added to those from here.
-
-        Raises:
-            LossError: a loss or a metric is not of the same kind there.
         """
         factor = 1.0
         if other._summed is not None:
@@ -164,12 +130,7 @@ class Differentiation:
         return factor
 
     def check_alone(self, name: str, seen: int) -> None:
-        """Refuses a second loss beside one whose weight is known only at the end.
-
-        Args:
-            name: of the loss that was added last.
-            seen: how many losses this micro-batch has given.
-        """
+        """Refuses a second loss beside one whose weight is known only at the end."""
         if self._summed is not None and (seen > 1 or name != self._summed):
             raise _several_unknown_counts(name)
 
@@ -247,9 +208,10 @@ class Differentiation:
         gradient = torch.where(divisor > 0, divisor.reciprocal(), torch.zeros_like(divisor))
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient)
-        self._later(total, gradient)
+        self.wait_for(total, gradient)
 
-    def _later(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    def wait_for(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Lets a gradient, weighted and scaled as losses are, go back together with the losses that wait."""
         self._waiting[0].append(tensor)
         self._waiting[1].append(gradient)
 
@@ -257,7 +219,6 @@ class Differentiation:
         """Differentiates what waits: losses of one forward together, since they may share a graph.
 
         Args:
-            name: of the loss, where it is one by itself.
             is_first: whether none of the same micro-batch was differentiated before.
         """
         (waiting, gradients), self._waiting = self._waiting, ([], [])
@@ -303,11 +264,7 @@ class Differentiation:
             )
 
     def scale_gradients_(self, scale: float) -> None:
-        """Multiplies the gradients.
-
-        Args:
-            scale: what ``closing_scale`` gave.
-        """
+        """Multiplies the gradients."""
         targets = self._inputs if self._inputs is not None else self._parameters
         outside = [leaf for leaf, _ in self._outside.found] if self._outside is not None else []
         gradients = [tensor.grad for tensor in [*targets, *outside] if tensor.grad is not None]
@@ -325,18 +282,7 @@ def _value(loss: torch.Tensor) -> torch.Tensor:
 
 
 def checked_count(count: Any, name: str) -> Any:
-    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end.
-
-    Args:
-        count: a number or a tensor without dimensions.
-        name: of the loss.
-
-    Returns:
-        The number, or the tensor.
-
-    Raises:
-        CountError: it is something else, or it depends on what is learned.
-    """
+    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end."""
     if isinstance(count, torch.Tensor):
         if count.dim() != 0 or count.is_complex():
             raise CountError(
@@ -376,8 +322,7 @@ def _no_gradient(name: str) -> LossError:
     return LossError(
         f"the loss {name!r} has no gradient, so there is nothing to differentiate; expected a loss that depends on "
         "parameters with requires_grad. Look for detach(), .item(), torch.no_grad() or a frozen model, and return "
-        "what is "
-        "only to be looked at as a metric",
+        "what is only to be looked at as a metric",
         name=name,
     )
 

@@ -46,11 +46,7 @@ class GradientWatch:
             self._seen.append((parameter, gradient, -1 if gradient is None else gradient._version))
 
     def check(self) -> None:
-        """Compares once, see ``release``.
-
-        Raises:
-            LossError: a gradient was taken off, written to, or is new.
-        """
+        """Compares once, see ``release``."""
         for parameter, seen, version in self._seen:
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
@@ -63,11 +59,7 @@ class GradientWatch:
         self.is_on, self._seen = False, []
 
     def check_kept(self) -> None:
-        """Looks only for gradients that went, since others may have come from a backward through a cut.
-
-        Raises:
-            LossError: one went.
-        """
+        """Looks only for gradients that went, since others may have come from a backward through a cut."""
         for parameter, seen, _ in self._seen:
             if seen is not None and parameter.grad is None:
                 raise self._error(parameter, seen, None)

@@ -32,20 +32,12 @@ _WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: the
 
 
 def as_coupled(loss_fn: Any) -> "Coupled | None":
-    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one.
-
-    Args:
-        loss_fn: the user's.
-    """
+    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one."""
     return cast("Coupled", loss_fn) if getattr(type(loss_fn), "is_coupled", False) else None
 
 
 def as_over_time(loss_fn: Any) -> "OverTime | None":
-    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one.
-
-    Args:
-        loss_fn: the user's.
-    """
+    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one."""
     return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
 
 
@@ -149,11 +141,7 @@ def _refuse_outputs(result: Mapping[Any, Any]) -> None:
 
 
 def is_nothing(loss: Any) -> bool:
-    """Whether a loss function gave nothing to learn from: None, a plain number, no losses.
-
-    Args:
-        loss: what it gave.
-    """
+    """Whether a loss function gave nothing to learn from: None, a plain number, no losses."""
     if isinstance(loss, Mean):
         is_zero = isinstance(loss.count, (int, float)) and loss.count == 0
         return is_zero and isinstance(loss.total, (int, float))
@@ -161,28 +149,12 @@ def is_nothing(loss: Any) -> bool:
 
 
 def unless_nothing(loss: Any, name: str) -> Any:
-    """The loss, checked unless it is nothing, which whoever knows the counts refuses.
-
-    Args:
-        loss: what a loss function gave.
-        name: of the loss.
-    """
+    """The loss, checked unless it is nothing, which whoever knows the counts refuses."""
     return loss if is_nothing(loss) and not isinstance(loss, Mean) else checked_loss(loss, name)
 
 
 def checked_loss(loss: Any, name: str) -> Any:
-    """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one.
-
-    Args:
-        loss: what a loss function gave.
-        name: of the loss, empty for a single one.
-
-    Returns:
-        The loss.
-
-    Raises:
-        LossError: it is something else.
-    """
+    """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one."""
     which = f"loss {name!r}" if name else "loss"
     if isinstance(loss, Mapping) and not loss:
         raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")
@@ -221,14 +193,7 @@ def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> Non
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Refuses what can't be a loss function before anything is computed.
-
-    Args:
-        loss_fn: to be called as ``loss_fn(model, batch)``.
-
-    Raises:
-        LossError: it is not callable, or does not take two arguments.
-    """
+    """Refuses what can't be a loss function before anything is computed."""
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
     _refuse_criterion(loss_fn)

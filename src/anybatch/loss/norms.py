@@ -57,13 +57,6 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``; with an infinite
     ``max_norm`` nothing is scaled. No value is fetched from the device.
 
-    Args:
-        parameters: tensors whose ``.grad`` is scaled in place.
-        max_norm: positive.
-
-    Returns:
-        The norm before clipping, a tensor without dimensions.
-
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])

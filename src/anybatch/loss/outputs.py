@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, map_leaves
 from anybatch.errors import LossError
 from anybatch.tensors.dispatch import has_numbers
 
@@ -50,13 +50,7 @@ class Reruns:
         return found
 
     def note(self, number: int, first: Marks, second: Marks) -> None:
-        """Keeps both for later.
-
-        Args:
-            number: of the micro-batch.
-            first: marks of the first run.
-            second: marks of the second run.
-        """
+        """Keeps both for later."""
         if first.keys() != second.keys():
             raise LossError(
                 f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
@@ -65,14 +59,7 @@ class Reruns:
         self._seen.append((number, first, second))
 
     def check(self, labels: Sequence[str]) -> None:
-        """Compares all at the end, since that waits for the device.
-
-        Args:
-            labels: of the outputs.
-
-        Raises:
-            LossError: a second run gave other values than the first.
-        """
+        """Compares all at the end, since that waits for the device."""
         seen, self._seen = self._seen, []
         for number, first, second in seen:
             for position, (mark, tolerance) in first.items():
@@ -106,15 +93,11 @@ class _Ended(torch.autograd.Function):
 
 def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
     """The tensors of some outputs by position; ``None`` for anything else."""
-    return _tensors([leaf for _, _, leaf in leaves(outputs)])
+    return _tensors(flat(outputs))
 
 
 def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What the gradients of outputs go back through, by position; holds no memory that the graph does not.
-
-    Args:
-        tensors: the outputs.
-    """
+    """What the gradients of outputs go back through, by position; holds no memory that the graph does not."""
     own = {id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}
     if not own:
         return [None] * len(tensors)
@@ -148,9 +131,6 @@ class Outputs:
     def add(self, outputs: Any) -> list[torch.Tensor | None]:
         """Takes the outputs of the next micro-batch, without their graph.
 
-        Args:
-            outputs: of ``encode``.
-
         Returns:
             Its tensors by position, with their graph; ``None`` for anything else.
 
@@ -173,12 +153,7 @@ class Outputs:
         return _tensors(found)
 
     def repeat(self, number: int, rows: int) -> None:
-        """Takes the outputs of another micro-batch again for the next one, as a plan does that stands for many.
-
-        Args:
-            number: of the other one, which has no fewer rows.
-            rows: of the next one.
-        """
+        """Takes the outputs of another micro-batch again for the next one, as a plan does that stands for many."""
         self._count += 1
         for column in self._columns:
             leaf = column[number]
@@ -196,14 +171,8 @@ class Outputs:
     def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
         """The outputs of all samples, in the order of the batch; what was taken is let go of.
 
-        Args:
-            differentiate: whether they are to get a gradient.
-
         Returns:
             The outputs, and the leaves among them that get a gradient, by position.
-
-        Raises:
-            LossError: the micro-batches' outputs can't be joined.
         """
         values: list[Any] = []
         gets: list[torch.Tensor | None] = []
@@ -247,12 +216,7 @@ class Outputs:
         return value[_on(value.device, torch.tensor(self._order, device="cpu").argsort())]
 
     def rows(self, gradients: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
-        """The gradients of one micro-batch's outputs.
-
-        Args:
-            gradients: of all samples' outputs, by position.
-            number: of the micro-batch.
-        """
+        """The gradients of one micro-batch's outputs."""
         part = self._samples[number]
         if self._is_in_order:
             return [None if g is None else g.narrow(0, part[0], len(part)) for g in gradients]

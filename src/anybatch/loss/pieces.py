@@ -17,23 +17,14 @@ from anybatch.records.means import Mean
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked of the pieces of a micro-batch.
+    """What is asked of the pieces of a micro-batch."""
 
-    Args:
-        start: its first row in the batch that it was cut from.
-        rows: how many it has.
-        rows_of_batch: how many that batch has.
-        count: how items are counted.
-        differentiate: whether gradients are wanted, or only the values.
-        length: of a chunk of time, if a plan has chosen one.
-    """
-
-    start: int
-    rows: int
-    rows_of_batch: int
-    count: Count = count_samples
-    differentiate: bool = True
-    length: int | None = None
+    start: int  # its first row in the batch that it was cut from
+    rows: int  # how many it has
+    rows_of_batch: int  # how many that batch has
+    count: Count = count_samples  # how items are counted
+    differentiate: bool = True  # whether gradients are wanted, or only the values
+    length: int | None = None  # of a chunk of time, if a plan has chosen one
 
 
 class Piece(NamedTuple):
@@ -72,25 +63,12 @@ class InPieces(ABC):
 
     @abstractmethod
     def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
-        """Gives the pieces; each is differentiated before the next is asked for.
-
-        Args:
-            model: the first argument of the loss function.
-            batch: a micro-batch.
-            place: what is asked.
-        """
+        """Gives the pieces; each is differentiated before the next is asked for."""
 
 
 @contextmanager
 def in_place_explained(what: str) -> Iterator[None]:
-    """Says what was changed in place where autograd only speaks of a leaf.
-
-    Args:
-        what: stands for a tensor that a loss function was given.
-
-    Raises:
-        LossError: in place of autograd's error.
-    """
+    """Says what was changed in place where autograd only speaks of a leaf."""
     try:
         yield
     except RuntimeError as error:
@@ -103,14 +81,7 @@ def in_place_explained(what: str) -> Iterator[None]:
 
 
 def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds up the metrics of the pieces of a micro-batch.
-
-    Args:
-        found: ``Mean`` s by name.
-
-    Raises:
-        LossError: a metric is no ``Mean``, which alone can be added up.
-    """
+    """Adds up the metrics of the pieces of a micro-batch."""
     added: dict[str, Any] = {}
     for metrics in found:
         for name, value in metrics.items():
@@ -128,17 +99,7 @@ def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_callable(owner: str, name: str, function: Any, *arguments: str) -> None:
-    """Refuses what can't be called with some arguments, before anything is computed.
-
-    Args:
-        owner: takes the function.
-        name: of the parameter.
-        function: the user's.
-        arguments: their names, for the message.
-
-    Raises:
-        LossError: it is no function, or not one of these arguments.
-    """
+    """Refuses what can't be called with some arguments, before anything is computed."""
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")

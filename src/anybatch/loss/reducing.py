@@ -56,27 +56,16 @@ class ShortageElsewhere(Exception):  # no error of this process, and nobody but 
 
 @dataclass
 class Joint:
-    """What an encoder gave for the samples of all processes.
+    """What an encoder gave for the samples of all processes."""
 
-    Args:
-        outputs: in the containers of this process; its own value where it has no samples.
-        leaves: the tensors in it that get a gradient, by position.
-        rows: samples of all processes.
-        start: of this one's among them.
-        batches: of each process, if the loss looks at them.
-        place: of this process among those that have samples; they share out the blocks of the loss.
-        of: how many these are.
-        sum_: sums the gradients of the leaves over what all processes computed.
-    """
-
-    outputs: Any
-    leaves: Leaves
-    rows: int
-    start: int = 0
-    batches: Sequence[Any] = ()
-    place: int = 0
-    of: int = 1
-    sum_: Callable[[], None] = lambda: None
+    outputs: Any  # in the containers of this process; its own value where it has no samples
+    leaves: Leaves  # the tensors in it that get a gradient, by position
+    rows: int  # samples of all processes
+    start: int = 0  # of this one's among them
+    batches: Sequence[Any] = ()  # of each process, if the loss looks at them
+    place: int = 0  # of this process among those that have samples; they share out the blocks of the loss
+    of: int = 1  # how many these are
+    sum_: Callable[[], None] = lambda: None  # sums the gradients of the leaves over what all processes computed
 
 
 class Reducer:
@@ -104,9 +93,6 @@ class Reducer:
         """A context for one logical batch; an error that leaves it reaches the others.
 
         Args:
-            verb: what the user called.
-            parameters: whose gradients are summed.
-            updates: how many updates were applied before.
             adds: whether the gradients that are there stay in the sum.
             settings: gives what the update is made with, which has to be the same everywhere.
         """
@@ -116,55 +102,26 @@ class Reducer:
         """Says that another gradient of the same logical batch begins."""
 
     def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """A context in which no module communicates by itself.
-
-        Args:
-            modules: that the loss runs through.
-        """
+        """A context in which no module communicates by itself."""
         return contextlib.nullcontext()
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes that summing over processes takes beside the step.
-
-        Args:
-            modules: that the loss runs through.
-            parameters: whose gradients are summed.
-        """
+        """The bytes that summing over processes takes beside the step."""
         return 0
 
     def known_leaves(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What a forward may have in the place of parameters; is called within ``apart``.
-
-        Args:
-            parameters: as the optimizer has them.
-        """
+        """What a forward may have in the place of parameters; is called within ``apart``."""
         return parameters
 
     def weights(self, local: Weights, rows: int, *, can_pad: bool = False) -> Weights:
-        """Weighs the micro-batches by the counts of all processes.
-
-        Args:
-            local: the counts of this one.
-            rows: its samples.
-            can_pad: whether micro-batches that count nothing may be added.
-        """
+        """Weighs the micro-batches by the counts of all processes."""
         return local
 
     def when_begun(self, function: Callable[[], None], *, is_wanted: bool) -> None:
-        """Has something done by all processes together, once they have begun a logical batch, if one wants it.
-
-        Args:
-            function: what is done.
-            is_wanted: whether this one does.
-        """
+        """Has something done by all processes together, once they have begun a logical batch, if one wants it."""
 
     def hear(self, mine: Mapping[str, Any], stage: Stage = Stage.PROOF) -> Sequence[Mapping[str, Any]]:
-        """What every process tells that comes to a stage.
-
-        Args:
-            mine: what this one does: plain values.
-            stage: where it tells it.
-        """
+        """What every process tells that comes to a stage."""
         return [mine]
 
     def stand_ins(self, own: Callable[[], Any]) -> list[Any]:
@@ -176,27 +133,17 @@ class Reducer:
         return []
 
     def forward_weights(self, local: Weights) -> Weights:
-        """Weighs by counts that a forward gave.
-
-        Args:
-            local: the counts of this process.
-        """
+        """Weighs by counts that a forward gave."""
         return Weights(local.parts, self.totals(local.own_totals, Stage.FORWARD))
 
     def totals(self, local: Mapping[str, float], stage: Stage) -> dict[str, float]:
-        """Adds up counts over the processes.
-
-        Args:
-            local: of this one, by the name of the loss.
-            stage: where they are told.
-        """
+        """Adds up counts over the processes."""
         return added(one["counts"] for one in self.hear({"counts": dict(local)}, stage))
 
     def gathered(self, outputs: Any, gets: Leaves, batch: Any) -> Joint:
         """The outputs of the samples of all processes.
 
         Args:
-            outputs: of this one.
             gets: its leaves that get a gradient, by position; none where there are no samples.
             batch: of this process, if the loss looks at it, else ``None``.
         """
@@ -204,20 +151,14 @@ class Reducer:
         return Joint(outputs, gets, rows)
 
     def rows(self, local: int) -> int:
-        """The samples of all processes together.
-
-        Args:
-            local: of this one.
-        """
+        """The samples of all processes together."""
         return local
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
         """Sums what was added up, and the gradients, over the processes.
 
         Args:
-            sums: of this process.
             parameters: whose ``.grad`` is summed in place; none if there was no gradient to take.
-            outside: knows leaves that are not among them.
         """
 
     @property
@@ -226,14 +167,7 @@ class Reducer:
         return True
 
     def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Tells the others that memory ran out here.
-
-        Args:
-            tried: the size of the micro-batches.
-            is_final: whether nothing smaller is left to try.
-            where: what was running.
-            text: of the error.
-        """
+        """Tells the others that memory ran out here."""
         return Shortage(tried, is_final, where, text)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from anybatch.batch.counting import count_samples
+from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.chunkcall import Called, ChunkCall
 from anybatch.loss.cutting import cut, declare_nothing_to_do, standing
@@ -21,11 +22,9 @@ from anybatch.loss.losses import SINGLE, Evaluation
 from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, whole
 from anybatch.loss.states import (
     Carried,
-    Dims,
     RowDims,
     checked_state,
     detached,
-    flat,
     is_near,
     joined,
     kept,
@@ -221,6 +220,10 @@ class OverTime(InPieces):
         self.carried = None if state["carried"] is None else Carried.from_state_dict(state["carried"])
 
 
+_Pair = tuple[Any, tuple[Any, ...]]
+"""The state of the sequences that go on, and the last states of those that ended before the others did."""
+
+
 class _Sequences:
     """One micro-batch of sequences, gone through chunk by chunk.
 
@@ -242,27 +245,20 @@ class _Sequences:
         self._dims = RowDims(loss.state_dim, self._modules, loss.known_dims)
         self._carries = loss.carry and place.differentiate
         self._wants_ends = loss.last is not None or self._carries
-        self._ends: list[Any] = []  # the last states of sequences that ended before the others did
 
     def at_once(self, length: int, *, cuts: bool = False) -> Iterator[Piece]:
-        """Gives the losses with the graphs of all chunks, or without any where none is made.
-
-        Args:
-            length: of a chunk.
-            cuts: whether the graph is cut between chunks.
-        """
+        """Gives the losses with the graphs of all chunks, or without any where none is made."""
         self._cut(length)
-        state = self._initial()
+        carried: _Pair = self._initial(), ()
         with self._looking_back():
             for index, chunk in enumerate(self._chunks.batches):
-                called = self._call(chunk, state)
-                state = called.state
+                called = self._call(chunk, carried[0])
                 yield self._piece(index, called)
-                state = self._handed_on(state, index)
+                carried = self._handed_on(called.state, carried[1], index)
                 if cuts and index + 1 < self._count:
-                    state = detached(state)
+                    carried = detached(carried)
         if self._loss.last is not None:
-            yield self._last(self._final())
+            yield self._last(self._final(carried))
         self._check_has_losses()
 
     def _check_has_losses(self) -> None:
@@ -276,7 +272,6 @@ class _Sequences:
         """Gives the losses chunk by chunk, each of which is to be differentiated before the next is asked for.
 
         Args:
-            length: of a chunk.
             exact: whether gradients go from chunk to chunk; else none goes to the one before.
         """
         self._cut(length)
@@ -309,35 +304,37 @@ class _Sequences:
         call, chunks = self._call, self._chunks.batches
         if self._count > 1:
             call.refuse_hidden_dropout()
-        entered: list[tuple[Any, Any]] = []
+        carried: _Pair = state, ()
+        entered: list[tuple[_Pair, Any]] = []
         for index, chunk in enumerate(chunks[:-1]):
             with torch.no_grad(), call.checkpoint.first() as run_again:
-                new = call(chunk, state, wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
+                new = call(chunk, carried[0], wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
             call.draws = bool(call.draws)
-            entered.append((state, run_again))
-            state = self._handed_on(kept(new, state), index)
+            entered.append((carried, run_again))
+            carried = self._handed_on(kept(new, carried[0]), carried[1], index)
             del new
+        del state
         if entered:
             torch.clear_autocast_cache()  # of weights that were cast without a graph
         upstream: Gradients = []
-        final: Gradients = []
         for index in reversed(range(self._count)):
             is_again = index + 1 < self._count
-            after, again = state, contextlib.nullcontext()
+            after, again = carried, contextlib.nullcontext()
             if is_again:
-                state, run_again = entered.pop()
+                carried, run_again = entered.pop()
                 again = run_again()
-            given, leaves = standing_in(state) if index else (state, [])
+            given, leaves = standing_in(carried) if index else (carried, [])
             looks = is_again and not self._loss.has_run_again
             with again:
-                called = call(chunks[index], given, looks=looks and not call.draws)
+                called = call(chunks[index], given[0], looks=looks and not call.draws)
+            left: Any = self._handed_on(called.state, given[1], index)
             if looks:
-                self._compare(called.state, after, index)
+                self._compare(left, after, index)
             with standing(leaves):
                 if not is_again:
-                    final = yield from self._end(called.state, given)
-                yield self._piece(index, called, self._roots_of(called.state, index, upstream, final))
-            del called, given, after
+                    left, upstream = yield from self._end(left, given)
+                yield self._piece(index, called, self._roots_of(left, upstream))
+            del called, given, after, left
             upstream = [None if leaf is None else leaf.grad for leaf in leaves]
         self._loss.has_run_again |= self._count > 1
 
@@ -348,17 +345,20 @@ class _Sequences:
                 "OverTime(mode='truncated', last=...) on packed sequences: those that end before the last chunk would "
                 "get no gradient; expected mode='exact', or a loss within chunk_loss"
             )
+        carried: _Pair = state, ()
+        del state
         for index, chunk in enumerate(self._chunks.batches):
-            called = self._call(chunk, state)
+            called = self._call(chunk, carried[0])
             if index + 1 < self._count:
                 piece = self._piece(index, called)
-                state = self._handed_on(kept(called.state, state), index)
+                carried = self._handed_on(kept(called.state, carried[0]), carried[1], index)
                 del called
                 yield piece
                 del piece
             else:
-                final = yield from self._end(called.state, state)
-                yield self._piece(index, called, self._roots_of(called.state, index, [], final))
+                left = self._handed_on(called.state, carried[1], index)
+                final, gradients = yield from self._end(left, carried)
+                yield self._piece(index, called, self._roots_of(final, gradients))
             if index == 0 and self._loss.prepare is None:  # whose graph may be a part of the same one
                 upstream.close()
                 yield Piece(None, whole)
@@ -384,64 +384,43 @@ class _Sequences:
     def _in_own_order(self, state: Any) -> Any:
         return self._in_order(state, None if self.steps.order is None else self.steps.order.argsort())
 
-    def _around(self, index: int) -> tuple[int | None, int | None]:
-        """How many sequences enter a chunk, and how many go on after it; ``None`` if all do."""
+    def _handed_on(self, state: Any, ends: tuple[Any, ...], index: int) -> _Pair:
+        """The rows of a state that go on after a chunk; those of sequences that end in it join the ends, if wanted."""
         start, stop = self._chunks.bounds[index]
-        return self.steps.rows_at(start), self.steps.rows_at(stop)
+        entered, left = self.steps.rows_at(start), self.steps.rows_at(stop)
+        if entered is None or left is None or entered == left or not (left or self._wants_ends):
+            return state, ends
+        dims = self._dims.of(state, entered)
+        if self._wants_ends:
+            ends = (*ends, narrowed(state, dims, left, entered))
+        return (narrowed(state, dims, 0, left) if left else state), ends
 
-    def _dims_in(self, state: Any, index: int) -> Dims:
-        return self._dims.of(state, self._around(index)[0] or self._rows)
+    def _final(self, carried: _Pair) -> Any:
+        """The last state of every sequence, in the order of the packed ones, of which the longest come first."""
+        state, ends = carried
+        return joined(ends[::-1], self._dims.of(ends[-1], self._rows)) if ends else state
 
-    def _handed_on(self, state: Any, index: int) -> Any:
-        """The state that the next chunk begins with; keeps those of the sequences that end here, if asked for."""
-        if self._wants_ends and (ended := self._ending(state, index)) is not None:
-            self._ends.append(ended)
-        return self._going_on(state, index)
-
-    def _going_on(self, state: Any, index: int) -> Any:
-        """The rows of the sequences that go on after a chunk."""
-        entered, left = self._around(index)
-        return state if entered == left or not left else narrowed(state, self._dims_in(state, index), 0, left)
-
-    def _ending(self, state: Any, index: int) -> Any:
-        """The rows of the sequences that end in a chunk, ``None`` if there are none."""
-        entered, left = self._around(index)
-        if index + 1 == self._count:
-            return state
-        if entered is None or left is None or entered == left:
-            return None
-        return narrowed(state, self._dims_in(state, index), left, entered)
-
-    def _final(self) -> Any:
-        """The last state of every sequence, in the order of the packed ones."""
-        ends, self._ends = self._ends[::-1], []
-        return ends[0] if len(ends) == 1 else joined(ends, self._dims.of(ends[0], self._rows))
-
-    def _end(self, state: Any, given: Any) -> Generator[Piece, None, Gradients]:
+    def _end(self, carried: _Pair, given: Any) -> Generator[Piece, None, tuple[Any, Gradients]]:
         """Gives the loss on the last states, and keeps these for the next batch.
 
-        Args:
-            state: after the last chunk.
-            given: before it.
-
         Returns:
-            The gradient of the last states.
+            The last states, and their gradients.
         """
         if not self._wants_ends:
-            return []
-        self._handed_on(kept(state, given), self._count - 1)
-        states = detached(self._final())
+            return None, []
+        final = self._final(carried)
+        states = kept(final, given)
         if self._carries:
             place = self._place
             known = self._loss.carried or Carried(place.rows_of_batch)
             own = self._in_own_order(states)
             self._loss.carried = known.followed_by(place.start, place.start + self._rows, own)
         if self._loss.last is None:
-            return []
+            return None, []
         stand_in, leaves = standing_in(states)
         with standing(leaves):
             yield self._last(stand_in)
-        return [None if leaf is None else leaf.grad for leaf in leaves]
+        return final, [None if leaf is None else leaf.grad for leaf in leaves]
 
     def _last(self, states: Any) -> Piece:
         """The loss on the last states."""
@@ -461,48 +440,25 @@ class _Sequences:
         beside = loss.has_given_losses or (isinstance(count, Mapping) and LAST in count)
         return Piece({LAST: result} if beside and not isinstance(result, Mapping) else result, whole, (), metrics)
 
-    def _roots_of(
-        self, state: Any, index: int, upstream: Gradients, final: Gradients
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors of the state after a chunk, with the gradients of the sequences that go on and that end."""
-        roots: list[tuple[Any, torch.Tensor | None]] = []
-        if upstream:
-            going_on = flat(self._going_on(state, index))
-            if len(going_on) != len(upstream):
-                raise LossError(
-                    f"a state of chunk_loss has {len(going_on)} leaves, the same one of the first pass had "
-                    f"{len(upstream)}; expected a function that does the same when it runs again"
-                )
-            roots += zip(going_on, upstream, strict=True)
-        if final and (ended := self._ending(state, index)) is not None:
-            roots += zip(flat(ended), self._of_ended(final, state, index), strict=True)
+    def _roots_of(self, state: Any, gradients: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors of the state after a chunk that take a gradient, each with its own."""
+        if not gradients:
+            return []
+        found = flat(state)
+        if len(found) != len(gradients):
+            raise LossError(
+                f"a state of chunk_loss has {len(found)} leaves, the same one of the first pass had {len(gradients)}; "
+                "expected a function that does the same when it runs again"
+            )
         return [
-            (leaf, grad)
-            for leaf, grad in roots
-            if grad is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-
-    def _of_ended(self, final: Gradients, state: Any, index: int) -> Gradients:
-        """The part of a gradient of the last states that belongs to the sequences that end in a chunk."""
-        entered, left = self._around(index)
-        if entered is None or left is None:
-            return final
-        own = final if left == 0 else [None] * len(final)  # what has no rows is, at the end, that of the last chunk
-        pairs = zip(final, own, self._dims_in(state, index), strict=True)
-        return [
-            rest if gradient is None or dim is None else gradient.narrow(dim, left, entered - left)
-            for gradient, rest, dim in pairs
+            (leaf, gradient)
+            for leaf, gradient in zip(found, gradients, strict=True)
+            if gradient is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
 
     def _compare(self, new: Any, expected: Any, index: int) -> None:
-        """Refuses a chunk that gives another state when it runs again; looked at once, since it waits for the device.
-
-        Args:
-            new: the state after the chunk.
-            expected: what it was the first time, of the sequences that go on.
-            index: of the chunk.
-        """
-        found, before = flat(self._going_on(detached(new), index)), flat(expected)
+        """Refuses a chunk that gives another state the second time; looked at once, since that waits for the device."""
+        found, before = flat(detached(new)), flat(expected)
         if len(found) != len(before) or not all(map(is_near, found, before)):
             start, stop = self._chunks.bounds[index]
             raise LossError(
@@ -552,14 +508,6 @@ def best_length(total: int, state: float, step: float) -> int:
 
     With chunks of k of T steps, states of s bytes and activations of a bytes a step, what is held is
     T / k * s + k * a, which is least at k = sqrt(T * s / a). Longer chunks are faster.
-
-    Args:
-        total: steps in all.
-        state: bytes of a state.
-        step: bytes of activations a step.
-
-    Returns:
-        The number of steps.
 
     Example:
         >>> best_length(4096, 4096, 44544)

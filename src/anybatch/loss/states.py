@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, map_leaves
 from anybatch.errors import BatchError, LossError
 from anybatch.memory.meter import storages_of
 
@@ -22,15 +22,8 @@ _FINE_OF_TORCH = (torch.dtype, torch.device, torch.Size)
 def checked_state(state: Any, where: str) -> Any:
     """Refuses a state with something in it that no gradient would go through, or that may change unseen.
 
-    Args:
-        state: any nested container.
-        where: it comes from, for messages.
-
     Returns:
         The same leaves in containers of their own, so that nobody else can change what is in them.
-
-    Raises:
-        LossError: a leaf is neither a tensor nor a plain value.
 
     Example:
         >>> checked_state({"h": torch.zeros(2), "step": 3}, "state")
@@ -38,7 +31,7 @@ def checked_state(state: Any, where: str) -> Any:
     """
     wrong = [leaf for leaf in flat(state) if not isinstance(leaf, (*_FINE, *_FINE_OF_TORCH))]
     if not wrong:
-        return mapped(lambda leaf: leaf, state)
+        return map_leaves(lambda leaf: leaf, state)
     label = next(label for label, _, leaf in leaves(state, "state") if leaf is wrong[0])
     hint = "make it a dataclass, or register its class with torch.utils._pytree, so that its tensors are found"
     if isinstance(wrong[0], PackedSequence):
@@ -53,53 +46,15 @@ def checked_state(state: Any, where: str) -> Any:
     )
 
 
-def flat(state: Any) -> list[Any]:
-    """The leaves of a state, in order.
-
-    Args:
-        state: any nested container.
-    """
-    kind = type(state)
-    if kind is torch.Tensor or state is None:  # the usual kinds first: labels take longer than a small operation
-        return [state]
-    if kind in (tuple, list):
-        return [leaf for item in state for leaf in flat(item)]
-    if kind is dict:
-        return [leaf for item in state.values() for leaf in flat(item)]
-    return [leaf for _, _, leaf in leaves(state)]
-
-
-def mapped(function: Callable[[Any], Any], state: Any) -> Any:
-    """What ``map_leaves`` gives, quickly for the usual containers.
-
-    Args:
-        function: takes a leaf, gives what stands in its place.
-        state: any nested container.
-    """
-    kind = type(state)
-    if kind is torch.Tensor or state is None:
-        return function(state)
-    if kind in (tuple, list):
-        return kind([mapped(function, item) for item in state])
-    if kind is dict:
-        return {key: mapped(function, item) for key, item in state.items()}
-    return map_leaves(function, state)
-
-
 def like(state: Any, values: Iterable[Any]) -> Any:
-    """The same container around other leaves.
-
-    Args:
-        state: gives the container.
-        values: in the order of ``flat``.
-    """
+    """The same container around other leaves."""
     iterator: Iterator[Any] = iter(values)
-    return mapped(lambda _: next(iterator), state)
+    return map_leaves(lambda _: next(iterator), state)
 
 
 def detached(state: Any) -> Any:
     """A state without its graph."""
-    return mapped(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def kept(state: Any, given: Any) -> Any:
@@ -107,10 +62,6 @@ def kept(state: Any, given: Any) -> Any:
 
     The last step of an output, ``output[:, -1]``, would keep the output of the whole chunk. What was in the state
     before, such as the outputs of an encoder, stays where it is.
-
-    Args:
-        state: after a chunk.
-        given: the state before it.
     """
     before = _storages(given)
 
@@ -121,16 +72,11 @@ def kept(state: Any, given: Any) -> Any:
         is_view = len(held) == 1 and held[0].nbytes() > leaf.nbytes and held[0]._cdata not in before
         return leaf.detach().clone() if is_view else leaf.detach()
 
-    return mapped(alone, state)
+    return map_leaves(alone, state)
 
 
 def own_bytes(state: Any, given: Any) -> int:
-    """The bytes of a state that were not in the one before.
-
-    Args:
-        state: after a chunk.
-        given: before it.
-    """
+    """The bytes of a state that were not in the one before."""
     before = _storages(given)
     tensors = {id(leaf): leaf for leaf in flat(state) if isinstance(leaf, torch.Tensor)}
     return sum(t.nbytes for t in tensors.values() if not any(s._cdata in before for s in storages_of(t)))
@@ -141,30 +87,13 @@ def _storages(state: Any) -> set[int]:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a container whose writes can be seen, those of ``PackedSequence`` s included.
-
-    Args:
-        tree: any nested container.
-    """
+    """The tensors in a container whose writes can be seen, those of ``PackedSequence`` s included."""
     found = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in flat(tree))
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each tensor was written to.
-
-    Args:
-        tensors: what ``tensors_of`` gave; a view counts the writes to all that share its storage.
-    """
-    return [tensor._version for tensor in tensors]
-
-
 def standing_in(state: Any) -> tuple[Any, list[torch.Tensor | None]]:
-    """A state of leaves of the graph, and these by position: ``None`` for what takes no gradient.
-
-    Args:
-        state: without a graph.
-    """
+    """A state of leaves of the graph, and these by position: ``None`` for what takes no gradient."""
     values = flat(state)
     can = [isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) for value in values]
     found = [value.detach().requires_grad_() if fits else None for value, fits in zip(values, can, strict=True)]
@@ -172,12 +101,7 @@ def standing_in(state: Any) -> tuple[Any, list[torch.Tensor | None]]:
 
 
 def is_near(found: Any, expected: Any) -> bool:
-    """Whether two leaves of a state are the same but for rounding; it waits for the device.
-
-    Args:
-        found: a tensor or a plain value.
-        expected: the same.
-    """
+    """Whether two leaves of a state are the same but for rounding; it waits for the device."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return type(found) is type(expected) and bool(found == expected or found != found)
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -211,15 +135,7 @@ class RowDims:
         self._found: dict[int, list[int | None]] = {}
 
     def of(self, state: Any, rows: int) -> Dims:
-        """The dimension for each leaf.
-
-        Args:
-            state: of sequences.
-            rows: how many they are.
-
-        Raises:
-            BatchError: two dimensions may be meant.
-        """
+        """The dimension for each leaf."""
         count = len(flat(state))
         if count not in self._found:
             labelled = enumerate(leaves(state, "state"))
@@ -251,35 +167,17 @@ def _is_state_of(module: torch.nn.RNNBase, leaf: torch.Tensor) -> bool:
 
 
 def narrowed(state: Any, dims: Dims, start: int, stop: int) -> Any:
-    """Some rows of a state; what has no rows stays.
-
-    Args:
-        state: of sequences.
-        dims: see ``RowDims``.
-        start: the first row.
-        stop: the one after the last.
-    """
+    """Some rows of a state; what has no rows stays."""
     return _along(dims, lambda leaf, dim: leaf.narrow(dim, start, stop - start), state)
 
 
 def reordered(state: Any, dims: Dims, order: torch.Tensor) -> Any:
-    """A state with its rows in another order.
-
-    Args:
-        state: of as many sequences as ``order`` has.
-        dims: see ``RowDims``.
-        order: positions.
-    """
+    """A state with its rows in another order."""
     return _along(dims, lambda leaf, dim: leaf.index_select(dim, order.to(leaf.device)), state)
 
 
 def joined(states: Sequence[Any], dims: Dims) -> Any:
-    """One state of the rows of several, at least one; what has no rows is that of the first.
-
-    Args:
-        states: of consecutive rows.
-        dims: see ``RowDims``.
-    """
+    """One state of the rows of several, at least one; what has no rows is that of the first."""
     if len(states) == 1:
         return states[0]
     columns = zip(*map(flat, states), strict=True)
@@ -307,12 +205,6 @@ class Carried(NamedTuple):
     def of(self, start: int, stop: int, rows: int, dims: RowDims) -> Any:
         """The state of some rows; ``None`` while the first batch goes through.
 
-        Args:
-            start: the first.
-            stop: the one after the last.
-            rows: of the batch that goes on.
-            dims: knows where the rows are.
-
         Raises:
             BatchError: the batch has another number of rows, or the states of these rows don't make one.
         """
@@ -332,13 +224,7 @@ class Carried(NamedTuple):
         return joined(states, where)
 
     def followed_by(self, start: int, stop: int, state: Any) -> "Carried":
-        """The same with the state after some rows of the batch that goes through.
-
-        Args:
-            start: the first.
-            stop: the one after the last.
-            state: without a graph.
-        """
+        """The same with the state after some rows of the batch that goes through."""
         coming = (*self.coming, (start, stop, state))
         return Carried(self.rows, coming) if stop == self.rows else self._replace(coming=coming)
 

@@ -96,11 +96,7 @@ class Steps:
         return self._sizes[step] if step < self.total else 0
 
     def cut(self, length: int) -> "Chunks":
-        """Cuts the batch along time.
-
-        Args:
-            length: steps of a chunk; the last one may be shorter.
-        """
+        """Cuts the batch along time."""
         bounds = [(start, min(start + length, self.total)) for start in range(0, self.total, length)]
         offsets = [0, *itertools.accumulate(self._sizes or [1] * self.total)]
         items = [offsets[stop] - offsets[start] for start, stop in bounds]
@@ -146,13 +142,7 @@ class Chunks:
         self._shares: dict[Any, list[float]] = {}
 
     def share(self, index: int, count: Count, *, is_weighed: bool) -> Callable[[str], float]:
-        """Which share of the batch's items a chunk has, by the name of a loss that is a plain mean over them.
-
-        Args:
-            index: of the chunk.
-            count: how items are counted.
-            is_weighed: whether the batch may be one of several micro-batches.
-        """
+        """Which share of the batch's items a chunk has, by the name of a loss that is a plain mean over them."""
 
         def share(name: str) -> float:
             counts: Any = count

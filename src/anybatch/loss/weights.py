@@ -49,11 +49,7 @@ class Weights:
         return name in self.totals and name != _EVERY
 
     def total(self, name: str) -> float:
-        """The count of the whole logical batch for a loss.
-
-        Raises:
-            CountError: there is no count for this loss.
-        """
+        """The count of the whole logical batch for a loss."""
         key = name if name in self.totals else _EVERY
         if key not in self.totals:
             raise CountError(
@@ -82,9 +78,6 @@ def check_count(count: Any) -> None:
 
     Args:
         count: a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
-
-    Raises:
-        CountError: it is something else.
     """
     if isinstance(count, Mapping):
         wrong = {name: function for name, function in count.items() if not callable(function)}
@@ -109,7 +102,6 @@ def weigh(
 
     Args:
         count: how to count; ``"forward"`` and ``count_samples`` count samples here without looking into the batch.
-        parts: which samples make which micro-batch.
         micro_batches: gives the micro-batches, in the order of ``parts``.
         wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
         samples: in each micro-batch; ``None`` where nobody knows, which counts as one.
@@ -157,17 +149,7 @@ def _called(function: Any, batch: Any) -> Any:
 
 
 def fetched(values: Sequence[Any]) -> list[float]:
-    """Brings numbers and tensors without dimensions to the host, waiting for each device once.
-
-    Args:
-        values: numbers or tensors.
-
-    Returns:
-        Plain numbers.
-
-    Raises:
-        CountError: one is not finite or is negative.
-    """
+    """Brings numbers and tensors without dimensions to the host, waiting for each device once."""
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, value in enumerate(values):
@@ -191,7 +173,6 @@ def _check_sums(weights: Weights, wholes: Sequence[Mapping[str, float]]) -> None
             which = f"count[{name!r}]" if name else "count"
             raise CountError(
                 f"{which} of the whole batch is {whole:g}, of its micro-batches together {total:g}; expected a count "
-                "that "
-                "adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer dtype or "
-                "float64"
+                "that adds up over samples: a sum over them, not a mean, a maximum or a padded size, in an integer "
+                "dtype or float64"
             )

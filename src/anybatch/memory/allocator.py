@@ -12,17 +12,11 @@ _LARGE, _ROUND_LARGE = 10 * 2**20, 2 * 2**20
 
 
 class Segment(NamedTuple):
-    """Bytes that an allocator has from its device in one piece.
+    """Bytes that an allocator has from its device in one piece."""
 
-    Args:
-        is_small: whether it is for blocks of at most 1 MiB.
-        stream: whose blocks it holds.
-        blocks: sizes in order, and whether each is taken.
-    """
-
-    is_small: bool
-    stream: int
-    blocks: tuple[tuple[int, bool], ...]
+    is_small: bool  # whether it is for blocks of at most 1 MiB
+    stream: int  # whose blocks it holds
+    blocks: tuple[tuple[int, bool], ...]  # sizes in order, and whether each is taken
 
 
 class _Block:
@@ -85,11 +79,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Begins with what an allocator holds; segments that are all free went back to the device.
-
-        Args:
-            segments: of that allocator.
-        """
+        """Begins with what an allocator holds; segments that are all free went back to the device."""
         for segment in segments:
             last: _Block | None = None
             for size, is_used in segment.blocks if any(is_used for _, is_used in segment.blocks) else ():
@@ -106,16 +96,7 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def allocate(self, name: Hashable, size: int, stream: int = 0) -> None:
-        """Takes a block.
-
-        Args:
-            name: by which it is freed.
-            size: bytes; 0 takes nothing.
-            stream: in which it is used; each has blocks of its own.
-
-        Raises:
-            MemoryError: the device has not as many.
-        """
+        """Takes a block."""
         if size <= 0:
             return
         size = -(-size // ROUND) * ROUND
@@ -128,11 +109,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, name: Hashable) -> None:
-        """Gives a block back; one that was never taken is none.
-
-        Args:
-            name: as for ``allocate``.
-        """
+        """Gives a block back; one that was never taken is none."""
         block = self._taken.pop(name, None)
         if block is None:
             return

@@ -6,10 +6,10 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.handles import Handle
 from anybatch.memory.hostpool import HostPool
 from anybatch.memory.losschunks import ChunkedLoss, chunk_loss
 from anybatch.memory.offloading import offload
+from anybatch.memory.places import Handle
 
 
 def apply_optimizations(
@@ -25,20 +25,11 @@ def apply_optimizations(
     """Puts memory optimizations on a model.
 
     Args:
-        model: the model.
         recompute: names of blocks that are recomputed, see ``recompute``.
         offload: names of blocks whose saved tensors go to the host, see ``offload``; of a block that is recomputed as
             well these are its arguments.
         head: name of the output layer, see ``chunk_loss``.
         loss_chunks: how many chunks; 1 leaves the loss as it is.
-        simulate_offload: whether nothing is really copied.
-        pool: host memory, see ``offload``.
-
-    Returns:
-        A handle that takes all off.
-
-    Raises:
-        BatchError: a name or a number can't be meant; nothing is changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from anybatch.accelerators import has_cudnn
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError
-from anybatch.memory.handles import INSIDE, Handle
-from anybatch.memory.places import Place, places_of
+from anybatch.memory.places import Handle, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
 
@@ -48,11 +47,7 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     runs within a transform of ``torch.func`` or forward-mode differentiation is not computed again.
 
     Args:
-        model: the model.
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
-
-    Returns:
-        A handle that takes it off. A backward after that is fine.
 
     Raises:
         BatchError: a name is unknown or names what can't be called; nothing is changed.
@@ -64,7 +59,11 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
         >>> model[0].weight.grad.shape
         torch.Size([3, 3])
     """
-    return Handle([place.put_on(_Block(place), INSIDE) for place in places_of(model, names)])
+    advice = "Leave the block out of recompute, or change the state after the backward"
+    return Handle(
+        place.put_on(Checkpoint(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice))
+        for place in places_of(model, names)
+    )
 
 
 class Checkpoint:
@@ -109,7 +108,6 @@ class Checkpoint:
         Args:
             function: of its arguments, the modules and the global random state only.
             *args: in any nested containers; tensors stay as they are until the backward.
-            **kwargs: the same.
 
         Raises:
             NotRecomputable: it can't run twice; what is seen only in the backward is raised there.
@@ -167,21 +165,10 @@ class Checkpoint:
             yield from (tensor for tensor in home.values() if tensor is not None)
 
     def refuse_hidden_dropout(self) -> None:
-        """Refuses recurrent modules that would draw other masks the second time.
-
-        Raises:
-            NotRecomputable: there is one.
-        """
+        """Refuses recurrent modules that would draw other masks the second time."""
         if hidden := hidden_dropout(self._recurrent):
-            found = hidden[0]
-            raise NotRecomputable(
-                f"{self.title} can't be recomputed: {type(found).__name__}(num_layers={found.num_layers}, "
-                f"dropout={found.dropout}) on CUDA: cuDNN draws the dropout between its layers from a state of its "
-                "own, which the random state does not put back, so a second forward would draw other masks. Use layers "
-                "of their own with torch.nn.Dropout between them, or torch.backends.cudnn.enabled = False"
-                f"{'' if self.title == self.name else ', or leave the block out'}",
-                block=self.name,
-            )
+            other = "" if self.title == self.name else ", or leave the block out"
+            raise NotRecomputable(f"{self.title} can't be recomputed: {why_hidden(hidden[0])}{other}", block=self.name)
 
     def changed(self, what: str) -> NotRecomputable:
         """The error that says what the second forward would not find as it was."""
@@ -190,18 +177,6 @@ class Checkpoint:
             f"{self.advice}",
             block=self.name,
         )
-
-
-class _Block(Checkpoint):
-    """The layer around the forward of a block.
-
-    Args:
-        place: the block.
-    """
-
-    def __init__(self, place: Place) -> None:
-        advice = "Leave the block out of recompute, or change the state after the backward"
-        super().__init__(place.name, place.modules(), title=f"the block {place.name!r}", advice=advice)
 
 
 class _Kept(torch.autograd.Function):
@@ -229,10 +204,7 @@ class _Slot:
 class _Call:
     """One call, which can run again: the first time it looks at what it depends on, later it puts that back."""
 
-    def __init__(
-        self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any, *,
-        devices: Iterable[torch.device] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         what.refuse_hidden_dropout()
         self._what, self._function = what, function
         self._first: Any = (args, kwargs)
@@ -250,28 +222,22 @@ class _Call:
         self._arguments = map_leaves(slot, (args, kwargs))
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-        self._surroundings = Surroundings({*what.devices, *devices, *_devices_among([*tensors, *what.tensors()])})
+        self._surroundings = Surroundings({*what.devices, *_devices_among([*tensors, *what.tensors()])})
         self._state = State(what)
 
     def on_kept(self) -> Any:
         """Runs the function on its arguments; the second time torch stops it as soon as it has what it needs."""
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
-            return self._run(*args, **kwargs)
+            output = self._function(*args, **kwargs)
+            self._surroundings.end_forward()
+            self._state.end_forward()
+            return output
         args, kwargs = self._kept()
-        self._again(*args, **kwargs)
-        raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._function(*args, **kwargs)
-        self._surroundings.end_forward()
-        self._state.end_forward()
-        return output
-
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
         _last_run[:] = [(self._what.title, self._what.name)]
         with self._surroundings.again(), self._state.as_before(), recomputing():
-            return self._function(*args, **kwargs)
+            self._function(*args, **kwargs)
+        raise _differs(self._what.title, self._what.name, "it saved fewer tensors than the first time")
 
     def _kept(self) -> tuple[Any, Any]:
         try:
@@ -365,11 +331,7 @@ _last_run: list[tuple[str, str]] = []  # one at most: what was recomputed last
 
 @contextmanager
 def differences_named() -> Iterator[None]:
-    """Says which part was recomputed otherwise where torch only says how, at a backward in its block.
-
-    Raises:
-        NotRecomputable: in place of torch's error.
-    """
+    """Says which part was recomputed otherwise where torch only says how, at a backward in its block."""
     try:
         yield
     except CheckpointError as error:
@@ -393,18 +355,21 @@ def _differs(title: str, name: str, how: str) -> NotRecomputable:
     )
 
 
+def why_hidden(found: torch.nn.RNNBase) -> str:
+    """Why a recurrent module can't run again, and what does as well."""
+    return (
+        f"{type(found).__name__}(num_layers={found.num_layers}, dropout={found.dropout}) on CUDA: cuDNN draws the "
+        "dropout between its layers from a state of its own, which the random state does not put back, so a second "
+        "forward would draw other masks. Use layers of their own with torch.nn.Dropout between them, or "
+        "torch.backends.cudnn.enabled = False (slower)"
+    )
+
+
 def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None = None) -> list[torch.nn.RNNBase]:
     """The recurrent modules that would draw other masks if their forward ran again.
 
     cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
     and https://github.com/pytorch/pytorch/issues/104697.
-
-    Args:
-        modules: are to run twice.
-        on_cuda: whether they run there with cuDNN; ``None`` to look.
-
-    Returns:
-        Those in training mode with dropout between several layers.
 
     Example:
         >>> lstm = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1)

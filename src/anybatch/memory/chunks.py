@@ -19,29 +19,17 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Task:
-    """A cross-entropy over the rows of a linear layer's result.
+    """A cross-entropy over the rows of a linear layer's result."""
 
-    Args:
-        target: the classes, one for each row, of any shape.
-        class_weights: one for each class, or ``None``.
-        ignore_index: the target that does not count.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: what goes from the target to all classes.
-        chunks: how many parts.
-        dtype: in which the linear layer computes.
-        casts: dtypes that its result goes through before the loss.
-        autocast: as it is around the loss.
-    """
-
-    target: torch.Tensor
-    class_weights: torch.Tensor | None
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    chunks: int
-    dtype: torch.dtype
-    casts: tuple[torch.dtype, ...]
-    autocast: Autocast
+    target: torch.Tensor  # the classes, one for each row, of any shape
+    class_weights: torch.Tensor | None  # one for each class, or ``None``
+    ignore_index: int  # the target that does not count
+    reduction: str  # ``"mean"``, ``"sum"`` or ``"none"``
+    label_smoothing: float  # what goes from the target to all classes
+    chunks: int  # how many parts
+    dtype: torch.dtype  # in which the linear layer computes
+    casts: tuple[torch.dtype, ...]  # dtypes that its result goes through before the loss
+    autocast: Autocast  # as it is around the loss
 
     def precision(self, weight: torch.Tensor) -> torch.dtype:
         """The dtype in which torch computes this loss, which autocast decides by itself."""
@@ -74,12 +62,6 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The cross-entropy of ``F.linear(rows, weight, bias)``, without ever holding more than a part of that.
 
-    Args:
-        task: what is computed.
-        rows: of shape ``[rows, features]``.
-        weight: of shape ``[classes, features]``.
-        bias: of shape ``[classes]``, or ``None``.
-
     Returns:
         The loss, with a gradient for ``rows``, ``weight`` and ``bias``, which can be used once.
     """
@@ -92,11 +74,7 @@ def chunked_cross_entropy(
 
 
 def refuse_second_derivative() -> None:
-    """Refuses a backward that is to be differentiated itself, whose gradient would lack a part.
-
-    Raises:
-        AnyBatchError: it is.
-    """
+    """Refuses a backward that is to be differentiated itself, whose gradient would lack a part."""
     if torch.is_grad_enabled():
         raise AnyBatchError(
             "a loss in chunks was differentiated with create_graph=True, and it has no second derivative; expected "
@@ -148,14 +126,7 @@ class _Pass:
         self._needs = needs
 
     def run(self, gradient: torch.Tensor | None = None) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Computes the loss, and the gradients that are needed.
-
-        Args:
-            gradient: of the loss; ``None`` for 1.
-
-        Returns:
-            The loss and the gradients of rows, weight and bias.
-        """
+        """Computes the loss, and the gradients that are needed."""
         task, device = self._task, self._task.target.device
         with torch.autocast(device.type, enabled=False):
             # What autocast would do, but for the weight once and not in each chunk.
@@ -222,13 +193,7 @@ class _Rule:
     def apply(
         self, logits: torch.Tensor, target: torch.Tensor, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The losses of some rows, and the gradient at their logits if there is a factor.
-
-        Args:
-            logits: as the linear layer gives them; nobody else holds them.
-            target: the classes.
-            factor: of each row's gradient.
-        """
+        """The losses of some rows, and the gradient at their logits if there is a factor."""
         task, dtype = self._task, logits.dtype
         for cast in (*task.casts, self._dtype):
             logits = logits.to(cast)

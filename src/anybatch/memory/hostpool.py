@@ -1,24 +1,18 @@
-"""Host memory that activations wait in: buffers that are used again from step to step."""
+"""Host memory that activations wait in, and their copies there and back, beside the computation."""
 
 import threading
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.accelerators import has_streams
+from anybatch.accelerators import current_stream, has_streams, running_in
 
 _SMALLEST = 4096
 
 
 def size_class(size: int) -> int:
     """Rounds up to one of four sizes between two powers of two, so that at most a fifth of a large buffer lies idle.
-
-    Args:
-        size: bytes.
-
-    Returns:
-        Bytes.
 
     Example:
         >>> [size_class(n) for n in (1, 5000, 6000, 8193)]
@@ -28,6 +22,19 @@ def size_class(size: int) -> int:
         return _SMALLEST
     step = 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
+
+
+class Layout(NamedTuple):
+    """What a tensor on the device is like."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor like it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class HostPool:
@@ -42,27 +49,75 @@ class HostPool:
         used: bytes in those that are taken now.
 
     Example:
-        >>> pool, device = HostPool(), torch.device("cpu")
-        >>> pool.give(pool.take(5000, device), device)
-        >>> pool.take(5100, device).nbytes, pool.bytes
-        (5120, 5120)
+        >>> pool, x = HostPool(), torch.ones(3)
+        >>> host = pool.out(x)
+        >>> pool.back(host, Layout(x.size(), x.stride(), x.dtype, x.device))[0], pool.used
+        (tensor([1., 1., 1.]), 4096)
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self.used = 0
+        self.bytes = self.used = 0
         self._free: dict[tuple[int, torch.device], list[torch.Tensor]] = defaultdict(list)
         self._streams: dict[torch.device, Any] = {}
         # Backward runs in a thread for each device, and a garbage collection within the lock may give a buffer back.
         self._lock = threading.RLock()
 
-    def take(self, size: int, device: torch.device) -> torch.Tensor:
-        """Gives a buffer of at least some bytes; what is in it is arbitrary.
+    def out(self, tensor: torch.Tensor) -> Any:
+        """Begins to copy a contiguous tensor to the host; gives what the other methods take."""
+        device, host = tensor.device, self._taken(tensor.nbytes, tensor.device)
+        try:
+            target = _part(host, tensor.numel(), tensor.dtype).view(tensor.shape)
+            if not has_streams(device):
+                target.copy_(tensor)
+                return host
+            stream = self._stream(device)
+            stream.wait_stream(current_stream(device))
+            with running_in(stream):
+                target.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)  # its memory is given to nobody else before the copy is done
+        except BaseException:
+            self.drop(host, device)
+            raise
+        return host
 
-        Args:
-            size: bytes.
-            device: where the bytes come from.
-        """
+    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+        """Begins to copy to a new tensor on the device; gives it and what ``wait`` takes."""
+        brought = like.empty()
+        source = _part(kept, brought.numel(), like.dtype).view(like.size)
+        if not has_streams(like.device):
+            brought.copy_(source)
+            return brought, None
+        stream = self._stream(like.device)
+        # What the computation has yet to do may still use the memory of the new tensor.
+        stream.wait_stream(current_stream(like.device))
+        with running_in(stream):
+            brought.copy_(source, non_blocking=True)
+        brought.record_stream(stream)  # it may be dropped before anyone has waited for it
+        return brought, stream.record_event()
+
+    def wait(self, arrival: Any, device: torch.device) -> None:
+        """Lets the computation wait until a tensor is there."""
+        if arrival is not None:
+            current_stream(device).wait_event(arrival)
+
+    def drop(self, kept: Any, device: torch.device) -> None:
+        """Takes a buffer back; copies from and to it may still be waiting in the stream of the device."""
+        with self._lock:
+            self.used -= kept.nbytes
+            self._free[kept.nbytes, device].append(kept)
+
+    def clear(self) -> None:
+        """Frees the buffers that nobody uses now."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        with self._lock:
+            self.bytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
+            self._free.clear()
+
+    def __deepcopy__(self, _: object) -> "HostPool":
+        return self  # a copy of a model shares the memory
+
+    def _taken(self, size: int, device: torch.device) -> torch.Tensor:
         size = size_class(size)
         with self._lock:
             free = self._free[size, device]
@@ -73,31 +128,26 @@ class HostPool:
         self.used += size
         return buffer
 
-    def give(self, buffer: torch.Tensor, device: torch.device) -> None:
-        """Takes a buffer back; copies from and to it may still be waiting in the stream of the device.
-
-        Args:
-            buffer: that ``take`` gave.
-            device: as for ``take``.
-        """
-        with self._lock:
-            self.used -= buffer.nbytes
-            self._free[buffer.nbytes, device].append(buffer)
-
-    def __deepcopy__(self, _: object) -> "HostPool":
-        return self  # a copy of a model shares the memory
-
-    def clear(self) -> None:
-        """Frees the buffers that nobody uses now."""
-        for stream in self._streams.values():
-            stream.synchronize()
-        with self._lock:
-            self.bytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
-            self._free.clear()
-
-    def stream(self, device: torch.device) -> Any:
-        """The stream of the copies of a device."""
+    def _stream(self, device: torch.device) -> Any:
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device)
             return self._streams[device]
+
+
+def _part(host: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return host[: numel * dtype.itemsize].view(dtype)
+
+
+class Simulated(HostPool):
+    """Copies nothing: the tensors that come back have the right size, and their numbers are arbitrary."""
+
+    def out(self, tensor: torch.Tensor) -> Any:
+        """Keeps nothing."""
+
+    def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
+        """Gives an empty tensor."""
+        return like.empty(), None
+
+    def drop(self, kept: Any, device: torch.device) -> None:
+        """Nothing to free."""

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.memory.handles import INSTEAD, Handle
 from anybatch.memory.lazylogits import LazyLogits, Product
-from anybatch.memory.places import places_of
+from anybatch.memory.places import Handle, Layered, places_of
 from anybatch.tensors.graph import is_transformed
 
 
@@ -19,11 +18,6 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
     ``F.cross_entropy`` with classes as the target, through nothing but changes of shape, order and precision and
     selections of rows, the logits of one chunk are there at a time, and their gradient is computed with them. Every
     other use gets the ordinary logits. Gradients of low precision are added up in float32.
-
-    Args:
-        model: the model.
-        head: the dotted name of a ``torch.nn.Linear``.
-        chunks: how many parts the rows are split into.
 
     Returns:
         A handle that takes the memory optimization off and says how often it was of use.
@@ -49,20 +43,16 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
             "result goes into the cross-entropy"
         )
     optimization = _Head(linear, chunks)
-    return ChunkedLoss([place.put_on(optimization, INSTEAD)], optimization)
+    return ChunkedLoss([place.put_on(optimization)], optimization)
 
 
 def is_linear(module: torch.nn.Module) -> bool:
-    """Whether a module computes ``F.linear`` and nothing else.
-
-    Args:
-        module: any; layers of this package around its forward don't count.
-    """
-    own = module.__dict__.get("forward")
-    if own is not None:
-        own = getattr(getattr(own, "__wrapped__", None), "__func__", None)
-        if own is not torch.nn.Linear.forward:
-            return False
+    """Whether a module computes ``F.linear`` and nothing else."""
+    own = module.forward
+    while isinstance(own, Layered):
+        own = own.__wrapped__
+    if getattr(own, "__func__", None) is not torch.nn.Linear.forward:
+        return False
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
 
 

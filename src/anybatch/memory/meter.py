@@ -13,8 +13,8 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
-from anybatch.tensors.fakemode import UNKNOWN, Fake, QuickFakeMode
+from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.fakemode import Fake
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import unwrapped
 
@@ -113,9 +113,6 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
     Args:
         tensor: dense, sparse, or of a subclass that is made of other tensors.
-
-    Returns:
-        One storage for a dense tensor, several for the others.
 
     Example:
         >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
@@ -217,33 +214,18 @@ class Recording(TorchDispatchMode):
         return len(self.operations)
 
     def register(self, tensors: Iterable[Any], category: str, *, counted: bool = True) -> None:
-        """Adds what is there before the first operation.
-
-        Args:
-            tensors: anything else among them is left out.
-            category: what they are for.
-            counted: whether their bytes count.
-        """
+        """Adds what is there before the first operation."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, BEFORE, category, counted=counted)
 
     def assign(self, tensors: Iterable[Any], category: str) -> None:
-        """Says what storages are for that are alive now.
-
-        Args:
-            tensors: what they hold; ``None`` among them is left out.
-            category: what they are for.
-        """
+        """Says what storages are for that are alive now."""
         for found in self.allocations_of(tensors):
             found.category = category
 
     def allocations_of(self, tensors: Iterable[Any]) -> list[Allocation]:
-        """The allocations of tensors, as far as they were seen.
-
-        Args:
-            tensors: anything else among them is left out.
-        """
+        """The allocations of tensors, as far as they were seen."""
         keys = (
             storage._cdata for tensor in tensors if isinstance(tensor, torch.Tensor) for storage in storages_of(tensor)
         )
@@ -298,9 +280,7 @@ class Recording(TorchDispatchMode):
             raise OverBudget(expected)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        mode = current_mode()  # that of fake tensors, if no other is between, which is asked without a detour
-        result = mode.recalled(func, args, kwargs) if type(mode) is QuickFakeMode else UNKNOWN
-        return func(*args, **kwargs) if result is UNKNOWN else result
+        return func(*args, **kwargs)
 
     def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""
@@ -397,11 +377,7 @@ class Recording(TorchDispatchMode):
         return live
 
     def by_category(self, position: int | None = None) -> dict[str, int]:
-        """The bytes that were alive after an operation, by what they are for.
-
-        Args:
-            position: of the operation; ``None`` for now.
-        """
+        """The bytes that were alive after an operation, by what they are for."""
         found: dict[str, int] = {}
         for one in self.allocations:
             if position is None:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from anybatch.memory.copies import Copied, Layout, Simulated, Transfer
-from anybatch.memory.handles import OUTSIDE, Handle
-from anybatch.memory.hostpool import HostPool
-from anybatch.memory.places import places_of
+from anybatch.memory.hostpool import HostPool, Layout, Simulated
+from anybatch.memory.places import Handle, places_of
 from anybatch.tensors.graph import in_backward, is_transformed
 from anybatch.tensors.modules import modules_of
 
@@ -29,7 +27,6 @@ def offload(
     transform of ``torch.func`` or forward-mode differentiation stays.
 
     Args:
-        model: the model.
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
         pool: host memory that is kept from one use to the next; ``None`` for one that is dropped with the handle.
         simulate: whether to copy nothing, so that only what happens on the device is there to be measured; then small
@@ -49,8 +46,8 @@ def offload(
         torch.Size([30, 30])
     """
     places = places_of(model, names)
-    traffic = _Traffic(model, Simulated() if simulate else Copied(HostPool() if pool is None else pool))
-    return Handle([place.put_on(_Offloaded(traffic), OUTSIDE) for place in places])
+    traffic = _Traffic(model, Simulated() if simulate else pool or HostPool())
+    return Handle([place.put_on(_Offloaded(traffic)) for place in places])
 
 
 class _Offloaded:
@@ -84,10 +81,10 @@ def _unpack(packed: "_Packed | _Stayed") -> torch.Tensor:
 class _Traffic:
     """All calls of the blocks, in the order of the forward."""
 
-    def __init__(self, model: torch.nn.Module, transfer: Transfer) -> None:
-        self.transfer = transfer
+    def __init__(self, model: torch.nn.Module, pool: HostPool) -> None:
+        self.pool = pool
         # Simulated on a small batch for the sake of a large one, where what has few bytes here has many.
-        self.smallest = 0 if isinstance(transfer, Simulated) else SMALLEST
+        self.smallest = 0 if isinstance(pool, Simulated) else SMALLEST
         self.entries: dict[Any, weakref.ref[_Entry]] = {}
         self._model = model
         self._calls: list[weakref.ref[_Call]] = []
@@ -144,7 +141,7 @@ class _Call:
         ref = traffic.entries.get(key)
         entry = None if ref is None else ref()
         if entry is None or not entry.is_of(storage, tensor._version):
-            entry = _Entry(tensor, storage, part is None, traffic.transfer)
+            entry = _Entry(tensor, storage, part is None, traffic.pool)
             traffic.entries[key] = weakref.ref(entry)
             self._entries.append(weakref.ref(entry))
         return _Packed(self, entry, tensor, part is None)
@@ -167,13 +164,13 @@ class _Call:
 class _Entry:
     """A storage, or a part of one, on the host."""
 
-    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_source", "_taken", "_transfer", "_uses", "_version")
+    __slots__ = ("__weakref__", "_brought", "_kept", "_like", "_pool", "_source", "_taken", "_uses", "_version")
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, transfer: Transfer) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, is_whole: bool, pool: HostPool) -> None:
         self._kept: Any = None  # before anything that may run out of memory
         self._uses = self._taken = 0
         tensor = tensor.detach()
-        self._transfer = transfer
+        self._pool = pool
         self._source, self._version = weakref.ref(storage), tensor._version
         self._brought: tuple[torch.Tensor, Any] | None = None
         if is_whole:
@@ -182,7 +179,7 @@ class _Entry:
         else:  # made dense where it was computed, so that the copy to the host is one piece
             self._like = Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
             sent = tensor.contiguous()
-        self._kept = transfer.out(sent)
+        self._kept = pool.out(sent)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Whether this is what the storage holds now."""
@@ -191,7 +188,7 @@ class _Entry:
     def fetch(self) -> tuple[torch.Tensor, Any]:
         """Begins to bring it back."""
         if self._brought is None:
-            self._brought = self._transfer.back(self._kept, self._like)
+            self._brought = self._pool.back(self._kept, self._like)
         return self._brought
 
     def share(self) -> None:
@@ -201,7 +198,7 @@ class _Entry:
     def take(self) -> torch.Tensor:
         """Gives it to the backward; lets go of it when everyone who saved it has had it."""
         brought, arrival = self.fetch()
-        self._transfer.wait(arrival, self._like.device)
+        self._pool.wait(arrival, self._like.device)
         self._taken += 1
         if self._taken >= self._uses:  # the graph may stay, for a second backward
             self._brought, self._taken = None, 0
@@ -209,7 +206,7 @@ class _Entry:
 
     def __del__(self) -> None:
         if self._kept is not None:
-            self._transfer.drop(self._kept, self._like.device)
+            self._pool.drop(self._kept, self._like.device)
 
 
 class _Packed:

@@ -1,6 +1,6 @@
 """Notices writes into tensors that were there before, and takes them back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ class Overwritten(Mode):
 
     Args:
         except_for: tensors that someone else puts back.
+        run: runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would.
 
     Attributes:
         bytes: of the copies.
@@ -29,8 +30,9 @@ class Overwritten(Mode):
         (tensor([1., 1.]), 8)
     """
 
-    def __init__(self, except_for: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, except_for: Iterable[torch.Tensor] = (), run: Callable[..., Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
         self.bytes = 0
         self._made = {key for tensor in except_for if (key := _key(tensor)) is not None}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -40,19 +42,15 @@ class Overwritten(Mode):
     ) -> Any:
         """Runs an operation; copies first what it is about to write to."""
         kwargs = kwargs or {}
-        given = {
-            key for value in (*args, *kwargs.values()) for one in _tensors(value) if (key := _key(one)) is not None
-        }
-        if func._schema.is_mutable:
+        is_mutable, makes = _known.get(func) or _known.setdefault(func, _kind(func))
+        if is_mutable:
             for argument, value in _arguments(func, args, kwargs):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in _tensors(value):
                         self._keep(tensor)
-        result = func(*args, **kwargs)
-        for value in _tensors(result):
-            key = _key(value)
-            if key is not None and key not in given:  # a view of what was there before is no tensor of this block
-                self._made.add(key)
+        result = func(*args, **kwargs) if self._run is None else self._run(func, types, args, kwargs)
+        if makes:  # a view of what was there before is no tensor of this block
+            self._made.update(key for one in _tensors(result) if (key := _key(one)) is not None)
         return result
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -69,6 +67,17 @@ class Overwritten(Mode):
             if whole.untyped_storage().nbytes() == before.nbytes:
                 whole.copy_(before)
         self._kept.clear()
+
+
+_ALIASES = ("_unsafe_view.default", "lift.default")  # give what they are given, which their schemas do not say
+_known: dict[Any, tuple[bool, bool]] = {}
+
+
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether an operation writes to what it is given, and whether what it gives is new."""
+    returns = func._schema.returns
+    is_new = bool(returns) and all(one.alias_info is None for one in returns) and func.__name__ not in _ALIASES
+    return func._schema.is_mutable, is_new
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:

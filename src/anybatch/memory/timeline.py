@@ -33,7 +33,6 @@ class LinedRecording(Recording):
         """What was alive after each operation; in each of at most so many stretches where it was most.
 
         Args:
-            most: places.
             beside: bytes that were there all the time and were not recorded, by category.
         """
         live = self.live_bytes()

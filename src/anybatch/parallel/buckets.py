@@ -34,11 +34,7 @@ def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Buc
     """Packs gradients, in their order, which is the same on all processes.
 
     Args:
-        gradients: dense tensors.
         most: bytes in a bucket, of which a larger tensor has one for itself.
-
-    Returns:
-        The buckets. bfloat16 and float16 are summed in float32, and rounded once.
 
     Example:
         >>> [len(bucket.gradients) for bucket in buckets_of([torch.zeros(10), torch.zeros(20), torch.zeros(90)], 200)]
@@ -89,13 +85,7 @@ class Buffers:
         return sum(n * dtype.itemsize for (_, dtype), n in _sizes(gradients).items())
 
     def sum_(self, gradients: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
-        """Sums gradients in place over all processes.
-
-        Args:
-            gradients: the same ones everywhere.
-            group: the process group.
-            lost: makes the error for a process that does not answer.
-        """
+        """Sums gradients in place over all processes."""
         for bucket in buckets_of(gradients):
             if bucket.goes_as_it_is:
                 _all_reduce(bucket.gradients[0], group, lost)
@@ -116,16 +106,7 @@ class Buffers:
 def ready_to_sum(
     tensors: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]
 ) -> Callable[[list[bool], float], None]:
-    """Takes all memory that summing gradients over processes will need, before others rely on this one.
-
-    Args:
-        tensors: whose ``.grad`` is summed; it is made where there is none.
-        group: the process group.
-        lost: makes the error for a process that does not answer.
-
-    Returns:
-        A function that sums once, notified of each tensor whether any process has a gradient of it.
-    """
+    """Takes all memory that summing gradients over processes will need, before others rely on this one."""
     for tensor in tensors:
         if tensor.grad is None and tensor.requires_grad:
             tensor.grad = torch.zeros_like(tensor)

@@ -1,8 +1,7 @@
 """Several devices in one process: which there are, and which of them runs which micro-batch."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +16,11 @@ from anybatch.tensors.modules import modules_behind
 
 
 class Placement(NamedTuple):
-    """A device and what belongs to it.
+    """A device and what belongs to it."""
 
-    Args:
-        device: on which micro-batches run.
-        speed: in proportion to the others.
-        copy: of the model; ``None`` where the model itself lies.
-    """
-
-    device: torch.device
-    speed: float
-    copy: ModelCopy | None
+    device: torch.device  # on which micro-batches run
+    speed: float  # in proportion to the others
+    copy: ModelCopy | None  # of the model; ``None`` where the model itself lies
 
 
 class Devices:
@@ -35,8 +28,6 @@ class Devices:
 
     Args:
         placements: the first one is where the model lies.
-        is_queue: whether a device takes the next micro-batch when it is done, so that who runs which differs from run
-            to run.
 
     Attributes:
         drew_on_host: by whether gradients were taken, whether the last pass drew from generators that all threads
@@ -45,9 +36,8 @@ class Devices:
         was_warned: whether something was said about buffers.
     """
 
-    def __init__(self, placements: Sequence[Placement], *, is_queue: bool = False) -> None:
+    def __init__(self, placements: Sequence[Placement]) -> None:
         self.placements = list(placements)
-        self.is_queue = is_queue
         self.drew_on_host: dict[bool, bool] = {}
         self.is_checked = False
         self.was_warned = False
@@ -63,11 +53,7 @@ class Devices:
         return [placement.copy for placement in self.placements if placement.copy is not None]
 
     def most(self, splittable: Splittable) -> float:
-        """What a micro-batch may be at most, in samples or in cost, so that every device gets its share.
-
-        Args:
-            splittable: the logical batch.
-        """
+        """What a micro-batch may be at most, in samples or in cost, so that every device gets its share."""
         share = min(placement.speed for placement in self.placements) / sum(
             placement.speed for placement in self.placements
         )
@@ -75,27 +61,12 @@ class Devices:
             return max(1.0, splittable.largest * share)
         return max(1, math.ceil(splittable.rows * share * (1 - 1e-12)))
 
-    def assign(self, parts: Sequence[Part]) -> list[Iterator[int]]:
+    def assign(self, parts: Sequence[Part]) -> list[list[int]]:
         """Says who runs which micro-batch.
 
         Each goes to the device that would be done with it first, going by costs and speeds, as from a queue. The
-        answer depends on nothing else, so that sums are taken in the same order each time. Of devices of unlike kinds
-        nobody knows the speeds, and there is a real queue.
-
-        Args:
-            parts: the micro-batches.
-
-        Returns:
-            The numbers of the micro-batches for each device.
+        answer depends on nothing else, so that sums are taken in the same order each time.
         """
-        if self.is_queue:
-            queue: SimpleQueue[int] = SimpleQueue()
-            for number in (*range(len(parts)), *(-1 for _ in self.placements)):
-                queue.put(number)
-            return [iter(queue.get, -1) for _ in self.placements]
-        return [iter(numbers) for numbers in self._shares(parts)]
-
-    def _shares(self, parts: Sequence[Part]) -> list[list[int]]:
         loads = [0.0] * len(self.placements)
         found: list[list[int]] = [[] for _ in self.placements]
         for number, part in enumerate(parts):
@@ -108,31 +79,18 @@ class Devices:
         return found
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
-        """How many micro-batches one device runs at most.
-
-        Args:
-            parts: the micro-batches.
-        """
-        if self.is_queue:  # nobody knows who takes how many
-            return len(parts)
-        return max(len(numbers) for numbers in self._shares(parts))
+        """How many micro-batches one device runs at most."""
+        return max(len(numbers) for numbers in self.assign(parts))
 
     def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
-        """The time until the last device is done.
-
-        Args:
-            parts: the micro-batches.
-            one: gives the time of a micro-batch on the first device by its cost.
-        """
+        """The time until the last device is done."""
         first = self.placements[0].speed
-        ends = zip(self._shares(parts), self.placements, strict=True)
+        ends = zip(self.assign(parts), self.placements, strict=True)
         return max(sum(one(parts[n].cost) for n in numbers) * first / placement.speed for numbers, placement in ends)
 
     @property
     def in_words(self) -> str:
         """What decides who runs which micro-batch: how many devices there are, and their speeds."""
-        if self.is_queue:
-            return f"{len(self.placements)} that take from a queue"
         speeds = [placement.speed for placement in self.placements]
         if len(set(speeds)) == 1:
             return str(len(speeds))
@@ -162,8 +120,6 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 
     Args:
         devices: a sequence of devices; a mapping of devices to their speeds; ``None`` for the model's own.
-        model: lies on one of them.
-        loss_fn: goes to all of them too if it is a module.
 
     Returns:
         The devices, that of the model first; ``None`` if it is the only one.
@@ -206,8 +162,12 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
         )
     order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
     placements = [Placement(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
-    kinds = {_kind_of(one) for one in found}
-    result = Devices(placements, is_queue=len(kinds) > 1 and not isinstance(devices, Mapping))
+    if len({_kind_of(one) for one in found}) > 1 and not isinstance(devices, Mapping):
+        raise BatchError(
+            f"devices is {[str(one) for one in found]}, of unlike kinds, and nobody knows how fast one is beside the "
+            'other; expected their speeds, as in devices={"cuda:0": 3, "cpu": 1}'
+        )
+    result = Devices(placements)
     result.check(model, loss_fn)
     return result
 

@@ -17,9 +17,6 @@ _SEEDS = 2**62
 def seeds_for(micro_batches: int) -> list[int]:
     """A seed for each micro-batch, by torch's generator for the CPU, which stays as it is.
 
-    Args:
-        micro_batches: how many.
-
     Example:
         >>> seeds_for(3) == seeds_for(3), len(set(seeds_for(3)))
         (True, 3)
@@ -49,11 +46,7 @@ class HostDraws:
         self.drew = self.drew_here = False
 
     def begin(self, number: int) -> None:
-        """Seeds them for a micro-batch, which runs alone.
-
-        Args:
-            number: of the micro-batch.
-        """
+        """Seeds them for a micro-batch, which runs alone."""
         seed = self._seeds[number]
         with without_modes():
             torch.default_generator.manual_seed(seed)
@@ -100,11 +93,7 @@ class DeviceDraws:
         self.drew = False
 
     def begin(self, number: int) -> None:
-        """Seeds it for a micro-batch; the device is the current one of its kind.
-
-        Args:
-            number: of the micro-batch.
-        """
+        """Seeds it for a micro-batch; the device is the current one of its kind."""
         if self._module is not None:
             self._module.manual_seed(self._seeds[number])
             self._before = self._module.get_rng_state(self._device)

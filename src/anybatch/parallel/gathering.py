@@ -38,12 +38,6 @@ class _Kind(NamedTuple):
 def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Joint:
     """Brings the outputs of all ranks together, in the order of the ranks, with uneven rows and in one collective.
 
-    Args:
-        outputs: of the samples of this rank: any nested container.
-        gets: its leaves that get a gradient, by position; none where the rank has no samples.
-        batch: of this rank, if the loss looks at it.
-        messages: has the group. Two rounds go before: what each rank has, and that it has the memory for all.
-
     Raises:
         LossError: the ranks have outputs that do not belong together.
     """
@@ -149,11 +143,7 @@ def _unpacked(
 
 
 def compact(leaf: Any) -> Any:
-    """A tensor without the rows of others that its storage may have, on the host; another value as it is.
-
-    Args:
-        leaf: of a batch.
-    """
+    """A tensor without the rows of others that its storage may have, on the host; another value as it is."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         leaf = leaf.detach().cpu()
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf

@@ -49,13 +49,6 @@ class Messages:
     def round(self, stage: int, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sends what this rank has at a stage, and waits until all have come there.
 
-        Args:
-            stage: grows within an attempt; ranks may leave stages out that they have nothing for.
-            payload: plain values.
-
-        Returns:
-            What the ranks that sent something at this stage sent, in the order of the ranks.
-
         Raises:
             ShortageElsewhere: memory ran out on another rank.
             RankError: another rank failed, does something else, or is gone.
@@ -70,15 +63,6 @@ class Messages:
     def tell_shortage(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
         """Tells all that memory ran out here.
 
-        Args:
-            tried: the size of the micro-batches.
-            is_final: whether nothing smaller is left to try.
-            where: what was running.
-            text: of the error.
-
-        Returns:
-            What all know now.
-
         Raises:
             RankError: another rank failed in another way.
         """
@@ -91,12 +75,7 @@ class Messages:
         raise AssertionError("unreachable")
 
     def tell_failure(self, error: BaseException, where: str) -> None:
-        """Tells all that this rank gives up.
-
-        Args:
-            error: why.
-            where: what was running.
-        """
+        """Tells all that this rank gives up."""
         self.is_open = False
         message = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
         if isinstance(error, DoesNotFit):
@@ -168,10 +147,6 @@ class Messages:
     def gather_tensors(self, found: list[torch.Tensor], mine: torch.Tensor) -> None:
         """One collective, after a round in which all said that they come to it.
 
-        Args:
-            found: is filled with what each process has.
-            mine: of this one.
-
         Raises:
             RankError: another process is gone.
         """
@@ -181,11 +156,7 @@ class Messages:
             raise self.lost(error) from error
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """The same for anything that can be pickled, in two collectives.
-
-        Args:
-            mine: of this process.
-        """
+        """The same for anything that can be pickled, in two collectives."""
         found: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(found, mine, group=self.group)
@@ -194,11 +165,7 @@ class Messages:
         return found
 
     def lost(self, error: BaseException) -> RankError:
-        """The error for a rank that does not answer.
-
-        Args:
-            error: of the collective.
-        """
+        """The error for a rank that does not answer."""
         return self._given_up(
             f"rank {self.rank} could not reach the others in {self.verb}: {error}. A rank has died, or did not come "
             "within the timeout of the process group; look at its output, and start all ranks again"

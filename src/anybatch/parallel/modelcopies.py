@@ -29,10 +29,6 @@ _WRAPPERS = {
 def check_copyable(models: Iterable[Any], home: torch.device) -> None:
     """Refuses models that can't be copied to other devices.
 
-    Args:
-        models: the model, and the loss if it is a module.
-        home: where all of their tensors are expected.
-
     Raises:
         BatchError: one is wrapped, compiled, not complete, or lies on several devices.
     """
@@ -92,11 +88,7 @@ class ModelCopy:
         self._modules: dict[int, torch.nn.Module] = {}
 
     def refresh(self, models: Sequence[torch.nn.Module]) -> None:
-        """Makes the copy equal to what the modules are now.
-
-        Args:
-            models: all of them.
-        """
+        """Makes the copy equal to what the modules are now."""
         with torch.no_grad():
             self._refresh(modules_of(*models))
 
@@ -155,11 +147,7 @@ class ModelCopy:
         return copy
 
     def translated(self, value: Any) -> Any:
-        """What stands for a value here: for a module its copy, for one of its methods that of the copy.
-
-        Args:
-            value: an attribute, or a loss function.
-        """
+        """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
         if isinstance(value, torch.nn.Parameter):
             return self._leaves.get(id(value), (value, value))[1]
         if isinstance(value, torch.nn.Module):

@@ -267,14 +267,8 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
     """Finds the ranks that train a model together.
 
     Args:
-        model: with its wrappers.
         group: a process group; ``None`` for that of a DistributedDataParallel, or else the default one; ``False`` for
             this process alone.
-        device: where the model lies.
-        before: what was found before, which is kept if it is the same.
-
-    Returns:
-        What reduces over them.
 
     Raises:
         BatchError: ``group`` is something else.

@@ -18,21 +18,12 @@ _AT_ONCE = 2**20
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to a module itself.
-
-    Args:
-        module: any.
-    """
+    """Whether ``fully_shard`` was applied to a module itself."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """The names of parameters, for messages.
-
-    Args:
-        model: has most of them.
-        parameters: in the order of the names.
-    """
+    """The names of parameters, for messages."""
     known = {id(p): name for name, p in model.named_parameters()}
     return [known.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(parameters)]
 
@@ -71,19 +62,12 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """One text for many.
-
-    Args:
-        texts: in an order that is the same everywhere.
-    """
+    """One text for many."""
     return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:32]
 
 
 def check_model(model: torch.nn.Module) -> None:
     """Refuses models whose gradient can't be taken apart from their own communication.
-
-    Args:
-        model: the whole, with its wrappers.
 
     Raises:
         AnyBatchError: it is sharded, or its wrapper counts backwards.
@@ -115,22 +99,14 @@ def group_behind(model: torch.nn.Module) -> Any:
 
 
 def bucket_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """The bytes of the buckets that every DistributedDataParallel takes when it is made.
-
-    Args:
-        modules: that a loss runs through.
-    """
+    """The bytes of the buckets that every DistributedDataParallel takes when it is made."""
     wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
     return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
 
 
 @contextmanager
 def apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keeps DistributedDataParallel from communicating, in forwards and backwards.
-
-    Args:
-        modules: that a loss runs through.
-    """
+    """Keeps DistributedDataParallel from communicating, in forwards and backwards."""
     with ExitStack() as stack:
         for module in modules_of(*modules):
             if isinstance(module, DistributedDataParallel):

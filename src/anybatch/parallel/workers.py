@@ -38,11 +38,7 @@ class ThreadState:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Sets all this in the thread that it is called in, which is to end afterwards.
-
-        Args:
-            device: what this thread works on; it takes the place of the home device.
-        """
+        """Sets all this in the thread that it is called in, which is to end afterwards."""
         for kind, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -80,11 +76,6 @@ def run_together(
     home: torch.device, works: Sequence[tuple[torch.device, Callable[[], None]]], stop: threading.Event
 ) -> list[BaseException | None]:
     """Runs the first work in this thread and each other in one of its own, and waits for all of them.
-
-    Args:
-        home: the device of the first one.
-        works: each with its device; after ``stop`` they come to an end.
-        stop: is set as soon as one fails.
 
     Returns:
         What each of them failed with, ``None`` for one that went through or was stopped.

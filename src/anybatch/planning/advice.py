@@ -11,7 +11,6 @@ import torch
 
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.planning.curve import Peak
-from anybatch.planning.optimizer import History
 from anybatch.planning.subjects import Behaviour, Subject
 from anybatch.records.plans import ModuleShare, PlanRow
 from anybatch.tensors.optimizers import state_tensors
@@ -27,18 +26,14 @@ _SMALLER = "Shorter or smaller samples, a smaller model or autocast=torch.bfloat
 _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the loader,"
 
 
-def binding_of(peak: Peak, hint: str, floor_size: float | None, history: History | None) -> str:
-    """Says what the peak is made by, and what would lower it.
-
-    Args:
-        peak: of the chosen way.
-        hint: what there is to say of the loss, if that is where it is.
-        floor_size: the largest micro-batch at which what is there apart from them is the peak, ``None`` if none is.
-        history: what the optimizer keeps of its last iterations.
-    """
+def binding_of(peak: Peak, hint: str, floor_size: float | None) -> str:
+    """Says what the peak is made by, and what would lower it."""
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
-    what, helps = "the optimizer's step", _less_state(history, peak.has_state)
+    what, helps = (
+        "the optimizer's step",
+        "an optimizer with less state" if peak.has_state else "training fewer parameters",
+    )
     if peak.is_count:
         what, helps = _COUNT, _LIGHTER
     floor = f"{format_bytes(peak.floor)}, below which only {helps} helps"
@@ -56,7 +51,7 @@ def binding_of(peak: Peak, hint: str, floor_size: float | None, history: History
 
 def does_not_fit(
     smallest: PlanRow, peak: Peak, budget: int, needed: int, usable: Callable[[int], int],
-    shares: Sequence[ModuleShare], beside: int, history: History | None, remedies: Callable[[Sequence[str]], str],
+    shares: Sequence[ModuleShare], beside: int, remedies: Callable[[Sequence[ModuleShare]], str],
 ) -> DoesNotFit:  # fmt: skip
     """The error for a budget that nothing fits in.
 
@@ -68,8 +63,7 @@ def does_not_fit(
         usable: gives the bytes of a budget that a plan may take.
         shares: what the blocks hold.
         beside: bytes that summing gradients over ranks takes beside the plan.
-        history: what the optimizer keeps of its last iterations.
-        remedies: says what would help, by the names of the blocks that hold the most.
+        remedies: says what would help, by the blocks that hold the most.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     names = [share.name for share in holders]
@@ -77,13 +71,10 @@ def does_not_fit(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    excess = smallest.needed_bytes - usable(budget)
     if peak.floor > usable(budget) and peak.is_count:
         remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER} helps"
-    elif history is not None and (history.largest_within(excess) or peak.floor > usable(budget)):
-        remedy = _history_remedy(history, excess)
     else:
-        remedy = remedies(names).lstrip()
+        remedy = remedies(holders).lstrip()
     if not held:
         held = "none were found, since there are none or they run more than once in a loss"
     return DoesNotFit(
@@ -105,23 +96,6 @@ def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int
         f"(plan.smallest_bytes). {why_whole}{' ' if why_whole else ''}{_SMALLER}",
         needed=least,
         budget=budget + beside,
-    )
-
-
-def _less_state(history: History | None, has_state: bool) -> str:
-    if history is not None:
-        return f"a history_size below {history.size}"
-    return "an optimizer with less state" if has_state else "training fewer parameters"
-
-
-def _history_remedy(history: History, excess: int) -> str:
-    """Says what to do where an optimizer keeps a history, and the smallest configuration takes too much."""
-    fits = history.largest_within(excess)
-    way = f"history_size={fits} fits" if fits else "even history_size=1 does not fit; use another optimizer"
-    return (
-        f"The optimizer keeps history_size={history.size} pairs of vectors as large as all trained parameters, "
-        f"{format_bytes(history.pair_bytes)} a pair. They are not there in the first step, but after {history.size} "
-        f"iterations, and so are planned for: {way}"
     )
 
 
@@ -154,6 +128,7 @@ def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
 
 
 _MOST_FROZEN = 2
+_OF_A_WEIGHT = 4  # its gradient, two moments and a master copy are the most that freezing saves for each of its bytes
 
 
 @dataclass(frozen=True)
@@ -172,20 +147,26 @@ class _Remedy:
 
 
 def what_helps(
-    subject: Subject, holders: Sequence[str], needed: int, budget: int, least: Callable[[Subject], int] | None
+    subject: Subject,
+    holders: Sequence[ModuleShare],
+    needed: int,
+    budget: int,
+    activations: int,
+    least: Callable[[Subject], int] | None,
 ) -> str:
     """Says why nothing is split, if nothing is, and what would help.
 
     Args:
         subject: what does not fit.
-        holders: the names of the blocks that hold the most.
+        holders: the blocks that hold the most.
         needed: bytes that it takes.
         budget: bytes that there are.
+        activations: bytes of them at the peak of the smallest configuration.
         least: gives the smallest budget for a step; ``None`` where nothing is to be tried.
     """
     reasons = [text for text in (why_whole(subject),) if text]
     tried = []
-    for way in _remedies(subject, holders) if least is not None else ():
+    for way in _remedies(subject, holders, needed - budget, activations) if least is not None else ():
         try:
             with way.during():
                 tried.append((least(way.subject), way.text))  # type: ignore[misc]
@@ -215,14 +196,19 @@ def why_whole(subject: Subject) -> str:
     )
 
 
-def _remedies(subject: Subject, holders: Sequence[str]) -> Iterator[_Remedy]:
+def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, activations: int) -> Iterator[_Remedy]:
     def other(**changes: object) -> Subject:
         return replace(subject, behaviour=Behaviour(), **changes)  # type: ignore[arg-type]
 
     if subject.batch_norm == "refuse" and not subject.splits:
         for policy in ("ghost", "frozen"):
             yield _Remedy(f'batch_norm="{policy}"', other(batch_norm=policy))
-    if subject.settings.autocast is None and any(p.dtype is torch.float32 for p in subject.parameters):
+    # A half of the activations is the most that it saves in any configuration.
+    if (
+        activations > excess
+        and subject.settings.autocast is None
+        and any(p.dtype is torch.float32 for p in subject.parameters)
+    ):
         settings = replace(subject.settings, autocast=torch.bfloat16)
         yield _Remedy("autocast=torch.bfloat16", other(settings=settings))
     if subject.optimizers and not all(map(_holds_nothing, subject.optimizers)):
@@ -232,7 +218,9 @@ def _remedies(subject: Subject, holders: Sequence[str]) -> Iterator[_Remedy]:
     names = {
         name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
     }
-    for name in [one for one in holders if one in names][:_MOST_FROZEN]:
+    known = [one for one in holders if one.name in names][:_MOST_FROZEN]
+    # Of one of many equal blocks it is known without a plan that it holds less than what is missing.
+    for name in [one.name for one in known if _OF_A_WEIGHT * one.parameter_bytes + one.activation_bytes > excess]:
         yield _Remedy(
             f'anybatch.freeze(model, "{name}")',
             other(),

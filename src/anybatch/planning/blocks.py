@@ -24,10 +24,6 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
 
     A model without lists gives its own children.
 
-    Args:
-        model: any.
-        named: modules that the user names; they are blocks as a whole, and nothing in them is.
-
     Returns:
         Qualified names, none within another.
 
@@ -135,10 +131,6 @@ def _allocations(recording: Recording, value: Any) -> list[Allocation]:
 def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Says which blocks are children of a ``Sequential``, where several in a row can be recomputed as one.
 
-    Args:
-        model: any.
-        names: of its blocks.
-
     Returns:
         For each such block the name of its sequence and its position there.
 
@@ -185,7 +177,7 @@ class Link:
         self.repeats = False
 
 
-def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], start: int, stop: int) -> list[Link]:
+def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], stop: int) -> list[Link]:
     """The blocks in the order in which they ran; the backward begins them in the reverse order.
 
     A block that ran several times, as in a loss that calls its model twice, stands where it ran last. What it made in
@@ -193,7 +185,6 @@ def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], start: in
     """
     links: list[Link] = []
     earlier: dict[str, list[Link]] = {}
-    spans = [span for span in spans if start <= span.enter and span.leave <= stop]
     last = {span.name: span for span in spans}
     index = {id(allocation): number for number, allocation in enumerate(allocations)}
     for span in spans:
@@ -238,17 +229,15 @@ def freed_by(links: Sequence[Link], allocations: Sequence[Allocation], sizes: Se
     return freed, kept
 
 
-def bounds_of(
-    chain: Sequence[Link], live: Sequence[int], start: int, stop: int, around: int
-) -> tuple[list[int], list[int]]:
+def bounds_of(chain: Sequence[Link], live: Sequence[int], around: int) -> tuple[list[int], list[int]]:
     """The most bytes alive while each block goes forward, and in the loss; and while each goes backward."""
 
     def most(begin: int, end: int) -> int:
         return around + (max(live[begin:end]) if end > begin else live[max(begin - 1, 0)])
 
-    leaves = [start, *(link.leave for link in chain)]
+    leaves = [0, *(link.leave for link in chain)]
     forward = [most(leaves[k], leaves[k + 1]) for k in range(len(chain))]
-    forward.append(most(leaves[-1], chain[-1].back if chain else stop))
-    backs = [stop, *(link.back for link in chain)]
+    forward.append(most(leaves[-1], chain[-1].back if chain else len(live)))
+    backs = [len(live), *(link.back for link in chain)]
     backward = [most(backs[k + 1], backs[k]) for k in range(len(chain))]
     return forward, backward

@@ -3,12 +3,11 @@
 With N micro-batches of which k keep their graph, an encoder whose forward takes F and whose backward takes B for each,
 and a loss that takes L, a logical batch takes N (F + B) + (N - k) F + L. Blocks that are recomputed or offloaded make a
 graph smaller, so that more of them are kept. The encoder by itself, with a loss that adds up, is searched as any step
-is; what a whole pass holds is read off one that was written down.
+is, which gives times and choices of blocks; a whole pass is traced as one micro-batch of all samples.
 """
 
-import copy
-import functools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -17,16 +16,16 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import AnyBatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.memory.checkpointing import NotRecomputable
-from anybatch.memory.meter import OverBudget, Recording
-from anybatch.planning.coupledtrace import LOSS, CoupledTrace, EncoderAlone, trace_coupled, which_run
-from anybatch.planning.curve import Peak, Profile, Size
+from anybatch.memory.meter import OverBudget
+from anybatch.planning.coupledpass import LOSS, EncoderAlone, which_run
+from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.lengths import Shapes
-from anybatch.planning.memorytrace import NotFake, Tracer
+from anybatch.planning.memorytrace import PassTrace
+from anybatch.planning.predictor import Predictor
 from anybatch.planning.recipe import Recipe, Splitting
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
-from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER
+from anybatch.records.memory import ACTIVATIONS
 from anybatch.records.plans import Confidence, PlanRow
 from anybatch.units import format_bytes
 
@@ -51,27 +50,19 @@ class CoupledSearch(Search):
     may_race = replays = False
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
-        self._whole, self._coupled = subject, cast(Coupled, subject.loss_fn)
+        self._coupled = cast(Coupled, subject.loss_fn)
         encoder = replace(subject, loss_fn=EncoderAlone(self._coupled))
         super().__init__(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
-        on_meta = any(parameter.is_meta for parameter in subject.parameters)
-        self._tracer = Tracer(subject, (), Recording, is_fake=True, may_probe=not on_meta)
+        self.planned, self._passes = subject, Predictor(subject)
         self._budget = 0
-        self._traces: dict[Any, CoupledTrace] = {}
-        self._too_large: dict[Any, int] = {}
-        self._trained: set[int] = set()
-        self._largest: dict[float, Size | Shapes] = {}
+        self._traces: dict[Any, PassTrace | int] = {}  # bytes that are needed at least, of one that was stopped
+        self._largest: dict[float, list[Size]] = {}
         self._found: list[PlanRow] = []
-
-    @property
-    def planned(self) -> Subject:
-        """What the plan is for."""
-        return self._whole
 
     @property
     def is_fake(self) -> bool:
         """Whether passes run on fake tensors."""
-        return self.profiles.is_fake and self._tracer.is_fake
+        return self.profiles.is_fake and self._passes.is_fake
 
     @property
     def confidence(self) -> Confidence:
@@ -81,24 +72,24 @@ class CoupledSearch(Search):
     @property
     def known(self) -> tuple[object, ...]:
         """What was found out about the step so far."""
-        return *super().known, self._tracer.is_fake
+        return *super().known, self._passes.is_fake
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none."""
-        self._whole.attend(splittable)
+        self.planned.attend(splittable)
         super().attend(splittable)
 
     def forget(self) -> None:
         """Lets go of what follows from traces that are not to be trusted any more."""
         super().forget()
         self._traces.clear()
-        self._too_large.clear()
 
     def look_within(self, usable: int, budget: int) -> None:
         """Begins a search; what can't run on fake tensors runs for real within a budget."""
         self._budget = usable
-        self._too_large.clear()
+        self._traces = {key: trace for key, trace in self._traces.items() if not isinstance(trace, int)}
         super().look_within(usable, _NO_LIMIT)
+        self._passes.stay_within(usable)
         self._peak(self._few()[-1], Recipe(keep=0))  # after which it is known whether the loss runs on fakes
 
     def _few(self) -> list[Splitting]:
@@ -123,184 +114,113 @@ class CoupledSearch(Search):
     # What a pass holds.
 
     def _peak(self, splitting: Splitting, recipe: Recipe) -> Peak:
-        """The most bytes alive in a pass, and what they are for.
+        """The most bytes alive in a step, and what they are for; of a pass that was stopped only how many it reached.
 
         Raises:
             NotRecomputable: a block can't be recomputed.
         """
-        kept = recipe.keep or 0
-        more = which_run(self._sizes(splitting), kept)[2]
-        ran = (len(splitting.parts) - kept - more[0], kept - more[1])
+        kept, sizes = recipe.keep or 0, [self.profiles.size_of(part) for part in splitting.parts]
+        numbers, like, more = which_run([(size.samples, size.length) for size in sizes], kept)
+        ran = (len(sizes) - kept - more[0], kept - more[1])
         key = (splitting.limit, replace(recipe, keep=None), ran)
-        if key not in self._traces and key not in self._too_large:
+        if key not in self._traces:
+            was_fake = self.is_fake
             try:
-                self._traces[key] = self._traced_pass(splitting, recipe)
+                trace = self._passes.traced_pass([splitting.parts[number] for number in numbers], recipe, like)
+                if was_fake and not self.is_fake:
+                    self._traces.clear()
+                self._traces[key] = trace
             except OverBudget as error:
-                self._too_large[key] = max(error.needed, self._budget + 1)
-        if key in self._too_large:
-            return Peak(self._too_large[key], {}, "", LOSS)
-        trace = self._traces[key]
-        self._trained |= {*trace.trained}
-        self._note_largest(splitting)
-        peak = trace.peak(more)
-        constants = self.profile(Recipe(), self.splittings[-1])[0].constants
-        reached = self.profiles.trained(self._trained)
-        found = peak.by_category | {OPTIMIZER: self.profiles.update_of(reached).state}
-        for name, size in (
-            (INPUTS, constants.batch),
-            (GRADIENTS, self.subject.gradient_bytes({*reached} - {*trace.trained})),
-            (BUFFERS, constants.buffers),
-        ):
-            found[name] = found.get(name, 0) + size
-        return replace(peak, total=sum(found.values()), by_category={name: n for name, n in found.items() if n})
+                self._traces[key] = max(error.needed, self._budget + 1)
+        found = self._traces[key]
+        if isinstance(found, int):
+            return Peak(found, {}, "", LOSS)
+        self._largest[splitting.limit] = self._largest_of(splitting, sizes)
+        size = Size(self.subject.splittable.rows)
+        return self._passes.profile_of([(size, found.with_more(more))]).peak_in_detail()
 
-    def _sizes(self, splitting: Splitting) -> list[tuple[int, int]]:
-        sizes = (self.profiles.size_of(part) for part in splitting.parts)
-        return [(size.samples, size.length) for size in sizes]
-
-    def _note_largest(self, splitting: Splitting) -> None:
-        sizes, lengths = self._sizes(splitting), self.profiles.lengths
-        largest: Size | Shapes = Size(max(samples for samples, _ in sizes), max(length for _, length in sizes))
-        if lengths.are_joined:
-            largest = self.profile(Recipe(), splitting)[1]
+    def _largest_of(self, splitting: Splitting, sizes: list[Size]) -> list[Size]:
+        lengths = self.profiles.lengths
         if lengths.shapes:
-            largest = [lengths.large(part) for part in splitting.parts]
-        self._largest[splitting.limit] = largest
-
-    def _traced_pass(self, splitting: Splitting, recipe: Recipe) -> CoupledTrace:
-        make = functools.partial(trace_coupled, self._whole, splitting.parts, self._sizes(splitting), recipe)
-        if self.is_fake:
-            try:
-                return self._tracer.on_fakes(make)
-            except NotFake:
-                self._traces.clear()
-        return make(None, limit=self._budget)
-
-    def _update(self) -> tuple[Profile, Size]:
-        """What is held apart from the pass; the loss may train more than the encoder has."""
-        profile, size = self.profile(Recipe(), self.splittings[-1])
-        own = copy.copy(profile)
-        own.update = self.profiles.update_of(self.profiles.trained(self._trained))
-        return own, size
-
-    def _update_peak(self) -> int:
-        profile, size = self._update()
-        return profile.update_peak(size, 0)
-
-    def holds_update(self, budget: int) -> bool:
-        """Whether the update fits."""
-        return self._update_peak() <= budget
+            return sizes
+        if lengths.are_joined:
+            return [self.profile(Recipe(), splitting).size]
+        return [Size(max(one.samples for one in sizes), max(one.length for one in sizes))]
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once without memory optimizations; 0 if it is not known."""
         splitting = self._few()[0]
-        return self._row_of(splitting, 1).peak_bytes if splitting.is_single else 0
+        return self._peak(splitting, Recipe(keep=1)).total if splitting.is_single else 0
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak; it was traced as it would run when it was made."""
-        peak = self._peak(self.splitting_of(row), Recipe.of(row))
-        profile, size = self._update()
-        if peak.total < profile.update_peak(size, 0):
-            return row, profile.update_in_detail(size, 0)
-        return row, profile.above_floor(peak, size, 0)
+        return row, self._peak(self.splitting_of(row), Recipe.of(row))
 
     # Which graphs are kept.
 
-    def row(self, recipe: Recipe, splitting: Splitting, budget: int, least: int = 0) -> PlanRow | None:
+    def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
         """The way that keeps the most graphs within a budget; ``None`` if not even the least fits."""
-        kept = self._most(splitting, recipe, budget, least)
-        return None if kept is None else self._row_of(splitting, kept)
+        kept = self._most(splitting, recipe, budget)
+        return None if kept is None else self.row_of(splitting, kept)
 
-    def _most(self, splitting: Splitting, recipe: Recipe, budget: int, least: int = 0) -> int | None:
-        """The largest number of graphs that fits in a budget; ``None`` if not even the least does.
+    def _most(self, splitting: Splitting, recipe: Recipe, budget: int) -> int | None:
+        """The largest number of graphs that fits in a budget, since what is held grows with it; ``None`` if none."""
 
-        Args:
-            splitting: how the batch is split.
-            recipe: the memory optimizations.
-            budget: bytes.
-            least: the smallest number that is worth a look.
-        """
-
-        def fits(kept: int) -> bool:
-            return self._peak(splitting, replace(recipe, keep=kept)).total <= budget
+        def is_over(kept: int) -> bool:
+            return self._peak(splitting, replace(recipe, keep=kept)).total > budget
 
         count = len(splitting.parts)
-        if least >= count or (least and not fits(least)):
-            return count if least <= count and fits(count) else None
-        if fits(count):
-            return count
-        best = least if least or fits(0) else None
-        low, high = max(1, least + 1), count - 1  # what is held grows with the number, from one to all but one
-        while low <= high:
-            middle = (low + high) // 2
-            if fits(middle):
-                best, low = middle, middle + 1
-            else:
-                high = middle - 1
-        return best
+        most = bisect_left(range(count), True, key=is_over) - 1 if is_over(count) else count
+        return None if most < 0 else most
 
-    def _least_kept(self, splitting: Splitting, seconds: float, more: float = 0.0) -> int | None:
-        """The smallest number of graphs with which a splitting is faster than that; ``None`` if it never is."""
-        if not self.times or seconds == _NEVER:
-            return 0
-        numbers = range(len(splitting.parts) + 1)
-        return next((kept for kept in numbers if (self._pass_seconds(splitting, kept) or 0.0) + more < seconds), None)
-
-    def _pass_seconds(self, splitting: Splitting, kept: int) -> float | None:
-        """The predicted time of a logical batch in the encoder, without memory optimizations."""
-        times = self.times
-        if not times:
+    def _pass_seconds(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> float | None:
+        """The predicted time of a logical batch in the encoder, with the memory optimizations of one of its rows."""
+        times, base = self.times, self.seconds(splitting)
+        if not times or base is None:
             return None
         both = [times.seconds(part.cost) for part in splitting.parts]
-        return sum(both) + _FORWARD * sum(both[: len(both) - kept])
+        more = 0.0 if optimized is None else (optimized.seconds or 0.0) - base
+        return sum(both) + _FORWARD * sum(both[: len(both) - kept]) + more
 
-    def _row_of(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> PlanRow:
+    def row_of(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> PlanRow:
         """A way to run the batch, with the blocks of a row of the encoder's own search checkpointed or offloaded."""
         recipe = replace(Recipe() if optimized is None else Recipe.of(optimized), keep=kept)
-        seconds, base = self._pass_seconds(splitting, kept), self.seconds(splitting)
-        if seconds is not None and optimized is not None and base is not None:
-            seconds += (optimized.seconds or 0.0) - base
         return PlanRow(
             micro_batch_size=splitting.limit, micro_batches=len(splitting.parts), recompute=recipe.recompute,
-            offload=recipe.offload, autocast=self.autocast, kept_graphs=kept, seconds=seconds,
-            peak_bytes=max(self._peak(splitting, recipe).total, self._update_peak()), confidence=self.confidence,
+            offload=recipe.offload, autocast=self.autocast, kept_graphs=kept,
+            seconds=self._pass_seconds(splitting, kept, optimized), peak_bytes=self._peak(splitting, recipe).total,
+            confidence=self.confidence,
         )  # fmt: skip
 
     def rows(self, budget: int) -> list[PlanRow]:
-        """The fastest way of each splitting that fits, with blocks checkpointed only where that may be faster."""
+        """The fastest ways that fit, with blocks checkpointed only where that may be faster."""
         found = self._found = list[PlanRow]()
 
-        def least_kept(splitting: Splitting, more: float = 0.0) -> int | None:
-            fastest = min((_NEVER if row.seconds is None else row.seconds for row in found), default=_NEVER)
-            return self._least_kept(splitting, fastest, more)
+        def look_at(ways: Sequence[tuple[Splitting, PlanRow | None]]) -> None:
+            fastest_possible = [(self._pass_seconds(one, len(one.parts), row) or 0.0, one, row) for one, row in ways]
+            for seconds, splitting, row in sorted(fastest_possible, key=lambda way: way[0]):
+                if all(row.seconds is None or seconds < row.seconds for row in found):
+                    found.extend(self._with(splitting, row, lambda s, recipe: self._most(s, recipe, budget)))
 
-        for splitting in sorted(self._few(), key=lambda one: self._pass_seconds(one, len(one.parts)) or 0.0):
-            least = least_kept(splitting)
-            row = None if least is None else self.row(Recipe(), splitting, budget, least)
-            found += [] if row is None else [row]
-        if any(row.kept_graphs == row.micro_batches == 1 for row in found):
-            return found
-        rows = [(one, row) for one in self._few() for row in self.front_of(Recipe(), one) if row.optimizations]
-        rows.sort(key=lambda pair: pair[1].seconds or 0.0)
-        for splitting, row in rows[:_MOST_OPTIMIZED]:
-            least = least_kept(splitting, (row.seconds or 0.0) - (self.seconds(splitting) or 0.0))
-            if least is not None:
-                found += self._optimized(splitting, row, functools.partial(self._most, budget=budget, least=least))
+        look_at([(splitting, None) for splitting in self._few()])
+        if not any(row.kept_graphs == row.micro_batches == 1 for row in found):
+            rows = [(one, row) for one in self._few() for row in self.front_of(Recipe(), one) if row.optimizations]
+            look_at(sorted(rows, key=lambda pair: pair[1].seconds or 0.0)[:_MOST_OPTIMIZED])
         return found
 
-    def _optimized(
+    def _with(
         self, splitting: Splitting, row: PlanRow | None, number: Callable[[Splitting, Recipe], int | None]
     ) -> list[PlanRow]:
         """The way with the blocks of a row checkpointed or offloaded, if it runs and keeps any number of graphs."""
-        if row is None or not row.optimizations:
-            return []
         try:
-            kept = number(splitting, Recipe.of(row))
-            return [] if kept is None else [self._row_of(splitting, kept, row)]
+            kept = number(splitting, Recipe() if row is None else Recipe.of(row))
+            return [] if kept is None else [self.row_of(splitting, kept, row)]
         except NotRecomputable as error:
             logger.info("%s is left as it is: %s", error.block, error)
             self.exclude(error.block)
         except AnyBatchError as error:
+            if row is None:
+                raise
             logger.info("not taken: %s (%s)", row.optimizations, error)
         return []
 
@@ -314,9 +234,9 @@ class CoupledSearch(Search):
 
         found: list[PlanRow] = []
         for splitting in self._few()[-2:]:
-            found.append(self._row_of(splitting, least(splitting, Recipe())))
-            for make in (self.smallest_of, self.everything):
-                found += self._optimized(splitting, make(Recipe(), splitting), least)
+            optimized = (make(Recipe(), splitting) for make in (self.smallest_of, self.everything))
+            for row in (None, *(row for row in optimized if row is not None and row.optimizations)):
+                found += self._with(splitting, row, least)
         return min(found, key=lambda row: row.peak_bytes)
 
     def least(self) -> tuple[PlanRow, Peak]:
@@ -325,15 +245,10 @@ class CoupledSearch(Search):
 
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget, those that were found, and the smallest."""
-        found: list[PlanRow] = []
-        for splitting in self._few()[::2]:
-            count = len(splitting.parts)
-            found += [self._row_of(splitting, kept) for kept in sorted({0, count // 2, count})]
-        return [
-            *self._found,
-            *(row for row in found if self.is_fake or row.peak_bytes <= self._budget),
-            self.smallest(),
-        ]
+        few = [(one, len(one.parts)) for one in self._few()[::2]]
+        found = [self.row_of(one, kept) for one, count in few for kept in sorted({0, count // 2, count})]
+        within = [row for row in found if self.is_fake or row.peak_bytes <= self._budget]
+        return [*self._found, *within, self.smallest()]
 
     def floor_size(self, row: PlanRow) -> float | None:
         """Not known: how much is held is a matter of the graphs that are kept, too."""
@@ -351,4 +266,4 @@ class CoupledSearch(Search):
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is."""
-        return self.profiles.lengths.outgrown(parts, self._largest.get(row.micro_batch_size), is_exact=self.is_fake)
+        return self.profiles.lengths.outgrown(parts, self._largest.get(row.micro_batch_size, ()), is_exact=self.is_fake)

@@ -5,9 +5,11 @@ small micro-batches always predicts too little. Every storage by itself is a str
 polynomial of the size and the length.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -55,9 +57,6 @@ class Size:
     def is_within(self, other: "Size") -> bool:
         """Whether a micro-batch is nowhere larger than another one, sample by sample from the largest on.
 
-        Args:
-            other: size of a micro-batch.
-
         Example:
             >>> Size(2, 5).is_within(Size(3, 5)), Size(2, 5).is_within(Size(3, 4))
             (True, False)
@@ -95,8 +94,12 @@ class Fit:
         _check_aligned(traces)
         self._count = count = len(traces)
         features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
-        sizes = torch.tensor([[a.size for a in trace.allocations] for _, trace in traces], dtype=torch.float64)
-        self._coefficients = torch.linalg.solve(features, sizes)
+
+        def line_of(values: list[Any]) -> torch.Tensor:
+            found: torch.Tensor = torch.linalg.solve(features, torch.tensor(values, dtype=torch.float64).flatten(1))
+            return found
+
+        self._coefficients = line_of([[a.size for a in trace.allocations] for _, trace in traces])
         own = self.trace.allocations
         self._end = end = len(self.trace.operations)
         self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
@@ -105,13 +108,10 @@ class Fit:
         inputs = [trace.input_sizes for _, trace in traces]
         if len({*map(len, inputs)}) > 1 or not inputs[0]:
             inputs = [[sum(one)] for one in inputs]
-        self._inputs = torch.linalg.solve(features, torch.tensor(inputs, dtype=torch.float64))
+        self._inputs = line_of(inputs)
         self._live: dict[tuple[Size, bool], list[int]] = {}
         self._kept: dict[Size, int] = {}
-        self._costs: torch.Tensor | None = None
-        if self.trace.costs:
-            costs = torch.tensor([trace.costs for _, trace in traces], dtype=torch.float64)
-            self._costs = torch.linalg.solve(features, costs.flatten(1)).view(count, end, 2)
+        self._costs = line_of([trace.costs for _, trace in traces]) if self.trace.costs else None
 
     def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
@@ -144,19 +144,11 @@ class Fit:
         if self._costs is None:
             return None
         features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
-        return torch.einsum("f,foc->oc", features, self._costs).clamp(min=0)
+        return (features @ self._costs).view(self._end, 2).clamp(min=0)
 
     @unseen
     def live(self, size: Size, *, first: bool = False) -> list[int]:
-        """The live bytes after every operation.
-
-        Args:
-            size: of a micro-batch.
-            first: as for the first micro-batch, which finds no gradients and leaves its own.
-
-        Returns:
-            One number for each operation.
-        """
+        """The live bytes after every operation, also of the first micro-batch, which finds no gradients."""
         known = self._live.get((size, first))
         if known is not None:
             return known
@@ -198,6 +190,11 @@ class Fit:
                 category = GRADIENTS if number in new else self.trace.allocations[number].category
                 found[category] = found.get(category, 0) + count
         return found
+
+    @functools.cached_property
+    def chain(self) -> list[Link]:
+        """The blocks in the order in which they ran; the backward begins them in the reverse order."""
+        return chain_of(self.trace.spans, self.trace.allocations, self._end)
 
 
 def _check_aligned(traces: Sequence[tuple[Size, PassTrace]]) -> None:
@@ -282,8 +279,9 @@ class Peak:
     has_state: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class Profile:
-    """The memory of a step with a certain treatment of its loss, as a function of the micro-batch.
+    """The memory of a step with a certain treatment of its loss, in micro-batches of a size.
 
     Args:
         fit: the traces.
@@ -292,181 +290,138 @@ class Profile:
         confidence: how the traces were made.
         runs: for each block that is a child of a sequence its name, and the position there.
         accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
+        size: of a micro-batch.
+        count: how many micro-batches run one after the other.
     """
 
-    def __init__(
-        self,
-        fit: Fit,
-        update: UpdateTrace,
-        constants: Constants,
-        confidence: Confidence,
-        runs: dict[str, tuple[str, int]],
-        accumulators: Callable[[int], int],
-    ) -> None:
-        self.fit = fit
-        self.update = update
-        self.constants = constants
-        self.confidence = confidence
-        self._runs = runs
-        self._accumulators = accumulators
-        self._chains: dict[tuple[int, int], list[Link]] = {}
+    fit: Fit
+    update: UpdateTrace
+    constants: Constants
+    confidence: Confidence
+    runs: dict[str, tuple[str, int]]
+    accumulators: Callable[[int], int]
+    size: Size
+    count: int = 1
 
-    def _stages(self, micro_batches: int) -> list[tuple[int, int]]:
-        stages = list(itertools.pairwise(self.fit.trace.starts))
-        return stages[: min(micro_batches, 2)]
+    def at(self, size: Size, count: int) -> "Profile":
+        """The same step in so many micro-batches of another size, for which the traces are good."""
+        return replace(self, size=size, count=count)
 
-    def around(self, size: Size, micro_batches: int) -> int:
+    @property
+    def _beside(self) -> dict[str, int]:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
-        inputs = self.constants.inputs_at_once(micro_batches) * self.fit.input_bytes(size)
-        held = self.constants.batch + self.constants.kept_buffers + self.update.state
-        kept = (micro_batches - 1) * self.fit.kept_bytes(size)
-        unreached = 0 if self._accumulators(micro_batches) else self.constants.unreached
-        return held + inputs + kept + unreached + self._accumulators(micro_batches)
+        constants, accumulators = self.constants, self.accumulators(self.count)
+        return {
+            INPUTS: constants.batch + constants.inputs_at_once(self.count) * self.fit.input_bytes(self.size),
+            OPTIMIZER: self.update.state,
+            BUFFERS: constants.kept_buffers,
+            GRADIENTS: accumulators or constants.unreached,
+            ACTIVATIONS: (self.count - 1) * self.fit.kept_bytes(self.size),
+        }
 
-    def _finds_none(self, micro_batches: int) -> bool:
+    @functools.cached_property
+    def around(self) -> int:
+        """The sum of these."""
+        return sum(self._beside.values())
+
+    @property
+    def _finds_none(self) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
-        return micro_batches == 1 or self._accumulators(micro_batches) > 0
+        return self.count == 1 or self.accumulators(self.count) > 0
 
     @property
     def is_chunked(self) -> bool:
         """Whether a loss was taken in chunks."""
         return self.fit.trace.chunked > 0
 
-    def update_peak(self, size: Size, micro_batches: int) -> int:
-        """The most bytes alive apart from micro-batches: in the update, in sums over devices, and in the count."""
-        constants, update = self.constants, self.update
-        kept = micro_batches * self.fit.kept_bytes(size)
-        most = max(update.peak, constants.summed + update.state) + kept
-        return max(most, constants.counted + update.state) + 2 * constants.buffers + constants.batch
+    @property
+    def _apart(self) -> tuple[dict[str, int], str, str]:
+        """The bytes apart from micro-batches where they are most: in the update, in sums over devices, or in the count.
 
-    def _is_count_largest(self) -> bool:
-        """Whether the count of the whole batch takes more than the update."""
-        update = self.update
-        return self.constants.counted + update.state > max(update.peak, self.constants.summed + update.state)
+        Returns:
+            What they are for, after which operation they are alive, and the stage.
+        """
+        update, constants = self.update, self.constants
+        fixed = {PARAMETERS: update.at_peak.get(PARAMETERS, 0), OPTIMIZER: update.state}
+        kept = self.count * self.fit.kept_bytes(self.size)  # losses, which are not there yet while a batch is counted
+        ways = [
+            (dict(update.at_peak), kept, update.operation, "update"),
+            ({**fixed, GRADIENTS: constants.summed - fixed[PARAMETERS]}, kept,
+             "the sum of gradients over the devices", "update"),
+            ({**fixed, ACTIVATIONS: constants.counted - fixed[PARAMETERS]}, 0, "the count of the whole batch", "count"),
+        ]  # fmt: skip
+        found, kept, operation, stage = max(ways, key=lambda way: sum(way[0].values()) + way[1])
+        for name, more in ((BUFFERS, 2 * constants.buffers), (INPUTS, constants.batch), (ACTIVATIONS, kept)):
+            found[name] = found.get(name, 0) + more
+        return found, operation, stage
 
-    def peak(self, size: Size, micro_batches: int) -> int:
+    @property
+    def update_peak(self) -> int:
+        """The most bytes alive apart from micro-batches."""
+        return sum(self._apart[0].values())
+
+    @property
+    def peak(self) -> int:
         """The most bytes alive in a step without memory optimizations."""
-        live = self._live(size, micro_batches)
-        return max(max(live) + self.around(size, micro_batches), self.update_peak(size, micro_batches))
+        return max(max(self.live) + self.around, self.update_peak)
 
-    def _live(self, size: Size, micro_batches: int) -> list[int]:
-        stop = self._stages(micro_batches)[-1][1]
-        return self.fit.live(size, first=self._finds_none(micro_batches))[:stop]
+    @property
+    def live(self) -> list[int]:
+        """What a trace counts, after each operation."""
+        return self.fit.live(self.size, first=self._finds_none)
 
-    def peak_in_detail(self, size: Size, micro_batches: int) -> Peak:
-        """The same, and what it is made by."""
-        fit = self.fit
-        stages = self._stages(micro_batches)
-        live = self._live(size, micro_batches)
-        position = max(range(len(live)), key=live.__getitem__)
-        total = live[position] + self.around(size, micro_batches)
-        if total < self.update_peak(size, micro_batches):
-            return self.update_in_detail(size, micro_batches)
-        found = fit.by_category(size, position, first=self._finds_none(micro_batches))
-        found[OPTIMIZER] = found.get(OPTIMIZER, 0) + self.update.state
-        found[BUFFERS] = found.get(BUFFERS, 0) + self.constants.kept_buffers
-        accumulated = self._accumulators(micro_batches) or self.constants.unreached
-        found[GRADIENTS] = found.get(GRADIENTS, 0) + accumulated
-        kept = (micro_batches - 1) * fit.kept_bytes(size)
-        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + kept
-        rest = total - sum(found.values())
-        found[INPUTS] = found.get(INPUTS, 0) + rest
-        stage, module = self._place(fit, stages, position)
-        peak = Peak(total, {k: v for k, v in found.items() if v}, fit.trace.operations[position], stage, module)
-        return self.above_floor(peak, size, micro_batches)
+    def peak_in_detail(self) -> Peak:
+        """The peak, and what it is made by."""
+        (apart, operation, stage), live = self._apart, self.live
+        floor, position, module = sum(apart.values()), max(range(len(live)), key=live.__getitem__), ""
+        is_count, has_state = stage == "count", self.update.state > 0
+        if live[position] + self.around >= floor:
+            found = self.fit.by_category(self.size, position, first=self._finds_none)
+            apart = {name: found.get(name, 0) + self._beside.get(name, 0) for name in {**found, **self._beside}}
+            operation, (stage, module) = self.fit.trace.operations[position], self._place(position)
+        by_category = {name: count for name, count in apart.items() if count}
+        total = sum(by_category.values())
+        return Peak(total, by_category, operation, stage, module, floor, is_count, has_state)
 
-    def above_floor(self, peak: Peak, size: Size, micro_batches: int) -> Peak:
-        """A peak with what is alive apart from micro-batches beside it."""
-        floor = self.update_peak(size, micro_batches)
-        return replace(peak, floor=floor, is_count=self._is_count_largest(), has_state=self.update.state > 0)
-
-    def update_in_detail(self, size: Size, micro_batches: int) -> Peak:
-        """The peak apart from micro-batches, and what it is made by."""
-        update = self.update
-        summed, operation, stage = self.constants.summed + update.state, update.operation, "update"
-        found = dict(update.at_peak)
-        if summed > update.peak:
-            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
-            found[GRADIENTS] = summed - sum(found.values())
-            operation = "the sum of gradients over the devices"
-        if self._is_count_largest():
-            found = {PARAMETERS: found.get(PARAMETERS, 0), OPTIMIZER: update.state}
-            found[ACTIVATIONS] = self.constants.counted - found[PARAMETERS]
-            operation, stage = "the count of the whole batch", "count"
-        found[BUFFERS] = found.get(BUFFERS, 0) + 2 * self.constants.buffers
-        found[INPUTS] = found.get(INPUTS, 0) + self.constants.batch
-        peak = self.update_peak(size, micro_batches)
-        found[ACTIVATIONS] = found.get(ACTIVATIONS, 0) + peak - sum(found.values())  # such as losses
-        detail = Peak(peak, {name: count for name, count in found.items() if count}, operation, stage)
-        return self.above_floor(detail, size, micro_batches)
-
-    def _place(self, fit: Fit, stages: Sequence[tuple[int, int]], position: int) -> tuple[str, str]:
-        start, stop = next((start, stop) for start, stop in stages if start <= position < stop)
-        chain = self._chain(fit, start, stop)
+    def _place(self, position: int) -> tuple[str, str]:
+        if self.fit.trace.stages:
+            return next(name for begins, name in reversed(self.fit.trace.stages) if begins <= position), ""
+        chain = self.fit.chain
         for link in chain:
             if link.enter <= position < link.leave:
                 return "forward", link.name
         for number, link in enumerate(chain):
-            end = chain[number - 1].back if number else stop
+            end = chain[number - 1].back if number else position + 1
             if link.back <= position < end:
                 return "backward", link.name
         return "loss", ""
 
-    def timeline(
-        self, size: Size, micro_batches: int, seconds: Callable[[str], float]
-    ) -> tuple[Timeline, list[Option], list[str]]:
-        """What every block holds and could free.
+    def timeline(self, seconds: Callable[[str], float]) -> tuple[Timeline, list[Option], list[str]]:
+        """What every block holds and could free, where recomputing a block takes so many seconds.
 
         Returns:
             The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
         """
-        fit = self.fit
-        live, sizes, around = (
-            fit.live(size, first=self._finds_none(micro_batches)),
-            fit.sizes(size),
-            self.around(size, micro_batches),
-        )
-        forward: list[int] = []
-        backward: list[int] = []
-        options: list[Option] = []
-        names: list[str] = []
-        for start, stop in self._stages(micro_batches):
-            chain = self._chain(fit, start, stop)
-            bounds = bounds_of(chain, live, start, stop, around)
-            if not names:
-                names = [link.name for link in chain]
-                forward, backward = bounds
-            elif names != [link.name for link in chain]:
-                return Timeline((self.peak(size, micro_batches),), ()), [], []
-            else:
-                forward = [max(pair) for pair in zip(forward, bounds[0], strict=True)]
-                backward = [max(pair) for pair in zip(backward, bounds[1], strict=True)]
-            options = self._options(chain, fit, live, sizes, around, seconds)
-        return Timeline(tuple(forward), tuple(backward)), options, names
-
-    def _chain(self, fit: Fit, start: int, stop: int) -> list[Link]:
-        """The blocks that ran once, in the order in which they ran; the backward begins them in the reverse order."""
-        key = (id(fit), start)
-        if key not in self._chains:
-            self._chains[key] = chain_of(fit.trace.spans, fit.trace.allocations, start, stop)
-        return self._chains[key]
+        chain, live, sizes, around = self.fit.chain, self.live, self.fit.sizes(self.size), self.around
+        forward, backward = bounds_of(chain, live, around)
+        options = self._options(chain, live, sizes, around, seconds)
+        return Timeline(tuple(forward), tuple(backward)), options, [link.name for link in chain]
 
     def _options(
-        self, chain: list[Link], fit: Fit, live: Sequence[int], sizes: list[int], around: int,
-        seconds: Callable[[str], float],
-    ) -> list[Option]:  # fmt: skip
-        options = []
+        self, chain: list[Link], live: Sequence[int], sizes: list[int], around: int, seconds: Callable[[str], float]
+    ) -> list[Option]:
+        options, allocations = [], self.fit.trace.allocations
         for first in range(len(chain)):
             for last in self._ends(chain, first):
                 links = chain[first : last + 1]
                 if not all(link.in_order for link in links):
                     continue
-                freed, kept = freed_by(links, fit.trace.allocations, sizes)
+                freed, kept = freed_by(links, allocations, sizes)
                 if freed - kept <= 0:
                     continue
                 before = live[links[0].enter - 1] if links[0].enter else 0
                 # A checkpoint stops as soon as what is needed is there, so the end of the run does not count.
-                stop = max(fit.trace.allocations[i].born for link in links for i in link.saved) + 1
+                stop = max(allocations[i].born for link in links for i in link.saved) + 1
                 inside = max(live[links[0].enter : stop]) - before
                 at_back = live[links[-1].back - 1] - freed + kept + inside + around
                 cost = sum(seconds(link.name) for link in links)
@@ -475,13 +430,13 @@ class Profile:
 
     def _ends(self, chain: list[Link], first: int) -> list[int]:
         """Where a run of blocks that begins with this one may end: children of one sequence, one after the other."""
-        home = self._runs.get(chain[first].name)
+        home = self.runs.get(chain[first].name)
         ends = [first]
         if home is None:
             return ends
         last = first
         while last + 1 < len(chain) and last - first < max(_RUN_LENGTHS):
-            following = self._runs.get(chain[last + 1].name)
+            following = self.runs.get(chain[last + 1].name)
             if following is None or following[0] != home[0] or following[1] != home[1] + last + 1 - first:
                 break
             last += 1
@@ -489,33 +444,25 @@ class Profile:
                 ends.append(last)
         return ends
 
-    def offloadable(self, size: Size, micro_batches: int) -> list[tuple[str, int]]:
+    def offloadable(self) -> list[tuple[str, int]]:
         """What each block could send to the host, in the order of the timeline's blocks."""
-        fit = self.fit
-        sizes = fit.sizes(size)
-        start, stop = self._stages(micro_batches)[-1]
-        found = []
-        for link in self._chain(fit, start, stop):
+        sizes, found = self.fit.sizes(self.size), []
+        for link in self.fit.chain:
             inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
             found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
         return found
 
-    def repeats(self, micro_batches: int) -> bool:
+    @property
+    def repeats(self) -> bool:
         """Whether a block runs several times, for which what a choice of blocks holds is predicted too high."""
-        return any(link.repeats for link in self._chain(self.fit, *self._stages(micro_batches)[-1]))
+        return any(link.repeats for link in self.fit.chain)
 
     def shares(
-        self,
-        size: Size,
-        micro_batches: int,
-        parameter_bytes: Callable[[str], int],
-        seconds: Callable[[str], float | None],
+        self, parameter_bytes: Callable[[str], int], seconds: Callable[[str], float | None]
     ) -> list[ModuleShare]:
         """What each block holds."""
-        fit = self.fit
-        sizes = fit.sizes(size)
-        start, stop = self._stages(micro_batches)[-1]
+        sizes = self.fit.sizes(self.size)
         return [
             ModuleShare(link.name, parameter_bytes(link.name), sum(sizes[i] for i in link.saved), seconds(link.name))
-            for link in self._chain(fit, start, stop)
+            for link in self.fit.chain
         ]

@@ -61,12 +61,7 @@ _CARDS = {
 
 
 def target_of(device: Any, home: torch.device) -> Target:
-    """Reads the device that a user wants a plan for.
-
-    Args:
-        device: ``None`` for where the model lies; a ``torch.device`` or its text; the name of a card; or a size such
-            as ``"24GiB"``, for a card that is not at hand.
-        home: where the model lies.
+    """Reads what a user wants a plan for: where the model lies, a device, a card by its name, or a size as ``"24GiB"``.
 
     Raises:
         BatchError: it is nothing of the kind.
@@ -172,11 +167,7 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
 
 
 def segments_expand(target: Target) -> bool:
-    """Whether CUDA's allocator was told to let its segments grow, which the environment says before it starts.
-
-    Args:
-        target: the device; for one that is not at hand the environment there is not known.
-    """
+    """Whether CUDA's allocator was told to let its segments grow, which the environment says before it starts."""
     said = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
 

@@ -109,13 +109,7 @@ def plan(
 
 
 def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> tuple[Subject, Target]:
-    """What is planned, and for which device.
-
-    Args:
-        batch: one logical batch.
-        device: as the user gave it.
-        given: see ``Options``.
-    """
+    """What is planned, and for which device."""
     options = Options(**given)
     target = target_of(device, device_of(options.model))
     splittable = options.splittable(batch, is_planned=True)

@@ -206,12 +206,7 @@ class LowRank(nn.Module):
 
 
 def add_lora(model: nn.Module, rank: int) -> None:
-    """Freezes a model and puts a LoRA beside each linear layer but its head.
-
-    Args:
-        model: is changed.
-        rank: of the products.
-    """
+    """Freezes a model and puts a LoRA beside each linear layer but its head."""
     model.requires_grad_(False)
     embeddings = getattr(model, "get_output_embeddings", None)
     head = embeddings() if embeddings is not None else None

@@ -131,10 +131,6 @@ def shapes_of(subject: Subject) -> dict[str, Shape]:
 def outgrown(planned: dict[str, Shape], here: dict[str, Shape]) -> str:
     """Says which tensor of a batch is larger than planned for; empty if none is.
 
-    Args:
-        planned: what ``shapes_of`` gave for the batch that was planned for.
-        here: what it gives for this one.
-
     Example:
         >>> outgrown({"batch['x']": (8, 3)}, {"batch['x']": (9, 3)})
         "batch['x'] has shape [rows, 9, 3], planned for (8, 3)"

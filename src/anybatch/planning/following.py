@@ -30,6 +30,7 @@ from anybatch.update.weakmethods import Owner
 logger = logging.getLogger(__name__)
 
 _SMALLER = 0.85  # of a plan's peak is what the next one may take after memory ran out
+_MOST = 16  # plans that are kept
 _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
 
 
@@ -110,7 +111,7 @@ class Follower:
         self._splittable: Splittable | None = None
         self._settings: Settings | None = None
         self._pool = HostPool()
-        self._made = MadePlans()
+        self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
         self.plan = plan
         self.limit = PlannedLimit(self)
         if plan is not None:
@@ -121,10 +122,6 @@ class Follower:
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Makes sure that there is a plan and that it is good for a logical batch.
-
-        Args:
-            splittable: the batch.
-            clear: takes gradients off before anything is planned, since they take memory.
 
         Raises:
             DoesNotFit: nothing fits into the budget.
@@ -161,7 +158,7 @@ class Follower:
             self._rows = max(self._rows, splittable.rows)
             return
         subject = self._subject_of(splittable)
-        found = None if self.plan is None else self._made.good_for(subject)
+        found = None if self.plan is None else self._made_for(subject)
         if found is not None:
             self._return_to(found, subject)
             return
@@ -169,6 +166,17 @@ class Follower:
             logger.info("planning again: %s", reason)
         clear()
         self._make(subject)
+
+    def _made_for(self, subject: Subject) -> Plan | None:
+        """The latest plan that was made for a batch at least as large as this one in everything.
+
+        Of raw samples nobody knows before they are collated, and of a window of several shapes which are large.
+        """
+        if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
+            return None
+        rows, here = subject.splittable.rows, shapes_of(subject)
+        good = (one for one in reversed(self._made) if rows <= one.samples and not outgrown(dict(one.shapes), here))
+        return next(good, None)
 
     def _return_to(self, plan: Plan, subject: Subject) -> None:
         """Takes a plan that was made for a batch like this one."""
@@ -255,7 +263,7 @@ class Follower:
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
         if not self._is_varied:
-            self._made.add(self._first)
+            self._made = [*self._made[1 - _MOST :], self._first]
         rows = subject.splittable.rows
         self._rows = max(self._rows, rows) if subject.splittable.is_collated else rows
         self._is_checked = True
@@ -376,36 +384,6 @@ class Follower:
 
 def _target(subject: Subject) -> Target:
     return target_of(None, subject.settings.device)
-
-
-_MOST = 16
-
-
-class MadePlans:
-    """Keeps plans, and finds one that is good for a batch.
-
-    A batch of many short samples and one of few long ones each need a plan of their own, and may come in turn.
-    """
-
-    def __init__(self) -> None:
-        self._plans: list[Plan] = []
-
-    def add(self, plan: Plan) -> None:
-        """Keeps a plan, and forgets the oldest of very many."""
-        self._plans = [*self._plans[1 - _MOST :], plan]
-
-    def good_for(self, subject: Subject) -> Plan | None:
-        """The latest plan that was made for a batch at least as large as this one in everything.
-
-        Args:
-            subject: has the batch; of raw samples nobody knows before they are collated, and of a window of several
-                shapes which of its micro-batches are large.
-        """
-        if subject.splittable.is_collated or shapes_differ(subject.splittable, subject.loss_fn):
-            return None
-        rows, here = subject.splittable.rows, shapes_of(subject)
-        good = (one for one in reversed(self._plans) if rows <= one.samples and not outgrown(dict(one.shapes), here))
-        return next(good, None)
 
 
 def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> None:

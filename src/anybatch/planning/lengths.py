@@ -28,7 +28,6 @@ from anybatch.tensors.fakes import Fakes
 logger = logging.getLogger(__name__)
 
 Extents = tuple[int, ...]
-Shapes = list[Extents]
 
 _FINEST = 4096  # lengths that stand for bytes
 _MOST_KNOWN = 4096
@@ -59,16 +58,12 @@ class Lengths:
         return bool(self.extents)
 
     def size_of(self, part: Part, *, is_exact: bool) -> Size:
-        """What a micro-batch looks like to the model.
-
-        Args:
-            part: the samples.
-            is_exact: whether the micro-batch is traced just as it is in the end; else they count as the longest.
-        """
+        """What a micro-batch looks like; if it is not traced just as it is, its samples count as the longest."""
         own = [self.each[i] for i in part.samples] if self.each else []
         longest = max(own, default=0)
         if not self.extents:
-            return Size(len(part.samples), longest)
+            shape = next((shape for start, shape in reversed(self.shapes) if start <= part.samples[0]), None)
+            return Size(len(part.samples), longest, () if shape is None else (shape,))
         each = sorted((self.extents[i] for i in part.samples), key=lambda one: one[-1], reverse=True)
         if not is_exact:
             return Size(len(part.samples), longest, tuple(each))
@@ -79,7 +74,7 @@ class Lengths:
         """Samples that make a micro-batch of a size."""
         if not self.each:
             return Part(range(size.samples), size.samples)
-        if size.each:
+        if self.extents:
             places = {one: index for index, one in enumerate(self.extents)}
             return Part([places[one] for one in reversed(size.each)], size.samples)
         return Part([self.each.index(size.length)] * size.samples, size.samples)
@@ -107,58 +102,28 @@ class Lengths:
 
     def in_order(self, part: Part) -> tuple[Extents, ...]:
         """What the samples of a micro-batch are large by, one after the other; none where they are padded."""
-        if self.shapes:
-            return (self.shape_of(part),)
         return tuple(self.extents[i] for i in part.samples) if self.extents else ()
 
-    def shape_of(self, part: Part) -> Extents:
-        """All dimensions of the samples of a micro-batch, which is of one batch."""
-        return next((shape for start, shape in reversed(self.shapes) if start <= part.samples[0]), ())
-
-    def large(self, part: Part) -> Extents:
-        """How many samples a micro-batch of a window has, and all their dimensions."""
-        return len(part.samples), *self.shape_of(part)
-
-    def outgrown(self, parts: Sequence[Part], known: Size | Shapes | None, *, is_exact: bool) -> str:
+    def outgrown(self, parts: Sequence[Part], known: Sequence[Size], *, is_exact: bool) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is.
 
-        Args:
-            parts: micro-batches of another batch.
-            known: the largest that was planned for; or of a window all of them in their order, since it is by their
-                order that some keep their graphs.
-            is_exact: see ``size_of``.
+        Known is the largest one; of a window all in their order, by which some keep their graphs.
         """
-        if isinstance(known, list) and len(known) != len(parts):
+        if self.shapes and len(known) != len(parts):
             return f"there are {len(parts)} micro-batches of several shapes, and {len(known)} were planned for"
         for place, part in enumerate(parts):
             size = self.size_of(part, is_exact=is_exact)
-            if isinstance(known, list):
-                is_known = are_within(self.large(part), known[place])
-            else:
-                is_known = known is not None and size.is_within(known)
-            if not is_known:
+            if not known or not size.is_within(known[place if self.shapes else 0]):
                 return f"a micro-batch of {size.samples} samples, the longest of {size.length}, is larger than planned"
         return ""
-
-    def outstanding(self, by_size: dict[Size, Part]) -> dict[Size, Part]:
-        """Those of some micro-batches that none other is at least as large as in everything."""
-        own = {size: self.large(part) for size, part in by_size.items()}
-        return {
-            size: part
-            for size, part in by_size.items()
-            if not any(other != size and are_within(own[size], own[other]) for other in by_size)
-        }
 
     def heaviest(self, parts: Sequence[Part], *, packed: bool) -> list[Part]:
         """Micro-batches of samples that are not padded, of which one is at least as heavy as any of some.
 
         Each has in the place of its largest sample the largest one of any of them, and so on to the smallest. There is
         one for each order of the samples, where they are large by several things. The largest sample comes last: where
-        a loop goes through the samples, what it needs for a while it needs beside what is kept of all others.
-
-        Args:
-            parts: of a batch.
-            packed: whether fewer samples are together where they are larger, so that like numbers are compared.
+        a loop goes through the samples, what it needs for a while it needs beside what is kept of all others. Packed
+        micro-batches have fewer samples where these are larger, so that like numbers are compared.
         """
         if not self.extents:
             return list(parts[:1])
@@ -217,11 +182,6 @@ def lengths_of(subject: Subject, known: Known) -> Lengths:
         scratch.let_go()
     extents = tuple((*some, shape.bytes) for some, shape in zip(own, shapes, strict=True))
     return Lengths(_joined_lengths(extents), extents, most)
-
-
-def are_within(few: Sequence[float], many: Sequence[float]) -> bool:
-    """Whether no number of some is larger than that of others in its place."""
-    return len(few) == len(many) and all(a <= b for a, b in zip(few, many, strict=True))
 
 
 def _lengths_of_window(subject: Subject) -> Lengths:

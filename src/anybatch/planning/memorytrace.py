@@ -5,16 +5,19 @@ real. Nothing of the user's is changed by either.
 """
 
 import contextlib
+import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from anybatch.batch.batches import Part
 from anybatch.batch.moving import to_device
+from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import Writes, differ
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.loss.accumulate import Accumulation, Settings
@@ -22,6 +25,7 @@ from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.planning.blocks import Span, spans_noted
+from anybatch.planning.coupledpass import ShortPass, copied
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, plain_losses, run_for_real, settings_for, undisturbed
@@ -49,7 +53,6 @@ class PassTrace:
     Args:
         operations: names, in order.
         allocations: storages that were counted.
-        starts: how many operations had run when the micro-batch began, and at the end.
         spans: the runs of blocks.
         trained: positions among the subject's parameters of those that got a gradient.
         accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
@@ -58,12 +61,13 @@ class PassTrace:
         input_sizes: bytes of each tensor of one micro-batch.
         costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
         leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
+        stages: of a pass with a coupled loss, after how many operations each stage began, and its name.
+        repeated: numbers of allocations that micro-batches which did not run would hold, too, for each kind of them.
         taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
     """
 
     operations: list[str]
     allocations: list[Allocation]
-    starts: list[int]
     spans: list[Span] = field(default_factory=list)
     trained: tuple[int, ...] = ()
     accumulated: tuple[tuple[int, int], ...] = ()
@@ -72,14 +76,17 @@ class PassTrace:
     input_sizes: list[int] = field(default_factory=list)
     costs: list[tuple[float, float]] = field(default_factory=list)
     leaves_fakes: bool = False
+    stages: tuple[tuple[int, str], ...] = ()
+    repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0
 
-
-class _LeavesFakes(Protocol):
-    leaves_fakes: bool
-
-
-T = TypeVar("T", bound=_LeavesFakes)
+    def with_more(self, more: Sequence[int]) -> "PassTrace":
+        """The trace with what so many more micro-batches of each kind would hold at the same time."""
+        allocations = [copy.copy(one) for one in self.allocations]
+        for numbers, times in zip(self.repeated, more, strict=True):
+            for number in numbers:
+                allocations[number].size *= 1 + times
+        return replace(self, allocations=allocations)
 
 
 class NotFake(Exception):  # not an error of the user's: the caller does the same again, for real
@@ -114,29 +121,26 @@ class Tracer:
         self._left: list[str] = []
         self._remembered = Remembered()
 
-    def trace(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
-        """Traces one micro-batch.
+    def trace(
+        self, parts: Sequence[Part], recipe: Recipe, *, split: bool, like: dict[int, int] | None = None
+    ) -> PassTrace:
+        """Traces a micro-batch; of a coupled loss a whole pass, see ``which_run``.
 
         Raises:
             NotFake: it has to be traced for real, as everything has from now on.
             LossError: it can be traced in neither way.
         """
         if not self.is_fake:
-            return self._for_real(part, recipe, split)
+            return self._for_real(parts, recipe, split, like)
         subject, blocks, kind = self._subject, self._blocks, self._kind
-        return self.on_fakes(
-            lambda fakes: trace_pass(subject, part, recipe, blocks, split=split, fake=True, kind=kind, fakes=fakes)
+        return self._on_fakes(
+            lambda fakes: trace_pass(
+                subject, parts, recipe, blocks, split=split, fake=True, kind=kind, fakes=fakes, like=like
+            )
         )
 
-    def on_fakes(self, run: Callable[[Fakes], T]) -> T:
-        """What a run on fake tensors gives, after which none of them is left.
-
-        Args:
-            run: gives a trace, which says whether it may have left some.
-
-        Raises:
-            NotFake: as for ``trace``.
-        """
+    def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
+        """What a run on fake tensors gives, after which none of them is left."""
         failure: Failure | None = None
         device = self._subject.settings.device
         try:
@@ -166,14 +170,15 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(self, part: Part, recipe: Recipe, split: bool) -> PassTrace:
-        if not self._is_warm and any(map(is_scripted, modules_of(*self._subject.roots))):
+    def _for_real(self, parts: Sequence[Part], recipe: Recipe, split: bool, like: dict[int, int] | None) -> PassTrace:
+        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
             for _ in range(_JIT_RUNS):
-                run_for_real(self._subject, part, Recipe(), clock=time.perf_counter)
+                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
         self._is_warm = True
         try:
             return trace_pass(
-                self._subject, part, recipe, self._blocks, split=split, fake=False, kind=self._kind, limit=self.limit
+                self._subject, parts, recipe, self._blocks, split=split, fake=False, kind=self._kind, limit=self.limit,
+                like=like,
             )  # fmt: skip
         except Exception as error:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
@@ -192,14 +197,15 @@ def _first_line(error: Exception) -> str:
 
 
 def trace_pass(
-    subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, split: bool, fake: bool,
+    subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], *, split: bool, fake: bool,
     kind: Callable[..., Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
+    like: dict[int, int] | None = None,
 ) -> PassTrace:  # fmt: skip
     """Runs a forward and a backward for a micro-batch, and rolls everything back.
 
     Args:
         subject: what is planned.
-        part: the samples of the micro-batch.
+        parts: the samples of the micro-batch; with a coupled loss of all of them.
         recipe: how it is run.
         blocks: where to look.
         split: whether other micro-batches left their gradients, as before the one that holds the most.
@@ -207,6 +213,7 @@ def trace_pass(
         kind: what writes down.
         fakes: makes the fake tensors.
         limit: bytes that a real run may have alive with everything that is there beside it; ``None`` for no limit.
+        like: the micro-batches of a coupled loss that do not run, see ``which_run``; ``None`` for any other loss.
 
     Returns:
         What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
@@ -215,96 +222,104 @@ def trace_pass(
         OverBudget: the real run was stopped, since it would take more.
         Exception: whatever the user's code raises, and on fake tensors whatever they can't do.
     """
-    run = _Run(subject, part, recipe, blocks, split)
+    run = _Run(subject, parts, recipe, blocks, split, like)
     return run.on_fakes(kind, fakes or Fakes()) if fake else run.for_real(kind, limit)
 
 
 class _Run:
     """A forward and a backward that are written down."""
 
-    def __init__(self, subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], split: bool) -> None:
-        self._subject, self._part, self._recipe, self._blocks, self._split = subject, part, recipe, blocks, split
+    def __init__(
+        self, subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], split: bool,
+        like: dict[int, int] | None,
+    ) -> None:  # fmt: skip
+        self._subject, self._recipe, self._blocks, self._split = subject, recipe, blocks, split
+        self._short = None if like is None else ShortPass(subject, parts, like, recipe.keep or 0)
+        self._parts = dict(enumerate(parts)) if self._short is None else self._short.running
         self._settings = settings_for(subject, recipe)
+        if self._short is not None:  # whose float32 buffers are a part of what is traced
+            self._settings = replace(self._settings, policy=subject.settings.policy)
 
     def on_fakes(self, kind: Callable[..., Recording], fakes: Fakes) -> PassTrace:
         """Runs it on fake tensors in the place of all parameters and buffers."""
         subject, recording = self._subject, kind(counts_fakes=True)
         settings = replace(self._settings, device=torch.device("cpu"))
         own = subject.parameters
-        stand_in = stand_in_of(subject, self._part, fakes)
+        batches = {number: stand_in_of(subject, part, fakes) for number, part in self._parts.items()}
+        whole = map_leaves(lambda leaf: fakes.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, self._whole())
         with undisturbed(subject, is_fake=True) as outside, swapped(fakes, subject.roots) as by_id:
             parameters = [by_id.get(id(parameter), parameter) for parameter in own]
             if settings.inputs is not None:
                 settings = replace(settings, inputs=tuple(fakes.like(tensor) for tensor in settings.inputs))
             with fakes.mode:
-                trace = self._traced(recording, settings, parameters, stand_in, outside(parameters), simulate=True)
+                trace = self._traced(
+                    recording, settings, parameters, batches, whole, outside(parameters), copied, simulate=True
+                )
                 recording.end()
-        del stand_in, parameters, settings, by_id, outside
+        del batches, whole, parameters, settings, by_id, outside
         fakes.let_go()
         trace.leaves_fakes = recording.has_survivors
         return trace
 
+    def _whole(self) -> Any:
+        return None if self._short is None else self._short.whole()
+
     def for_real(self, kind: Callable[..., Recording], limit: int | None) -> PassTrace:
         """Runs it for real, and stops it before it goes over a limit."""
-        subject = self._subject
+        subject, device = self._subject, self._subject.settings.device
         with undisturbed(subject) as outside:
-            is_new = subject.writes_batch is None and not subject.splittable.is_collated
-            own = batch_for_loss(subject, self._part)
-            batch = to_device(own, subject.settings.device)
-            beside = 0 if limit is None else _bytes_beside(subject, batch)
+            is_new = subject.writes_batch is None and not subject.splittable.is_collated and self._short is None
+            own = {number: batch_for_loss(subject, part) for number, part in self._parts.items()}
+            batches = own if self._short is not None else {n: to_device(batch, device) for n, batch in own.items()}
+            beside = 0 if limit is None else _bytes_beside(subject, batches if self._short is None else None)
             if limit is not None and (needed := beside + self._fixed_bytes()) > limit:
                 raise OverBudget(needed)
             within = None if limit is None else max(0, limit - beside)
-            recording = kind(device_type=subject.settings.device.type, limit=within)
+            recording = kind(device_type=device.type, limit=within)
             try:
                 trace = self._traced(
-                    recording, self._settings, subject.parameters, batch, outside(()), simulate=False
+                    recording, self._settings, subject.parameters, batches, self._whole(), outside(()),
+                    functools.partial(to_device, device=device), simulate=False,
                 )  # fmt: skip
             except OverBudget as error:
                 error.needed += beside
                 raise
-            if is_new and differ(own, micro_batch_of(subject, self._part)):
+            if is_new and differ(own[0], micro_batch_of(subject, self._parts[0])):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
             trace.taken = beside + recording.most
             return trace
 
     def _traced(
-        self, recording: Recording, settings: Settings, parameters: Sequence[torch.Tensor], batch: Any,
-        outside: OutsideLeaves, *, simulate: bool,
+        self, recording: Recording, settings: Settings, parameters: Sequence[torch.Tensor], batches: dict[int, Any],
+        whole: Any, outside: OutsideLeaves, move: Callable[[Any], Any], *, simulate: bool,
     ) -> PassTrace:  # fmt: skip
-        subject, rows, count = self._subject, len(self._part.samples), 2 if self._split else 1
+        subject, short = self._subject, self._short
+        given, count = [batches, whole], 2 if self._split else 1 if short is None else len(batches)
         register_weights(recording, subject, parameters)
-        recording.register(tensors_in(batch), INPUTS, counted=False)
+        recording.register(tensors_in(given), INPUTS, counted=short is not None and short.stays)
         gradients = self._give_gradients(recording, parameters, settings)
-        starts: list[int] = []
         drawn = _drawn_so_far()
         with (
             batch_norm_as(subject.batch_norm, subject.roots, count) as begin,
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
+            _writes_noted(subject, recording, given) as done,
         ):
-
-            def coming() -> Iterator[Any]:
-                starts.append(recording.now)
-                begin()
-                yield batch
-
-            accumulation = Accumulation(
-                subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}] * count), parameters, settings,
-                rows=[rows] * count, outside=outside,
-            )  # fmt: skip
-            with _writes_noted(subject, recording, batch) as done, recording:
-                sums = accumulation.run(coming())
+            if short is None:
+                sums = self._accumulated(recording, settings, parameters, batches, outside, begin)
+            else:
+                sums = short.run(recording, parameters, settings, batches, whole, outside, begin, move)
             done()
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
-            starts.append(recording.now)
             chunked = handle.taken
-        if self._split:  # the last micro-batch had the same weight
-            for one in recording.allocations_of(accumulation.weight_tensors):
-                one.born = BEFORE
-        trace = PassTrace(recording.operations, recording.allocations, starts, spans, chunked=chunked)
-        trace.input_sizes = [s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)]
+        trace = PassTrace(recording.operations, recording.allocations, spans, chunked=chunked)
+        if short is None:
+            trace.input_sizes = [s.nbytes() for tensor in tensors_in(batches) for s in storages_of(tensor)]
+        else:
+            number = {id(one): place for place, one in enumerate(trace.allocations)}
+            trace.stages = tuple(short.stages)
+            trace.repeated = tuple(tuple(number[id(one)] for one in {*held}) for held in short.repeated)
         trace.kept = _kept_after(trace, recording, sums)
         trace.costs = getattr(recording, "costs", [])
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
@@ -313,6 +328,23 @@ class _Run:
             raise sparse_error("a parameter")
         _note_gradients(trace, recording, parameters, gradients)
         return trace
+
+    def _accumulated(
+        self, recording: Recording, settings: Settings, parameters: Sequence[torch.Tensor], batches: dict[int, Any],
+        outside: OutsideLeaves, begin: Callable[[], None],
+    ) -> Sums:  # fmt: skip
+        subject, rows, count = self._subject, len(self._parts[0].samples), 2 if self._split else 1
+        accumulation = Accumulation(
+            subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}] * count), parameters, settings,
+            rows=[rows] * count, outside=outside,
+        )  # fmt: skip
+        with recording:
+            begin()
+            sums = accumulation.run([batches[0]])
+        if self._split:  # the last micro-batch had the same weight
+            for one in recording.allocations_of(accumulation.weight_tensors):
+                one.born = BEFORE
+        return sums
 
     def _fixed_bytes(self) -> int:
         """The bytes of weights and buffers, and of the gradients of other micro-batches."""

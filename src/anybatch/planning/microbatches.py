@@ -58,11 +58,6 @@ def collated(subject: Subject, part: Part) -> Any:
 def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | None:
     """A micro-batch of raw samples, of tensors without numbers.
 
-    Args:
-        subject: has the samples; it learns whether ``collate`` runs on such tensors, and writes into them.
-        part: which of them.
-        scratch: makes the tensors.
-
     Returns:
         The micro-batch; ``None`` if it has to be collated for real, or may well be.
     """
@@ -222,12 +217,7 @@ def lengths_by_shape(shapes: tuple[Shape, ...]) -> tuple[dict[Shape, int], bool]
 
 
 def part_of_window(splittable: Splittable, part: Part) -> Any:
-    """A micro-batch of as many samples as a part, of the batch that its first sample is in.
-
-    Args:
-        splittable: a window.
-        part: the samples; where the batch has fewer, some come several times.
-    """
+    """A micro-batch of as many samples as a part, of the batch that its first sample is in."""
     index, _ = batch_in_window(splittable, part)
     layout, samples = splittable.layouts[index], len(part.samples)
     if samples > layout.rows:

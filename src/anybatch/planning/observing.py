@@ -52,12 +52,7 @@ class Seen(NamedTuple):
     micro_batches: int
 
     def needs(self, rows: int, gradients: int) -> int:
-        """The bytes of a step whose micro-batches are as large as those that were seen.
-
-        Args:
-            rows: samples of the logical batch.
-            gradients: bytes that a second micro-batch finds there.
-        """
+        """The bytes of a step whose micro-batches are as large as those that were seen."""
         is_first_split = self.micro_batches == 1 and rows > self.samples
         return max(1, self.bytes + (gradients if is_first_split else 0))
 
@@ -92,11 +87,7 @@ class ObservedLimit(OwnSizeLimit):
         self._owner = Owner(follower)
 
     def shrink(self, tried: float) -> None:
-        """Halves the size after memory ran out.
-
-        Args:
-            tried: the largest micro-batch of the attempt.
-        """
+        """Halves the size after memory ran out."""
         super().shrink(tried)
         self._owner().ran_out(int(self.value or 1))
 
@@ -105,11 +96,7 @@ class ObservedLimit(OwnSizeLimit):
         self.value = self._owner().begin_again()
 
     def resolve(self, largest: float) -> None:
-        """Nothing: the next size follows from what was seen.
-
-        Args:
-            largest: what the whole batch would have been as one micro-batch.
-        """
+        """Nothing: the next size follows from what was seen."""
 
 
 class Observing:
@@ -149,10 +136,6 @@ class Observing:
 
     def prepare(self, splittable: Splittable, clear: Callable[[], None]) -> None:
         """Chooses the size of the micro-batches of a logical batch.
-
-        Args:
-            splittable: the batch.
-            clear: takes gradients off, since they would count as there before.
 
         Raises:
             BatchError: samples are collated, of which each may take another number of bytes; or the loss is coupled.
@@ -217,12 +200,7 @@ class Observing:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Measures what a call takes, until the size has stopped changing.
-
-        Args:
-            device: where the model lies.
-            devices: never given.
-        """
+        """Measures what a call takes, until the size has stopped changing."""
         if self._subject is None or not self.may_grow:
             yield
             return
@@ -252,21 +230,13 @@ class Observing:
         )
 
     def ran_out(self, most: int) -> None:
-        """Notes that memory ran out.
-
-        Args:
-            most: the samples that a micro-batch has from now on at most.
-        """
+        """Notes that memory ran out."""
         if self._wait < self._waited:  # it grew back before, or was just made smaller
             self._waited = min(2 * self._waited, SizeLimit.MOST_PATIENCE)
         self._most, self._quiet, self._wait = most, 0, self._waited
 
     def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Nothing but the size of micro-batches changes.
-
-        Args:
-            model: the model.
-        """
+        """Nothing but the size of micro-batches changes."""
         return contextlib.nullcontext()
 
     def release(self) -> None:
@@ -324,12 +294,6 @@ def follower_for(
     model: torch.nn.Module, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None
 ) -> AnyFollower | None:
     """What a step follows.
-
-    Args:
-        model: whole, or in parts.
-        subject_of: describes the step for a logical batch.
-        memory: the budget as the user gave it, or ``None``.
-        plan: a plan that was made before, or ``None``.
 
     Raises:
         BatchError: a plan for a model in parts.

@@ -102,32 +102,6 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
     return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced, recording.allocations)
 
 
-@dataclass(frozen=True)
-class History:
-    """Pairs of vectors that an optimizer keeps of its last iterations, as LBFGS does.
-
-    Args:
-        size: how many pairs; the memory for all of them is planned for, since they fill up in so many iterations.
-        pair_bytes: of one pair.
-    """
-
-    size: int
-    pair_bytes: int
-
-    def largest_within(self, excess: int) -> int:
-        """The most pairs that leave so much less to hold; 0 where even none would not be enough."""
-        return max(0, self.size - -(-excess // max(1, self.pair_bytes)))
-
-
-def history_of(subject: Subject) -> History | None:
-    """What an optimizer of the subject keeps of its last iterations; ``None`` if none keeps any."""
-    for optimizer in subject.optimizers:
-        size = optimizer.param_groups[0].get("history_size")
-        if size is not None and needs_closure(optimizer):
-            return History(int(size), 2 * _trained_bytes(optimizer))
-    return None
-
-
 def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)
@@ -150,10 +124,6 @@ def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:
 
 def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
     """The bytes of the optimizers' state, where some parameters lie here in part only.
-
-    Args:
-        subject: what is planned.
-        parts: what there is here of a parameter, by its id; of others there is all.
 
     Returns:
         The bytes; an estimate for an optimizer that can't run on fake tensors.

@@ -19,9 +19,8 @@ from anybatch.batch.trees import leaves
 from anybatch.loss.pieces import InPieces, Piece, Place
 from anybatch.loss.sequence import OverTime
 from anybatch.loss.timesteps import Steps
-from anybatch.planning.curve import Fit, NotAligned, Profile, Size
+from anybatch.planning.curve import Profile
 from anybatch.planning.devices import Target, usable_bytes
-from anybatch.planning.memorytrace import trace_pass
 from anybatch.planning.microbatches import micro_batch_of
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe
@@ -35,7 +34,6 @@ FEW = 3
 """Chunks that are looked at: the last one, which may be shorter, the one before it, and one that runs after these."""
 _SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
 _ATTEMPTS = 4  # lengths with all samples at once, before those with the least memory
-_UNSURE = 1.25  # times what was extrapolated from few samples to all
 _LESS = 0.9  # of a length is tried after one whose trace showed more bytes than were predicted
 
 
@@ -56,11 +54,7 @@ class Shape:
     state: float
 
     def peak(self, length: int) -> float:
-        """The bytes of a pass.
-
-        Args:
-            length: of a chunk.
-        """
+        """The bytes of a pass."""
         return self.fixed + self.step * length + self.state * max(0, -(-self.steps // length) - FEW)
 
     @property
@@ -133,11 +127,7 @@ class InChunks(InPieces):
         return max(Steps(batch, self._own.dim, self._own.broadcast).total for batch in batches)
 
     def shown(self, total: int) -> tuple[int, int]:
-        """How many steps are run of so many, and how many chunks are left out.
-
-        Args:
-            total: steps of a sequence.
-        """
+        """How many steps are run of so many, and how many chunks are left out."""
         chunks = -(-total // self._length)
         left_out = max(0, chunks - self._most)
         return total - left_out * self._length, left_out
@@ -165,13 +155,9 @@ class ChunkSearch(Search):
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, allow, autocast)
         self._chunks = cast(InChunks, subject.loss_fn)
+        self.planned = replace(subject, loss_fn=self._chunks.over_time)
         # What a recurrent kernel works in is not linear in the samples, but it is in the steps.
         self.profiles.extrapolates = self._chunks.length is None
-
-    @property
-    def planned(self) -> Subject:
-        """What the plan is for."""
-        return replace(self.subject, loss_fn=self._chunks.over_time)
 
     def rows(self, budget: int) -> list[PlanRow]:
         """The fastest ways that fit; of all samples at once where shorter chunks hold less."""
@@ -252,28 +238,13 @@ class ChunkLengths:
         return shape, float(usable_bytes(budget, self._target, profile.confidence)) if rows == self._rows else -1.0
 
     def _held(self, length: int, most: int, budget: int, *, rows: int) -> tuple[int, Profile]:
-        """The bytes of a pass with some chunks, and the profile of small micro-batches."""
-        size, single, count = Size(rows), rows == self._rows, -(-self._rows // rows)
-        subject = replace(self._subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
-        profiles = Predictor(subject)
-        profiles.stay_within(budget)
-        part = Part(range(rows), rows)
-        try:
-            profile = profiles.traced(Recipe(), part, single=single)  # on fake tensors at that very size
-        except NotAligned:
-            held, around, profile = self._bound(profiles, size, count, single=single)
-        else:
-            around = profile.around(size, count)
-            held = max(profile.fit.live(size)) + around
-        if profiles.is_fake or held * _UNSURE > budget:
-            return held, profile
-        trace = trace_pass(subject, part, Recipe(), (), split=not single, fake=False)
-        return max(Fit([(size, trace)]).live(size)) + around, profile
-
-    def _bound(self, profiles: Predictor, size: Size, count: int, *, single: bool) -> tuple[int, int, Profile]:
-        """At most so many bytes as one sample for each, where other sizes do not have the same operations."""
-        profile = profiles.traced(Recipe(), Part(range(1), 1), single=single)
-        more = (size.samples - 1) * profile.fit.input_bytes(Size(1)) * min(profile.constants.copies, count)
-        around, live = profile.around(Size(1), count) + more, max(profile.fit.live(Size(1)))
-        fixed = sum(one.size for one in profile.fit.trace.allocations if one.born < 0)
-        return around + fixed + size.samples * (live - fixed), around, profile
+        """The bytes of a pass with some chunks, traced at that very size, and its profile."""
+        single, count = rows == self._rows, -(-self._rows // rows)
+        predictor = Predictor(
+            replace(self._subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
+        )
+        predictor.extrapolates = False
+        predictor.stay_within(budget)
+        profile = predictor.traced(Recipe(), Part(range(rows), rows), single=single)
+        profile = profile.at(profile.size, count)
+        return max(profile.live) + profile.around, profile

@@ -16,7 +16,6 @@ from anybatch.planning.coupledsearch import CoupledSearch
 from anybatch.planning.curve import NotAligned, Peak
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.fingerprints import fingerprint_of, shapes_of
-from anybatch.planning.optimizer import history_of
 from anybatch.planning.overtimesearch import ChunkLengths, ChunkSearch, InChunks
 from anybatch.planning.predictor import NothingRuns, TooLarge
 from anybatch.planning.recipe import Recipe
@@ -25,9 +24,12 @@ from anybatch.planning.running import python_state_kept, random_state_kept
 from anybatch.planning.search import Search, pareto, sorted_rows
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import Finalist, Row, Times, is_far, is_near, neighbours, raced
-from anybatch.records.plans import Plan, PlanRow
+from anybatch.records.memory import ACTIVATIONS
+from anybatch.records.plans import ModuleShare, Plan, PlanRow
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OPTIMIZATIONS = ("recompute", "offload", "loss_chunks")
 _FINALISTS = 3
@@ -121,21 +123,22 @@ class Planner:
     def plan(self, budget: int, *, race: bool = True) -> Plan:
         """Finds the fastest way within a budget.
 
-        Args:
-            budget: bytes.
-            race: whether the best ways are measured against each other where the device is at hand.
-
         Returns:
             The plan.
 
         Raises:
             DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
+        return self._stable(lambda: self._planned(budget, race), budget)
+
+    def _stable(self, search: Callable[[], T], budget: int) -> T:
+        """What a search finds once nothing new is found out about the step, of which nothing stays."""
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
             try:
-                return until_stable(self._known, self._forget, lambda: self._planned(budget, race))
+                return until_stable(self._known, self._forget, search)
             except NothingRuns as error:
-                raise self._stopped(error, budget) from None
+                beside, why = self.subject.bytes_beside, why_whole(self.subject)
+                raise stopped(error.needed, budget, self._usable_of, beside, why) from None
 
     def _known(self) -> tuple[object, ...]:
         return tuple(search.known for search in itertools.chain(*self._made.values()))
@@ -268,25 +271,17 @@ class Planner:
         return min(((search, *search.least()) for search in searches), key=lambda one: one[1].needed_bytes)
 
     def least_budget(self, budget: int) -> int:
-        """The smallest budget that a plan can be made for.
-
-        Args:
-            budget: bytes that micro-batches which have to run for real stay within.
-        """
+        """The smallest budget that a plan can be made for."""
 
         def found() -> int:
             self._searches = self._all_searches(budget)[-1]
             self._look_within(self._searches, budget)
             return self._least_budget()
 
-        with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            try:
-                return until_stable(self._known, self._forget, found)
-            except NothingRuns as error:
-                return self._stopped(error, budget).needed or 0
-
-    def _stopped(self, error: NothingRuns, budget: int) -> DoesNotFit:
-        return stopped(error.needed, budget, self._usable_of, self.subject.bytes_beside, why_whole(self.subject))
+        try:
+            return self._stable(found, budget)
+        except DoesNotFit as error:
+            return error.needed or 0
 
     def _least_budget(self) -> int:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
@@ -310,17 +305,21 @@ class Planner:
             reasons = f"{why_whole(self.subject)}{search.hint(row, peak)}".strip()
             return stopped(row.peak_bytes, budget, self._usable_of, beside, reasons)
         return does_not_fit(
-            row, peak, budget, needed, self._usable_of, search.shares(row), beside, history_of(self.subject),
-            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside)}",
+            row, peak, budget, needed, self._usable_of, search.shares(row), beside,
+            lambda holders: f"{search.hint(row, peak)} {self._remedies(holders, needed, budget + beside, peak)}",
         )  # fmt: skip
 
-    def _remedies(self, holders: Sequence[str], needed: int, budget: int) -> str:
+    def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int, peak: Peak) -> str:
         def least(subject: Subject) -> int:
             planner = type(self)(subject, self.target, allow=self._allow)
+            if subject.optimizers is not self.subject.optimizers:  # nothing else differs then
+                for other, own in zip(planner._searches, self._searches, strict=True):
+                    other.profiles.share(own.profiles)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
         may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real
-        return what_helps(self.subject, holders, needed, budget, least if may_try else None)
+        activations = peak.by_category.get(ACTIVATIONS, 0)
+        return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
     def _plan(self, ranked: list[Finalist], budget: int) -> Plan:
         search, row, peak = ranked[0]
@@ -336,7 +335,7 @@ class Planner:
             whole_bytes=search.whole_bytes(),
             smallest_bytes=self._least_budget(),
             at_peak=peak.by_category,
-            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row), history_of(self.subject)),
+            binding=binding_of(peak, search.hint(row, peak), search.floor_size(row)),
             modules=tuple(search.shares(row)),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
@@ -348,9 +347,6 @@ class Planner:
 def _configuration(row: PlanRow) -> PlanRow:
     """A row without what is predicted about it."""
     return replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="predicted")
-
-
-T = TypeVar("T")
 
 
 def until_stable(known: Callable[[], object], forget: Callable[[], None], search: Callable[[], T]) -> T:

@@ -77,13 +77,7 @@ class RealRuns:
         return bound + self._subject.batch_bytes + self._subject.state_bytes <= budget
 
     def note(self, size: Size, trace: PassTrace, trained: Iterable[int]) -> None:
-        """Notes what ran.
-
-        Args:
-            size: of the micro-batch.
-            trace: of it.
-            trained: the positions of the parameters that a step may give a gradient.
-        """
+        """Notes what ran."""
         peak = max(Fit([(size, trace)]).live(size), default=0)
         fixed = sum(one.size for one in trace.allocations if one.born < 0)
         # The gradients that were put there for it lie there also where it did not reach the parameter.
@@ -196,6 +190,14 @@ class Predictor:
         except NotFake:
             return make()
 
+    def share(self, other: "Predictor") -> None:
+        """Takes over the traces of another one, whose step differs in its optimizers only.
+
+        Args:
+            other: which may go on.
+        """
+        self._traces.update(other._traces)
+
     def stay_within(self, budget: int, limit: int | None = None) -> None:
         """Sets the bytes that real probes stay under.
 
@@ -292,7 +294,7 @@ class Predictor:
             points = [(size, part)]
         else:
             points = self._points()
-        return self._profile([(s, self._trace(p, recipe, single)) for s, p in points])
+        return self.profile_of([(s, self._trace(p, recipe, single)) for s, p in points])
 
     def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
         key = (recipe, size, single)
@@ -306,10 +308,19 @@ class Predictor:
                 traces = [(s, self._trace(p, recipe, single)) for s, p in points]
             else:
                 traces = self._probed(points, recipe, single, extrapolates=size is None)
-            self._profiles[key] = self._profile(traces)
+            self._profiles[key] = self.profile_of(traces)
         return self._profiles[key]
 
-    def _profile(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
+    def traced_pass(self, parts: Sequence[Part], recipe: Recipe, like: dict[int, int]) -> PassTrace:
+        """The trace of a pass with a coupled loss, see ``which_run``.
+
+        Raises:
+            OverBudget: it ran for real, and was stopped.
+        """
+        return self._consistent(lambda: self._tracer.trace(parts, recipe, split=False, like=like))
+
+    def profile_of(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
+        """The profile that some traces give."""
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
         trained = self.trained(fit.trace.trained)
@@ -329,7 +340,8 @@ class Predictor:
         constants = Constants(
             times * subject.batch_bytes, buffers, copies, subject.placements, summed, unreached, self._counted()
         )
-        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators)
+        size = traces[0][0]
+        return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators, size)
 
     def update_of(self, trained: Sequence[int]) -> UpdateTrace:
         """What the optimizers hold."""
@@ -376,7 +388,7 @@ class Predictor:
 
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         try:
-            trace = self._tracer.trace(part, recipe, split=split)
+            trace = self._tracer.trace([part], recipe, split=split)
             if len(part.samples) <= self.least:
                 self.taken = max(self.taken, trace.taken)
             return trace

@@ -46,11 +46,7 @@ class Recipe:
 
     @classmethod
     def of(cls, row: PlanRow) -> "Recipe":
-        """What a row of a plan says about the run of one micro-batch, whatever its size.
-
-        Args:
-            row: of a plan.
-        """
+        """What a row of a plan says about the run of one micro-batch, whatever its size."""
         return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs, row.chunk_length)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from anybatch.accelerators import segments_of
 from anybatch.memory.allocator import CachingAllocator, Segment
 from anybatch.memory.meter import BEFORE, Allocation, storages_of
-from anybatch.planning.curve import Profile, Size
+from anybatch.planning.curve import Profile
 from anybatch.planning.devices import Target, segments_expand
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
@@ -37,10 +37,6 @@ class Held:
 def held_on(subject: Subject, target: Target) -> Held | None:
     """Looks at the allocator that a step will run with.
 
-    Args:
-        subject: what is planned.
-        target: the device.
-
     Returns:
         What it holds; ``None`` on the host, of a device that is not at hand, and of one that does not tell.
     """
@@ -61,17 +57,15 @@ class Replay:
     Args:
         subject: what is planned.
         held: what lies on the device before.
-        profile: of a micro-batch, as it runs.
-        size: of the micro-batches.
-        micro_batches: how many there are.
+        profile: of the micro-batches, as they run.
     """
 
-    def __init__(self, subject: Subject, held: Held, profile: Profile, size: Size, micro_batches: int) -> None:
-        self._held, self._count = held, min(micro_batches, _MICRO_BATCHES)
+    def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:
+        self._held, self._count, size = held, min(profile.count, _MICRO_BATCHES), profile.size
         trace, update, constants = profile.fit.trace, profile.update, profile.constants
         self._sizes = profile.fit.sizes(size)
         self._inputs = profile.fit.input_sizes(size) if constants.copies else []
-        self._wide = subject.accumulators(micro_batches)
+        self._wide = subject.accumulators(profile.count)
         self._moments = _moments(trace.allocations)
         self._added = {new for _, new in trace.accumulated}
         self._are_gradients = {n for n, one in enumerate(trace.allocations) if one.category == GRADIENTS} | self._added
@@ -84,9 +78,6 @@ class Replay:
     def reserved(self, limit: int | None) -> int:
         """The bytes that the allocator reserves for the step at its peak.
 
-        Args:
-            limit: bytes that it may reserve; ``None`` for as many as it takes.
-
         Raises:
             MemoryError: it refuses an allocation.
         """
@@ -98,9 +89,6 @@ class Replay:
 
     def needed(self, limit: int) -> int:
         """The bytes that the allocator has to be given.
-
-        Args:
-            limit: bytes that it may reserve.
 
         Returns:
             What it reserves at its peak, if it serves the step within the limit; else the fewest with which it does, in

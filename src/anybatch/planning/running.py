@@ -124,7 +124,7 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     """
     kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
     return replace(
-        subject.settings, scaler=None, policy="native", reducer=ALONE, sums_sparse=False,
+        subject.settings, scaler=None, policy="native", reducer=ALONE,
         kept_graphs=kept if recipe.keep is None else recipe.keep,
         chunk_length=length if recipe.chunk is None else recipe.chunk,
     )  # fmt: skip
@@ -132,13 +132,7 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
 
 @contextlib.contextmanager
 def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
-    """Puts memory optimizations on, and takes them off.
-
-    Args:
-        subject: what is planned.
-        recipe: the memory optimizations.
-        simulate: whether offloaded bytes only seem to go, since there is no device to take them from.
-    """
+    """Puts memory optimizations on, and takes them off."""
     handle = apply_optimizations(
         subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
         loss_chunks=recipe.loss_chunks, simulate_offload=simulate,

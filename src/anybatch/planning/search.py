@@ -16,7 +16,6 @@ from anybatch.memory.meter import Recording
 from anybatch.planning.curve import NotAligned, Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, smallest_peak
-from anybatch.planning.lengths import are_within
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe, Splitting, splittings
@@ -47,6 +46,7 @@ class Search:
         autocast: the precision as the plan names it, if it is not the user's own.
 
     Attributes:
+        planned: what the plan is for.
         held: what lies on the device before a step, where the bytes that its allocator reserves are known from that.
         limit: bytes that the allocator may reserve.
     """
@@ -55,7 +55,7 @@ class Search:
     """Whether the time of a way follows from that of one of its micro-batches, so that ways can be raced."""
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
-        self.subject = subject
+        self.subject = self.planned = subject
         self.autocast = autocast
         self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
         self.profiles.may_recompute = "recompute" in allow
@@ -64,8 +64,7 @@ class Search:
         self.held: Held | None = None
         self.limit = 0
         self._times: Times | None = None
-        self._fine: list[tuple[float, ...]] = []
-        self._fine_sizes: list[Size] = []
+        self._fine: list[Size] = []
         self._target = target
         self._allow = allow
         self._excluded: set[str] = set()
@@ -85,11 +84,6 @@ class Search:
     def replays(self) -> bool:
         """Whether a row's traces are all that a step allocates, so that what is reserved for it follows from them."""
         return self.subject.devices is None
-
-    @property
-    def planned(self) -> Subject:
-        """What the plan is for."""
-        return self.subject
 
     @property
     def is_fake(self) -> bool:
@@ -145,13 +139,14 @@ class Search:
 
     def _profiled(
         self, recipes: Sequence[Recipe], splittings: Sequence[Splitting]
-    ) -> Iterator[tuple[Recipe, Splitting]]:
+    ) -> Iterator[tuple[Recipe, Splitting, Profile]]:
         """The treatments of the loss and the splittings whose profiles may be made."""
         for recipe, splitting in itertools.product(recipes, splittings):
-            if self._profile_within(recipe, splitting) is not None:
-                yield recipe, splitting
+            profile = self._profile_within(recipe, splitting)
+            if profile is not None:
+                yield recipe, splitting, profile
 
-    def _profile_within(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size] | None:
+    def _profile_within(self, recipe: Recipe, splitting: Splitting) -> Profile | None:
         """The profile of a splitting; ``None`` where it would have to run for real, and might not fit."""
         try:
             return self.profile(recipe, splitting)
@@ -165,23 +160,21 @@ class Search:
         by_size = {profiles.size_of(part): part for part in parts}
         if len(by_size) == 1:
             return parts[0]
-        if profiles.lengths.are_apart:
-            by_size = profiles.lengths.outstanding(by_size)
-        elif not profiles.is_fake:  # each may take a run of its own
+        if profiles.lengths.are_apart or not profiles.is_fake:  # each may take a trace of its own
             by_size = {one: by_size[one] for one in by_size if not any(one.is_within(o) for o in by_size if o != one)}
 
         def peak(size: Size) -> tuple[int, int]:  # the longer of two that are taken to be as long
             profile = profiles.profile(recipe, size, single=splitting.is_single)
-            return profile.peak(size, splitting.count), size.length
+            return profile.at(size, splitting.count).peak, size.length
 
         if not profiles.lengths.are_joined and len({size.length for size in by_size}) == 1:
             return by_size[max(by_size, key=lambda size: size.samples)]
         return by_size[max(by_size, key=peak)]
 
-    def profile(self, recipe: Recipe, splitting: Splitting) -> tuple[Profile, Size]:
-        """The profile of the largest micro-batch of a splitting, and its size."""
+    def profile(self, recipe: Recipe, splitting: Splitting) -> Profile:
+        """The profile of the largest micro-batch of a splitting."""
         size = self.profiles.size_of(self.worst(recipe, splitting))
-        return self.profiles.profile(recipe, size, single=splitting.is_single), size
+        return self.profiles.profile(recipe, size, single=splitting.is_single).at(size, splitting.count)
 
     def seconds(self, splitting: Splitting) -> float | None:
         """The time of a logical batch without memory optimizations, ``None`` if nothing is known."""
@@ -194,8 +187,7 @@ class Search:
 
     def holds_update(self, budget: int) -> bool:
         """Whether the update fits beside the losses of micro-batches, of which splittings keep more or fewer."""
-        profiles = ((self.profile(Recipe(), one), one.count) for one in reversed(self.splittings))
-        return any(profile.update_peak(size, count) <= budget for (profile, size), count in profiles)
+        return any(self.profile(Recipe(), one).update_peak <= budget for one in reversed(self.splittings))
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once without memory optimizations; 0 if it is not known.
@@ -203,13 +195,13 @@ class Search:
         The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
         """
         if self.splittings[0].is_single:
-            profile, size = self.profile(Recipe(), self.splittings[0])
-            return profile.peak(size, 1)
+            return self.profile(Recipe(), self.splittings[0]).peak
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
         if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Recipe()):
             return 0
-        return self.profiles.profile(Recipe(), Size(splittable.rows), single=True).peak(Size(splittable.rows), 1)
+        size = Size(splittable.rows)
+        return self.profiles.profile(Recipe(), size, single=True).at(size, 1).peak
 
     # How long micro-batches take.
 
@@ -222,8 +214,8 @@ class Search:
             return
         found = []
         for splitting in self.splittings:
-            profile, size = self.profile(Recipe(), splitting)
-            found.append((self.worst(Recipe(), splitting).cost, profile.fit, size))
+            profile = self.profile(Recipe(), splitting)
+            found.append((self.worst(Recipe(), splitting).cost, profile.fit, profile.size))
         self.times = estimated_times(found, self._target)
 
     def _measured(self, budget: int, patience: float) -> Times:
@@ -241,17 +233,17 @@ class Search:
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
-            profile, size = self.profile(Recipe(), splitting)
-            most = profile.peak(size, splitting.count) + self.subject.behaviour.written_bytes
-            if most <= budget and self._is_served(profile, size, splitting) and self.profiles.may_collate(part):
+            profile = self.profile(Recipe(), splitting)
+            most = profile.peak + self.subject.behaviour.written_bytes
+            if most <= budget and self._is_served(profile) and self.profiles.may_collate(part):
                 grid.append(part)
         return grid
 
-    def _is_served(self, profile: Profile, size: Size, splitting: Splitting) -> bool:
+    def _is_served(self, profile: Profile) -> bool:
         """Whether the allocator gives a micro-batch what it takes; one that takes far less than there is does."""
-        if self.held is None or 2 * profile.peak(size, splitting.count) <= self.limit:
+        if self.held is None or 2 * profile.peak <= self.limit:
             return True
-        return Replay(self.subject, self.held, profile, size, splitting.count).needed(self.limit) <= self.limit
+        return Replay(self.subject, self.held, profile).needed(self.limit) <= self.limit
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
@@ -295,8 +287,7 @@ class Search:
         if not head or tried >= len(_CHUNKS):
             return False
         recipe = Recipe(head=head, loss_chunks=_CHUNKS[tried])
-        profile, _ = self.profile(recipe, self.splittings[-1])
-        if not profile.is_chunked:
+        if not self.profile(recipe, self.splittings[-1]).is_chunked:
             return False
         self.recipes.append(recipe)
         return True
@@ -305,12 +296,11 @@ class Search:
         """Whether the smallest configuration peaks in its loss, so that smaller chunks of it would lower that."""
         if "loss_chunks" not in self._allow:
             return False
-        for recipe, splitting in self._profiled(self.recipes[-1:], self.splittings[-1:]):
+        for recipe, splitting, profile in self._profiled(self.recipes[-1:], self.splittings[-1:]):
             timeline, options, _ = self._timeline(recipe, splitting)
             choice = smallest_peak(timeline, options)
             in_loss = timeline.forward[-1] - sum(one.freed for one in choice.options)
-            profile, size = self.profile(recipe, splitting)
-            return in_loss >= max(choice.peak, profile.update_peak(size, splitting.count))
+            return in_loss >= max(choice.peak, profile.update_peak)
         return True
 
     @property
@@ -335,13 +325,11 @@ class Search:
 
     def row(self, recipe: Recipe, splitting: Splitting, budget: int) -> PlanRow | None:
         """The fastest way to checkpoint or offload blocks within a budget; ``None`` if no choice is enough."""
-        known = self._profile_within(recipe, splitting)
-        if known is None or known[0].update_peak(known[1], splitting.count) > budget:
+        profile = self._profile_within(recipe, splitting)
+        if profile is None or profile.update_peak > budget:
             return None
-        profile, size = known
-        plain = profile.peak(size, splitting.count)
-        if plain <= budget:
-            return self._row(recipe, splitting, Choice((), 0.0, plain), [])
+        if profile.peak <= budget:
+            return self._row(recipe, splitting, Choice((), 0.0, profile.peak), [])
         timeline, options, names = self._timeline(recipe, splitting)
         choice = choose(timeline, options, budget)
         return None if choice is None else self._row(recipe, splitting, choice, names)
@@ -352,9 +340,8 @@ class Search:
         if len(self.profiles.blocks) > _MANY_BLOCKS:
             looked_at = [*looked_at[:2], *looked_at[2:][-1:]]
         best: PlanRow | None = None
-        for recipe, splitting in self._profiled(self.recipes, looked_at):
-            profile, size = self.profile(recipe, splitting)
-            if best is None or profile.update_peak(size, splitting.count) < best.peak_bytes:
+        for recipe, splitting, profile in self._profiled(self.recipes, looked_at):
+            if best is None or profile.update_peak < best.peak_bytes:
                 row = self.smallest_of(recipe, splitting)
                 best = row if best is None or row.peak_bytes < best.peak_bytes else best
         if best is None:
@@ -371,12 +358,12 @@ class Search:
 
         That is where blocks run several times, and where what a kernel works in shows in real runs only.
         """
-        profile, size = self.profile(recipe, splitting)
-        if self.profiles.is_fake and not profile.repeats(splitting.count):
+        profile = self.profile(recipe, splitting)
+        if self.profiles.is_fake and not profile.repeats:
             return None
         _, options, names = self._timeline(recipe, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
-        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak(size, splitting.count))
+        choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak)
         return self._row(recipe, splitting, choice, names) if blocks else None
 
     def least(self) -> tuple[PlanRow, Peak]:
@@ -410,7 +397,8 @@ class Search:
                 few.append(splitting)
         share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
         some, points = few[: max(1, round(share * len(few)))], max(2, round(share * _FRONT_POINTS))
-        return [row for recipe, one in self._profiled(self.recipes, some) for row in self.front_of(recipe, one, points)]
+        found = self._profiled(self.recipes, some)
+        return [row for recipe, one, _ in found for row in self.front_of(recipe, one, points)]
 
     def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
         """The choices of blocks that are worth their time, from the fastest to the smallest."""
@@ -419,8 +407,7 @@ class Search:
         return [self._row(recipe, splitting, choice, names) for choice in choices]
 
     def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
-        base = self.seconds(splitting)
-        profile, size = self.profile(recipe, splitting)
+        base, profile = self.seconds(splitting), self.profile(recipe, splitting)
         return PlanRow(
             micro_batch_size=splitting.limit,
             micro_batches=len(splitting.parts),
@@ -429,7 +416,7 @@ class Search:
             head=recipe.head,
             loss_chunks=recipe.loss_chunks,
             autocast=self.autocast,
-            peak_bytes=max(choice.peak, profile.update_peak(size, splitting.count)),
+            peak_bytes=max(choice.peak, profile.update_peak),
             seconds=None if base is None else base + choice.seconds,
             confidence=profile.confidence,
         )
@@ -443,7 +430,7 @@ class Search:
     def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
         key = (recipe, splitting.limit)
         if key not in self._solved:
-            profile, size = self.profile(recipe, splitting)
+            profile = self.profile(recipe, splitting)
 
             @functools.cache
             def forward(name: str) -> float:
@@ -452,23 +439,20 @@ class Search:
                     return 1.0
                 return self.subject.seconds(splitting.parts, lambda cost: times.forward(cost, name))
 
-            timeline, options, names = profile.timeline(size, splitting.count, forward)
+            timeline, options, names = profile.timeline(forward)
             may = "recompute" in self._allow and not self.profiles.always
             options = [one for one in options if may and self._run_name(one, names) not in self._excluded]
             if "offload" in self._allow and self._target.device_type != "cpu":
-                options += self._offloads(profile, size, splitting, forward)
+                options += self._offloads(profile, forward)
             self._solved[key] = (timeline, options, names)
         return self._solved[key]
 
-    def _offloads(
-        self, profile: Profile, size: Size, splitting: Splitting, forward: Callable[[str], float]
-    ) -> list[Option]:
+    def _offloads(self, profile: Profile, forward: Callable[[str], float]) -> list[Option]:
         """Copies to the host hide behind the block that computes meanwhile, and take time beyond that."""
-        count = splitting.count
         options = []
-        for index, (name, held) in enumerate(profile.offloadable(size, count)):
+        for index, (name, held) in enumerate(profile.offloadable()):
             hidden = forward(name) if self._times else 0.0
-            seconds = 2 * max(0.0, held * count / self._target.host_bandwidth - hidden)
+            seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
             options.append(Option(index, index, "offload", held, seconds, lag=1))
         return [option for option in options if option.freed > 0]
 
@@ -476,9 +460,8 @@ class Search:
 
     def floor_size(self, row: PlanRow) -> float | None:
         """The largest plain micro-batch at which the update is the peak; ``None`` if there is none."""
-        for recipe, splitting in self._profiled([Recipe.of(row).plain], self.splittings):
-            profile, size = self.profile(recipe, splitting)
-            if profile.peak(size, splitting.count) <= profile.update_peak(size, splitting.count):
+        for _, splitting, profile in self._profiled([Recipe.of(row).plain], self.splittings):
+            if profile.peak <= profile.update_peak:
                 return splitting.limit
         return None
 
@@ -498,13 +481,12 @@ class Search:
     def shares(self, row: PlanRow) -> list[ModuleShare]:
         """What each block holds in a micro-batch of a row without memory optimizations."""
         splitting = self.splitting_of(row)
-        profile, size = self.profile(Recipe(), splitting)
         cost = self.worst(Recipe(), splitting).cost
 
         def seconds(name: str) -> float | None:
             return self._times.forward(cost, name) if self._times else None
 
-        return profile.shares(size, splitting.count, self._parameter_bytes, seconds)
+        return self.profile(Recipe(), splitting).shares(self._parameter_bytes, seconds)
 
     def _parameter_bytes(self, block: str) -> int:
         modules = modules_of(self.subject.model.get_submodule(block))
@@ -529,40 +511,27 @@ class Search:
             looked_at.append((self.worst(recipe.plain, Splitting(splitting.limit, parts[1:])), splitting.is_single))
         found = []
         for part, single in looked_at:
-            profile = self.profiles.traced(recipe, part, single=single)
-            found.append((profile, self.profiles.size_of(part)))
-        profile, size = max(found, key=lambda one: one[0].peak(one[1], count))
-        row = replace(row, peak_bytes=profile.peak(size, count))
+            found.append(self.profiles.traced(recipe, part, single=single).at(self.profiles.size_of(part), count))
+        profile = max(found, key=lambda one: one.peak)
+        row = replace(row, peak_bytes=profile.peak)
         if self.held is not None:
-            reserved = Replay(self.subject, self.held, profile, size, count).needed(self.limit)
-            row = replace(row, reserved_bytes=reserved)
-        return row, profile.peak_in_detail(size, count)
+            row = replace(row, reserved_bytes=Replay(self.subject, self.held, profile).needed(self.limit))
+        return row, profile.peak_in_detail()
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget as a row runs it; empty if none would."""
-        lengths, profiles = self.profiles.lengths, self.profiles
-        is_joined = lengths.are_joined or bool(self._fine_sizes)
-        for part in profiles.heaviest(parts) if lengths.are_joined else parts:
-            samples, size = len(part.samples), profiles.size_of(part)
-            longest = part.cost / samples if self.subject.splittable.has_costs else float(size.length)
-            large = (samples, *lengths.shape_of(part)) if lengths.shapes else (samples, longest)
-            if is_joined and any(size.is_within(known) for known in self._fine_sizes):
-                continue
-            if not is_joined and any(are_within(large, known) for known in self._fine):
+        profiles = self.profiles
+        for part in profiles.heaviest(parts) if profiles.lengths.are_joined else parts:
+            size = profiles.size_of(part)
+            if any(size.is_within(known) for known in self._fine):
                 continue
             try:
                 profile = profiles.traced(Recipe.of(row), part, single=len(parts) == 1)
             except (NotAligned, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
-            if profile.peak(size, self.subject.most_on_one(parts)) > budget:
-                if is_joined:
-                    return f"a micro-batch of {samples} samples might need more"
-                longer = f"of shape {large}" if lengths.shapes else f"the longest of {longest:g}"
-                return f"a micro-batch of {samples} samples, {longer}, would need more"
-            if is_joined:
-                self._fine_sizes = [known for known in self._fine_sizes if not known.is_within(size)] + [size]
-            else:
-                self._fine.append(large)
+            if profile.at(size, self.subject.most_on_one(parts)).peak > budget:
+                return f"a micro-batch of {size} would need more"
+            self._fine = [known for known in self._fine if not known.is_within(size)] + [size]
         return ""
 
 

@@ -68,5 +68,5 @@ def _traced(subject: Subject, row: PlanRow, beside: dict[str, int]) -> Timeline:
 
     tracer = Tracer(subject, blocks_of(subject.model, subject.blocks), recording, is_fake=True, may_probe=False)
     part = max(subject.splittable.plan(row.micro_batch_size), key=lambda one: len(one.samples))
-    tracer.trace(part, Recipe.of(row), split=row.micro_batches > 1)
+    tracer.trace([part], Recipe.of(row), split=row.micro_batches > 1)
     return made[-1].timeline(beside=beside)

@@ -111,9 +111,7 @@ class Subject:
     def note_writes(self, were_made: bool, *, is_through: bool) -> None:
         """Notes whether the loss needs a micro-batch of its own; what was moved to the device is a copy anyway.
 
-        Args:
-            were_made: whether it wrote into it when it was traced, or gave it tangents.
-            is_through: whether the trace came to its end; else it might have written later.
+        A trace that did not come to its end might have written later.
         """
         splittable = self.splittable
         is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)

@@ -219,33 +219,26 @@ def _writes(func: Any) -> bool:
 
 
 def estimated_times(fits: Iterable[tuple[float, Fit, Size]], target: Target) -> Times:
-    """Estimates micro-batches.
-
-    Args:
-        fits: by the cost of each micro-batch its traces, made with ``CostRecording``, and its size.
-        target: the device.
-    """
+    """Estimates micro-batches."""
     known: dict[float, Timed] = {}
     for cost, fit, size in fits:
         costs = fit.costs(size)
         if costs is None:
             return Times({})
-        start, stop = fit.trace.starts[-2:]
-        known[cost] = _timed(fit, costs, start, stop, target)
+        known[cost] = _timed(fit, costs, target)
     return Times(known)
 
 
 @unseen
-def _timed(fit: Fit, costs: torch.Tensor, start: int, stop: int, target: Target) -> Timed:
+def _timed(fit: Fit, costs: torch.Tensor, target: Target) -> Timed:
     flops, moved = costs.unbind(-1)
     longest = torch.maximum(flops / (target.flops * _EFFICIENCY), moved / (target.bandwidth * _EFFICIENCY))
     runs = (flops != 0) | (moved != 0)
     seconds: list[float] = torch.where(runs, longest.clamp(min=_LAUNCH_SECONDS), 0.0).tolist()
     forward: dict[str, float] = {}
     for span in fit.trace.spans:
-        if start <= span.enter and span.leave <= stop:
-            forward[span.name] = forward.get(span.name, 0.0) + sum(seconds[span.enter : span.leave])
-    return Timed(sum(seconds[start:stop]), forward)
+        forward[span.name] = forward.get(span.name, 0.0) + sum(seconds[span.enter : span.leave])
+    return Timed(sum(seconds), forward)
 
 
 _LAPS = 5  # of which the shortest time counts, but for the first
@@ -259,10 +252,6 @@ Finalist = tuple[Any, PlanRow, Peak]  # as it was traced
 
 def is_near(one: PlanRow, other: PlanRow) -> bool:
     """Whether two ways have the same memory optimizations, in micro-batches of about the same size.
-
-    Args:
-        one: a way.
-        other: another one.
 
     Example:
         >>> is_near(PlanRow(8, 8), PlanRow(13, 5)), is_near(PlanRow(8, 8), PlanRow(16, 4))

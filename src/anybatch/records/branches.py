@@ -12,48 +12,25 @@ _MOST_NAMES = 12
 
 @dataclass(slots=True)
 class Branch:
-    """A line and what hangs under it.
+    """A line and what hangs under it."""
 
-    Args:
-        text: the line.
-        children: in order.
-    """
-
-    text: str
-    children: list["Branch"] = field(default_factory=list)
+    text: str  # the line
+    children: list["Branch"] = field(default_factory=list)  # in order
 
     def add(self, text: str) -> "Branch":
-        """Hangs a line under this one.
-
-        Args:
-            text: the line.
-
-        Returns:
-            Its branch.
-        """
+        """Hangs a line under this one."""
         self.children.append(Branch(text))
         return self.children[-1]
 
 
 def branches_of(parent: Branch, items: Iterable[object]) -> None:
-    """Hangs the text of each item under a branch.
-
-    Args:
-        parent: the branch.
-        items: anything with a text.
-    """
+    """Hangs the text of each item under a branch."""
     for item in items:
         parent.add(str(item))
 
 
 def drawn(root: Branch) -> str:
     """The tree as lines of text.
-
-    Args:
-        root: of the tree.
-
-    Returns:
-        The lines, without one at the end.
 
     Example:
         >>> root = Branch("a")
@@ -75,11 +52,7 @@ def _lines(branch: Branch) -> Iterable[str]:
 
 
 def as_rich(root: Branch) -> "Tree":
-    """The tree for rich; the user's names are shown as they are, whatever brackets they have.
-
-    Args:
-        root: of the tree.
-    """
+    """The tree for rich; the user's names are shown as they are, whatever brackets they have."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -95,10 +68,6 @@ def as_rich(root: Branch) -> "Tree":
 
 def names_joined(names: Collection[str], among: Collection[str]) -> str:
     """Names of parameters; all that a module has are shown as one.
-
-    Args:
-        names: what to show.
-        among: all names that there are.
 
     Example:
         >>> names_joined(["a.0.w", "a.0.b", "b.w"], ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.b"])

@@ -4,15 +4,16 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from anybatch.records.plainvalues import Plain, nothing, plain
 from anybatch.records.showing import Shown
 
 _WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(Plain):
     """One thing that was found.
 
     Args:
@@ -41,38 +42,10 @@ class Reason:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        return {
-            "code": self.code,
-            "where": self.where,
-            "message": self.message,
-            "remedies": list(self.remedies),
-            "evidence": _plain(self.evidence),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Reason":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name; those that are unknown are left out.
-
-        Returns:
-            The reason.
-        """
-        return cls(
-            code=str(values["code"]),
-            where=str(values["where"]),
-            message=str(values["message"]),
-            remedies=tuple(values.get("remedies", ())),
-            evidence=dict(values.get("evidence", {})),
-        )
+        return {name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}
 
     def shown(self, prefix: str = "") -> str:
-        """The text, wrapped; remedies on lines of their own, which are not wrapped, so that they can be copied.
-
-        Args:
-            prefix: what the text begins with.
-        """
+        """The text, wrapped; remedies on lines of their own, which are not wrapped, so that they can be copied."""
         text = f"{prefix}{self.code}, in {self.where}: {self.message}"
         head = textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         return "\n".join([*head, *(f"    {line}" for line in self.remedies)])
@@ -137,23 +110,11 @@ class Certificate(Shown):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        return {
-            "exact": self.exact,
-            "model": self.model,
-            "samples": self.samples,
-            "samples_in_batch": self.samples_in_batch,
-            "splits": [list(sizes) for sizes in self.splits],
-            "dtype": self.dtype,
-            "tolerance": self.tolerance,
-            "error": _plain(self.error),
-            "loss_error": _plain(self.loss_error),
-            "reasons": [reason.to_dict() for reason in self.reasons],
-            "notes": [note.to_dict() for note in self.notes],
-        }
+        """The fields as plain values for JSON, and ``exact``; a number that is not finite becomes ``None``."""
+        return {"exact": self.exact, **{name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Certificate":
+    def from_dict(cls, values: Any) -> Self:
         """Reads what ``to_dict`` gave.
 
         Args:
@@ -162,18 +123,8 @@ class Certificate(Shown):
         Returns:
             The certificate.
         """
-        return cls(
-            model=str(values["model"]),
-            samples=int(values["samples"]),
-            samples_in_batch=int(values["samples_in_batch"]),
-            splits=tuple(tuple(sizes) for sizes in values["splits"]),
-            dtype=str(values["dtype"]),
-            tolerance=float(values["tolerance"]),
-            error=_number(values["error"]),
-            loss_error=_number(values["loss_error"]),
-            reasons=tuple(Reason.from_dict(reason) for reason in values.get("reasons", ())),
-            notes=tuple(Reason.from_dict(note) for note in values.get("notes", ())),
-        )
+        errors = {name: math.inf if values[name] is None else values[name] for name in ("error", "loss_error")}
+        return super(Certificate, cls).from_dict({**values, **errors})
 
     def __str__(self) -> str:
         errors = f"{self.error:.2g} (loss {self.loss_error:.2g})"
@@ -191,17 +142,3 @@ def _shown(sizes: tuple[int, ...]) -> str:
     if len(sizes) <= 8:
         return " + ".join(map(str, sizes))
     return f"{len(sizes)} micro-batches of {max(sizes)} at most"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _number(value: Any) -> float:
-    return math.inf if value is None else float(value)

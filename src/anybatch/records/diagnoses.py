@@ -1,10 +1,11 @@
 """A diagnosis: the findings of a run in order of rank, and which gradients and parameters changed in it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
+from anybatch.records.plainvalues import Plain
 from anybatch.records.showing import Shown
 
 CELLS = {
@@ -17,8 +18,9 @@ CELLS = {
 SEVERAL_THREADS = "several threads"
 """Among what could not be examined: what came after two threads trained at once."""
 
-Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed"]
-"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen."""
+Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed", "checked"]
+"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen;
+``"checked"`` of a certificate, whose verdict is the reason."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C, or ``--timeout``."""
 _MOST_RULES = 8
@@ -26,9 +28,6 @@ _MOST_RULES = 8
 
 def missing_of(unexamined: Sequence[str]) -> str:
     """What could not be examined, in words.
-
-    Args:
-        unexamined: see ``Diagnosis``.
 
     Example:
         >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
@@ -47,7 +46,7 @@ def missing_of(unexamined: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Plain):
     """Parameters of one module of which the same is true: do their gradients change, do they change themselves?
 
     Args:
@@ -88,24 +87,11 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
-        return asdict(self) | {"parameters": list(self.parameters), "meaning": self.meaning}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Cell":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The cell.
-        """
-        known = {name: entry for name, entry in values.items() if name != "meaning"}
-        return cls(**{**known, "parameters": tuple(known.get("parameters", ()))})
+        return Plain.to_dict(self) | {"meaning": self.meaning}
 
 
 @dataclass(frozen=True, slots=True)
-class Suppressed:
+class Suppressed(Plain):
     """A finding that the user does not want to hear of.
 
     Args:
@@ -122,22 +108,6 @@ class Suppressed:
     finding: Finding
     by: Literal["line", "settings", "baseline"]
     reason: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return {"finding": self.finding.to_dict(), "by": self.by, "reason": self.reason}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Suppressed":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            It.
-        """
-        return cls(Finding.from_dict(values["finding"]), values["by"], values["reason"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,55 +178,9 @@ class Diagnosis(Shown):
         return tuple(finding for finding in self.findings if not finding.consequence_of)
 
     def consequences(self, root: Finding) -> tuple[Finding, ...]:
-        """The findings that follow from one.
-
-        Args:
-            root: the finding.
-
-        Returns:
-            Those that name it, in order of rank.
-        """
+        """The findings that follow from one."""
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``healthy``."""
-        return {
-            "findings": [finding.to_dict() for finding in self.findings],
-            "cells": [cell.to_dict() for cell in self.cells],
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "healthy": self.healthy,
-            "steps": self.steps,
-            "overhead": self.overhead,
-            "script": self.script,
-            "arguments": list(self.arguments),
-            "device": self.device,
-            "exit_code": self.exit_code,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            "unexamined": list(self.unexamined),
-            "suppressed": [one.to_dict() for one in self.suppressed],
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Diagnosis":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The diagnosis.
-        """
-        known = {name: entry for name, entry in values.items() if name != "healthy"}
-        return cls(
-            **{
-                **known,
-                "findings": tuple(Finding.from_dict(one) for one in known.get("findings", ())),
-                "cells": tuple(Cell.from_dict(one) for one in known.get("cells", ())),
-                "arguments": tuple(known.get("arguments", ())),
-                "notes": tuple(known.get("notes", ())),
-                "unexamined": tuple(known.get("unexamined", ())),
-                "suppressed": tuple(Suppressed.from_dict(one) for one in known.get("suppressed", ())),
-            }
-        )
+        return Shown.to_dict(self) | {"healthy": self.healthy}

@@ -2,9 +2,11 @@
 
 import ast
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from anybatch.records.plainvalues import Plain
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -14,9 +16,6 @@ FixKind = Literal["tried", "tested", "suggestion"]
 
 def is_code(fix: str) -> bool:
     """Whether a fix is Python, or a sentence that tells what to do.
-
-    Args:
-        fix: of a finding.
 
     Example:
         >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
@@ -30,7 +29,7 @@ def is_code(fix: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Plain):
     """Where a finding is.
 
     Args:
@@ -62,7 +61,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Plain):
     """One thing that is wrong.
 
     Args:
@@ -104,33 +103,11 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
-        return {
-            "code": self.code,
-            "name": self.name,
-            "severity": self.severity,
-            "place": asdict(self.place) | {"parameters": list(self.place.parameters), "text": str(self.place)},
-            "message": self.message,
-            "cause": self.cause,
-            "evidence": dict(self.evidence),
-            "fix": self.fix,
-            "fix_kind": self.fix_kind,
-            "consequence_of": self.consequence_of or None,
-            "step": self.step,
-            "at": self.at,
-            "proof": self.proof,
-            "patch": self.patch,
-        }
+        place = self.place.to_dict() | {"text": str(self.place)}
+        follows = self.consequence_of or None
+        return Plain.to_dict(self) | {"place": place, "evidence": dict(self.evidence), "consequence_of": follows}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Finding":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The finding.
-        """
-        place = {name: entry for name, entry in values["place"].items() if name != "text"}
-        place["parameters"] = tuple(place.get("parameters", ()))
-        return cls(**{**values, "place": Place(**place), "consequence_of": values["consequence_of"] or ""})
+    def from_dict(cls, values: Any) -> Self:
+        """Reads what ``to_dict`` gave."""
+        return super(Finding, cls).from_dict({**values, "consequence_of": values["consequence_of"] or ""})

@@ -1,7 +1,9 @@
 """Where the samples of a batch were found to lie, for people to look at."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from anybatch.records.plainvalues import Plain
 
 
 class LeafLayout(NamedTuple):
@@ -19,13 +21,9 @@ class LeafLayout(NamedTuple):
     kind: str
     shape: tuple[int, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return {**self._asdict(), "shape": list(self.shape)}
-
 
 @dataclass(frozen=True, slots=True)
-class BatchLayout:
+class BatchLayout(Plain):
     """How a batch is cut: what was inferred, or said with ``layout=`` and ``broadcast=``.
 
     Args:
@@ -46,11 +44,6 @@ class BatchLayout:
     leaves: tuple[LeafLayout, ...]
     batches: int = 1
     note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        leaves = [leaf.to_dict() for leaf in self.leaves]
-        return {"samples": self.samples, "leaves": leaves, "batches": self.batches, "note": self.note}
 
     def __str__(self) -> str:
         first = "not cut" if self.samples is None else f"{self.samples} samples"

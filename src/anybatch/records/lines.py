@@ -17,15 +17,10 @@ FORM = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that was seen in a run.
+    """Something that was seen in a run."""
 
-    Args:
-        at: the number of the event, counted over the whole run; facts are in this order.
-        step: how many optimizer steps were done before it: the most that any optimizer of the run has done.
-    """
-
-    at: int = 0
-    step: int = 0
+    at: int = 0  # the number of the event, counted over the whole run; facts are in this order
+    step: int = 0  # how many optimizer steps were done before it: the most that any optimizer of the run has done
 
 
 F = TypeVar("F", bound=type[Fact])
@@ -35,14 +30,7 @@ _NAMES: dict[type[Fact], str] = {}
 
 
 def fact(kind: str) -> Callable[[F], F]:
-    """Gives a kind of fact the name that its lines bear.
-
-    Args:
-        kind: the name.
-
-    Returns:
-        A decorator for the dataclass.
-    """
+    """Gives a kind of fact the name that its lines bear."""
 
     def named(cls: F) -> F:
         KINDS[kind] = cls
@@ -53,14 +41,7 @@ def fact(kind: str) -> Callable[[F], F]:
 
 
 def to_line(one: Fact) -> str:
-    """A fact as a line of JSON; entries that have their default are left out.
-
-    Args:
-        one: the fact.
-
-    Returns:
-        The line, without its end. Numbers that are not finite are written as texts (``"nan"``, ``"inf"``, ``"-inf"``).
-    """
+    """A fact as a line of JSON; entries that have their default are left out."""
     kind = {"kind": _NAMES[type(one)]}
     try:
         return _AS_IT_IS.encode(kind | _own(one))
@@ -70,9 +51,6 @@ def to_line(one: Fact) -> str:
 
 def from_line(line: str) -> Fact | None:
     """Reads what ``to_line`` gave.
-
-    Args:
-        line: of JSON.
 
     Returns:
         The fact, or ``None`` for a kind that this version does not know.

@@ -1,10 +1,10 @@
 """Where the bytes of a step lie."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from anybatch.records.reading import read
+from anybatch.records.plainvalues import Plain
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
@@ -36,7 +36,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(Plain):
     """What was alive from operation to operation; of many, those with the most bytes.
 
     Args:
@@ -64,23 +64,6 @@ class Timeline:
     def peak_bytes(self) -> int:
         """The most bytes."""
         return max(self.totals, default=0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The timeline as plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Timeline":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The timeline.
-        """
-        found: Timeline = read(cls, values)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +93,8 @@ class Memory(Shown):
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "end_bytes": self.end_bytes,
-            "at_peak": dict(self.at_peak),
-            "at_end": dict(self.at_end),
-            "operation": self.operation,
-            "reserved_bytes": self.reserved_bytes,
-        }
+        """The fields as plain values for JSON, but for the timeline."""
+        return {name: value for name, value in Shown.to_dict(self).items() if name != "timeline"}
 
     def __str__(self) -> str:
         largest = sorted(self.at_peak.items(), key=lambda item: -item[1])

@@ -1,12 +1,12 @@
 """Which parameters a loss reaches through autograd, and what stopped the others."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from anybatch.records.branches import Branch, branches_of, drawn, names_joined
+from anybatch.records.plainvalues import Plain, nothing, plain
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Plain):
     """Where the way from a parameter to the loss ends.
 
     Args:
@@ -49,22 +49,6 @@ class Stop:
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         return f"{self.op}{where}{_place(self.file, self.line)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return asdict(self) | {"others": [other.to_dict() for other in self.others]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Stop":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The stop.
-        """
-        return cls(**{**values, "others": tuple(cls.from_dict(other) for other in values.get("others", ()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,44 +214,8 @@ class Paths(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        values = asdict(self)
-        for term in values["terms"]:
-            term["value"] = term["value"] if math.isfinite(term["value"] or 0.0) else None
-        return values | {
-            "reached": list(self.reached),
-            "stopped": {name: stop.to_dict() for name, stop in self.stopped.items()},
-            "terms": list(values["terms"]),
-            "outside": list(self.outside),
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Paths":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The paths.
-        """
-        kept = values.get("kept")
-        return cls(
-            leaves={name: Leaf(**leaf) for name, leaf in values["leaves"].items()},
-            stopped={name: Stop.from_dict(stop) for name, stop in values["stopped"].items()},
-            followed=bool(values["followed"]),
-            terms=tuple(_term(term) for term in values.get("terms", ())),
-            outside=tuple(values.get("outside", ())),
-            kept=None
-            if kept is None
-            else Kept(
-                int(kept["bytes"]),
-                dict(kept["modules"]),
-                tuple(Saved(**{**saved, "shape": tuple(saved["shape"])}) for saved in kept["biggest"]),
-                int(kept["packed"]),
-            ),
-            notes=tuple(values.get("notes", ())),
-        )
+        finite = {name: plain(value, nothing) for name, value in Shown.to_dict(self).items()}
+        return finite | {"reached": list(self.reached)}
 
     def _tree(self) -> Branch:
         numbers = sum(leaf.numel for leaf in self.leaves.values())
@@ -320,11 +268,6 @@ class Paths(Shown):
         from anybatch.records.branches import as_rich
 
         return as_rich(self._tree())
-
-
-def _term(values: Mapping[str, Any]) -> Term:
-    cuts = (Cut(**{**one, "parameters": tuple(one["parameters"])}) for one in values.get("cuts", ()))
-    return Term(**{**values, "cuts": tuple(cuts)})
 
 
 def _place(file: str, line: int) -> str:

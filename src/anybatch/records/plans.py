@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
+from anybatch.records.plainvalues import Plain
 from anybatch.records.reading import read
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes, format_seconds
@@ -23,7 +24,7 @@ _RUN = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(Plain):
     """One way to run a logical batch, with what it is predicted to take.
 
     Args:
@@ -89,10 +90,6 @@ class PlanRow:
             parts.append(f"chunks of {self.chunk_length} step{'s' if self.chunk_length > 1 else ''}")
         return ", ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        return {name: _plain(getattr(self, name)) for name in self.__slots__}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "PlanRow":
         """Reads what ``to_dict`` gave; fields that are unknown are left out.
@@ -101,7 +98,9 @@ class PlanRow:
             ValueError: a value can't be followed.
         """
         word = read(Mapping[str, Any], values).get("confidence", "predicted")
-        row: PlanRow = read(cls, {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word})
+        row = super(PlanRow, cls).from_dict(
+            {**values, "confidence": _EARLIER.get(word, word) if isinstance(word, str) else word}
+        )
         is_sound = (
             0 < row.micro_batch_size < math.inf and min(row.micro_batches, row.loss_chunks) >= 1
             and min(row.peak_bytes, row.reserved_bytes) >= 0 and (row.seconds is None or 0 <= row.seconds < math.inf)
@@ -125,19 +124,12 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """What one block of a model holds.
+    """What one block of a model holds."""
 
-    Args:
-        name: its qualified name.
-        parameter_bytes: of its parameters.
-        activation_bytes: what it keeps for the backward of one micro-batch.
-        seconds: its forward of one micro-batch, ``None`` if that was not measured.
-    """
-
-    name: str
-    parameter_bytes: int
-    activation_bytes: int
-    seconds: float | None = None
+    name: str  # its qualified name
+    parameter_bytes: int  # of its parameters
+    activation_bytes: int  # what it keeps for the backward of one micro-batch
+    seconds: float | None = None  # its forward of one micro-batch, ``None`` if that was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +276,7 @@ class Plan(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values for JSON."""
-        values: dict[str, Any] = {"version": VERSION, "kind": "anybatch plan"}
-        for name in self.__slots__:
-            values[name] = _plain(getattr(self, name))
-        return values
+        return {"version": VERSION, "kind": "anybatch plan", **Shown.to_dict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> "Plan":
@@ -308,10 +297,7 @@ class Plan(Shown):
         try:
             if missing := [name for name in cls.__slots__ if name not in values]:
                 raise ValueError(f"{missing[0]} is missing")
-            rows = [
-                PlanRow.from_dict(row).to_dict() for row in (values["chosen"], *read(list[Any], values["alternatives"]))
-            ]
-            plan: Plan = read(cls, {**values, "chosen": rows[0], "alternatives": rows[1:]})
+            plan = super(Plan, cls).from_dict(values)
             if min(plan.budget, plan.samples, plan.whole_bytes, plan.smallest_bytes, *plan.at_peak.values()) < 0:
                 raise ValueError("bytes or samples are below 0")
             str(plan), json.dumps(plan.to_dict(), allow_nan=False)  # no number may be beyond what can be shown
@@ -327,13 +313,3 @@ def _blocks(names: tuple[str, ...]) -> int:
     """How many blocks names stand for, of which some are runs such as ``"net.2:5"``."""
     runs = [_RUN.fullmatch(name.rpartition(".")[2]) for name in names]
     return sum(1 if run is None else max(int(run[2]) - int(run[1]), 1) for run in runs)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (PlanRow, ModuleShare)):
-        return {name: _plain(getattr(value, name)) for name in value.__slots__}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value

@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from anybatch.records.plainvalues import Plain, nothing, plain
+
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(Plain):
     """That some samples of a batch, run whole and again as two parts, give one gradient.
 
     Args:
@@ -43,8 +45,7 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        found = {name: getattr(self, name) for name in self.__slots__}
-        return {**found, "parts": list(self.parts), "error": self.error if math.isfinite(self.error) else None}
+        return {name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}
 
     def __str__(self) -> str:
         if self.outcome == "undecided":

@@ -1,12 +1,13 @@
 """What each rank holds and sends when several of them take a step together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
+from anybatch.records.plainvalues import Plain
 from anybatch.records.plans import Plan
-from anybatch.records.reading import Malformed, read
+from anybatch.records.reading import Malformed
 
 Shard = Literal["ddp", "fsdp2", "fsdp2-kept"]
 SHARDS: tuple[Shard, ...] = ("ddp", "fsdp2", "fsdp2-kept")
@@ -22,39 +23,27 @@ WORK = "activations, batch and the rest"
 
 @dataclass(frozen=True, slots=True)
 class UnitShare:
-    """What is gathered and reduced together.
+    """What is gathered and reduced together."""
 
-    Args:
-        name: of the module; empty for what is in no block.
-        whole_bytes: of its parameters.
-        rank_bytes: of the part of rank 0, which has the largest.
-    """
-
-    name: str
-    whole_bytes: int
-    rank_bytes: int
+    name: str  # of the module; empty for what is in no block
+    whole_bytes: int  # of its parameters
+    rank_bytes: int  # of the part of rank 0, which has the largest
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One kind of collective in a step.
+    """One kind of collective in a step."""
 
-    Args:
-        name: of the collective.
-        count: how often a rank takes part in one.
-        payload_bytes: of all of them, as whole tensors: what is gathered, what is summed.
-        sent_bytes: by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that
-            of an all-reduce.
-    """
-
-    name: str
-    count: int
-    payload_bytes: int
+    name: str  # of the collective
+    count: int  # how often a rank takes part in one
+    payload_bytes: int  # of all of them, as whole tensors: what is gathered, what is summed
+    # by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that of an
+    # all-reduce
     sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(Plain):
     """How each of several ranks runs its share of a logical batch within a budget.
 
     Args:
@@ -99,29 +88,13 @@ class RankPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
-        return {
-            "version": VERSION,
-            "kind": _KIND,
-            "ranks": self.ranks,
-            "shard": self.shard,
-            "micro_batch_size": self.plan.micro_batch_size,
-            "micro_batches": self.plan.micro_batches,
-            "samples": self.samples,
-            "budget": self.budget,
-            "peak_bytes": self.peak_bytes,
-            "sent_bytes": self.sent_bytes,
-            "at_peak": dict(self.at_peak),
-            "units": [{name: getattr(unit, name) for name in UnitShare.__slots__} for unit in self.units],
-            "traffic": [{name: getattr(one, name) for name in Traffic.__slots__} for one in self.traffic],
-            "plan": self.plan.to_dict(),
-        }
+        sizes = {name: getattr(self.plan, name) for name in ("micro_batch_size", "micro_batches")}
+        sums = {name: getattr(self, name) for name in ("samples", "peak_bytes", "sent_bytes")}
+        return {"version": VERSION, "kind": _KIND, **Plain.to_dict(self), **sizes, **sums}
 
     @classmethod
     def from_dict(cls, values: Any) -> "RankPlan":
         """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
 
         Raises:
             PlanMismatch: it is nothing of the kind, or of another version.
@@ -132,8 +105,6 @@ class RankPlan:
                 f"got a plan over ranks of version {found!r}; expected {VERSION}. Plan again: anybatch plan --ranks N"
             )
         try:
-            plan = Plan.from_dict(values.get("plan"))
-            made: RankPlan = read(cls, {**values, "plan": plan.to_dict()})
-            return replace(made, plan=plan)
+            return super(RankPlan, cls).from_dict(values)
         except Malformed as error:
             raise PlanMismatch(f"the plan over ranks is damaged: {error}. Plan again: anybatch plan") from error

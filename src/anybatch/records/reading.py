@@ -32,11 +32,7 @@ class Malformed(ValueError):
         return f"{self.path} {self._problem}{self.expected and f', expected {self.expected}'}".lstrip()
 
     def within(self, key: Any) -> "Malformed":
-        """The same seen from the container around.
-
-        Args:
-            key: of the value in it.
-        """
+        """The same seen from the container around."""
         self.path = f"[{key!r:.80}]{self.path}"
         return self
 
@@ -53,14 +49,6 @@ class Least(typing.NamedTuple):
 
 def read(kind: Any, value: Any) -> Any:
     """Reads a value.
-
-    Args:
-        kind: an annotation: a dataclass or a TypedDict, whose unknown entries are passed over, a class, a ``Literal``,
-            or a union, tuple, list or mapping of such.
-        value: of plain containers.
-
-    Returns:
-        What the annotation says.
 
     Raises:
         Malformed: it is something else; nothing deeper than the annotation is looked at.
@@ -98,7 +86,7 @@ def reader(kind: Any) -> Reader:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(*map(reader, inner))
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
-        return _fields(kind)
+        return kind.from_dict if "from_dict" in vars(kind) else fields_of(kind)  # a class may know better
     if kind in (int, float):
         return _number(kind)
     words = {type(None): "None", bool: "true or false", str: "a text"}
@@ -185,7 +173,9 @@ def _mapping(key_of: Reader, one: Reader) -> Reader:
     return check
 
 
-def _fields(kind: Any) -> Reader:
+@functools.cache
+def fields_of(kind: Any) -> Reader:
+    """What reads the fields of a dataclass, or of a typed dictionary, from a mapping."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
         needed = [name for name in hints if name in kind.__required_keys__]

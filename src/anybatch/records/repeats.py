@@ -34,31 +34,22 @@ _LEFT_OUT: Mapping[type[Fact], Mapping[str, Any]] = {
 @fact("repeats")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats(Fact):
-    """Facts that are like earlier ones.
+    """Facts that are like earlier ones."""
 
-    Args:
-        rows: of each: the number of the one that it is like, its own number, its step, and the entries that
-            ``DIFFERING`` names. Or of all facts of a step: the numbers of those that they are like, the number of the
-            first, their step, and a list of the entries that differ, in their order; the seconds of a forward and
-            the calls that belong to a backward are not among them.
-    """
-
+    # of each: the number of the one that it is like, its own number, its step, and the entries that ``DIFFERING``
+    # names. Or of all facts of a step: the numbers of those that they are like, the number of the first, their step,
+    # and a list of the entries that differ, in their order; the seconds of a forward and the calls that belong to a
+    # backward are not among them.
     rows: tuple[tuple[Any, ...], ...] = ()
 
 
 def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
     """A fact that is like another one.
 
-    Args:
-        like: the other one.
-        at: its own number.
-        step: its own step.
-        values: of the entries that differ.
-
     Example:
         >>> repeated(Stepped(optimizer=0, with_grad=2, at=3), 8, 1, (1, [0.1]))
         Stepped(at=8, step=1, optimizer=0, number=1, lrs=(0.1,), with_grad=2, without=None, without_count=0, \
-zero=None, closure=False, by='step', file='', line=0, edited=0)
+    =None, closure=False, by='step', file='', line=0, edited=0)
     """
     kind: Any = type(like)
     readers = _readers(kind)
@@ -77,9 +68,6 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
     """The facts of a step that are like others.
 
     Args:
-        likes: the others, in order.
-        at: the number of the first.
-        step: of all of them.
         values: of the entries that differ, but for the seconds of forwards and the calls that belong to a backward.
 
     Example:
@@ -107,9 +95,6 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
 
 def by_steps(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Rows as they are written: all of a step in one where the step has the same facts as one before in the list.
-
-    Args:
-        rows: of one fact each, which begin with the fact that it is like.
 
     Example:
         >>> forward, stepped = Forward(root=0, at=3), Stepped(optimizer=0, at=4)
@@ -148,11 +133,7 @@ def _in_order(rows: Sequence[Sequence[Any]]) -> bool:
 
 
 def line_of(rows: Sequence[Sequence[Any]]) -> str:
-    """A line of JSON with repetitions, as ``to_line`` has it and a good deal faster.
-
-    Args:
-        rows: as in ``Repeats``, at least one.
-    """
+    """A line of JSON with repetitions, as ``to_line`` has it and a good deal faster."""
     try:
         values = _ENCODER.encode(rows)
     except ValueError:  # a number that is not finite
@@ -161,15 +142,7 @@ def line_of(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
-    """All facts of a record in order, those among them that are only said to be like others.
-
-    Args:
-        facts: as they were written.
-        damaged: what can't be read is added here, and left out.
-
-    Returns:
-        The facts; what is like one that is missing is left out.
-    """
+    """All facts of a record in order, those among them that are only said to be like others."""
     found, rows = list[Fact](), list[tuple[Any, ...]]()
     for one in facts:
         if isinstance(one, Repeats):

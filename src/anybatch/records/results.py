@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.layouts import BatchLayout
+from anybatch.records.plainvalues import Plain
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan
@@ -31,7 +32,7 @@ class Deferred(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(Plain):
     """One try at a logical batch, for the audit trail.
 
     Args:
@@ -48,10 +49,6 @@ class Attempt:
     samples: int
     outcome: Literal["done", "out of memory", "units differ", "skipped"]
     where: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class StepResult:

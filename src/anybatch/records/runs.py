@@ -66,11 +66,7 @@ class Run:
         self.schedulers = {one.scheduler: one for one in self.of(SchedulerFacts)}
 
     def of(self, *kinds: type[K]) -> Iterator[K]:
-        """The facts of some kinds, in order.
-
-        Args:
-            kinds: classes of facts.
-        """
+        """The facts of some kinds, in order."""
         if len(kinds) == 1:
             yield from self._by_kind.get(kinds[0], ())  # type: ignore[misc]
         else:
@@ -87,9 +83,6 @@ class Run:
 
 def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatenate[Run, P], R]:
     """Has a function of a run computed once for each of its other arguments.
-
-    Args:
-        function: whose results nobody changes.
 
     Example:
         >>> @remembered
@@ -113,12 +106,6 @@ def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatena
 
 def read_run(lines: Iterable[str | bytes]) -> Run:
     """Reads the lines of a record; what is damaged is left out, and a last line that was cut off, without a word.
-
-    Args:
-        lines: of JSON.
-
-    Returns:
-        The run.
 
     Example:
         >>> read_run(['{"kind": "stepped", "optimizer": "first"}', '{"kind": "stepped", "opt']).damaged
@@ -149,13 +136,6 @@ def _is_no_json(error: ValueError) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Reads a record from a file.
-
-    Args:
-        path: of JSON lines.
-
-    Returns:
-        The run.
-    """
+    """Reads a record from a file."""
     with path.open("rb") as file:
         return read_run(file)

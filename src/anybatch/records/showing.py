@@ -3,19 +3,17 @@
 import sys
 from typing import Any
 
+from anybatch.records.plainvalues import Plain
+
 
 def page_of(record: Any) -> str | None:
-    """The markup of a record's page; ``None`` if jinja2 is not installed, so that a notebook shows its text.
-
-    Args:
-        record: a result of anybatch.
-    """
+    """The markup of a record's page; ``None`` if jinja2 is not installed, so that a notebook shows its text."""
     from anybatch.report.notebook import html_of
 
     return html_of(record)
 
 
-class Shown:
+class Shown(Plain):
     """A record that a notebook shows as a page, where jinja2 is installed, and as text everywhere else."""
 
     __slots__ = ()

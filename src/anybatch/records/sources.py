@@ -19,30 +19,16 @@ class Sources:
     _comments: dict[str, list[tuple[range, int, str]]] = field(default_factory=dict)
 
     def text(self, file: str, line: int) -> str:
-        """A line without the spaces around it; empty where there is none.
-
-        Args:
-            file: the path.
-            line: its number.
-        """
+        """A line without the spaces around it; empty where there is none."""
         return self._raw(file, line).strip()
 
     def column(self, file: str, line: int) -> int:
-        """The column at which a line begins, from 1.
-
-        Args:
-            file: the path.
-            line: its number.
-        """
+        """The column at which a line begins, from 1."""
         raw = self._raw(file, line)
         return len(raw) - len(raw.lstrip()) + 1
 
     def comments(self, file: str) -> list[tuple[range, int, str]]:
-        """The comments of a file: the lines of the statement that each is in, its own line, and its text.
-
-        Args:
-            file: the path.
-        """
+        """The comments of a file: the lines of the statement that each is in, its own line, and its text."""
         if file not in self._comments:
             self._comments[file] = _comments("".join(self._read(file)))
         return self._comments[file]

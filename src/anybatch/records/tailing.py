@@ -48,11 +48,7 @@ class Tail:
         self._likes: dict[int, Fact] = {}
 
     def read(self) -> bool:
-        """Reads what is new; a line that is not whole yet waits, and a damaged one is passed over.
-
-        Returns:
-            Whether there was anything.
-        """
+        """Reads what is new; a line that is not whole yet waits, and a damaged one is passed over."""
         try:
             with self.path.open("rb") as file:
                 self._begin_anew_if_other(os.fstat(file.fileno()))

@@ -14,28 +14,15 @@ from anybatch.report.tables import TextTable, clean, number_text
 
 
 class Recorded(NamedTuple):
-    """A record with its diagnosis.
+    """A record with its diagnosis."""
 
-    Args:
-        name: by which the page calls it.
-        diagnosis: of the run.
-        run: its facts.
-    """
-
-    name: str
-    diagnosis: Diagnosis
-    run: Run
+    name: str  # by which the page calls it
+    diagnosis: Diagnosis  # of the run
+    run: Run  # its facts
 
 
 def comparison_page(first: Recorded, second: Recorded) -> str:
     """Renders the page of two records; the same facts give the same text.
-
-    Args:
-        first: on the left.
-        second: on the right.
-
-    Returns:
-        HTML that loads nothing.
 
     Raises:
         ImportError: jinja2 is not installed.

@@ -27,25 +27,14 @@ _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """A finding and what follows from it.
+    """A finding and what follows from it."""
 
-    Args:
-        finding: the finding.
-        follows: its consequences, in order of rank.
-    """
-
-    finding: Finding
-    follows: tuple["Knot", ...] = ()
+    finding: Finding  # the finding
+    follows: tuple["Knot", ...] = ()  # its consequences, in order of rank
 
 
 def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
     """Hangs each finding under the one that it follows from; none is lost and none comes twice.
-
-    Args:
-        diagnosis: has the findings.
-
-    Returns:
-        The roots, in order of rank.
 
     Example:
         >>> found = Finding("a", name="A"), Finding("b", name="B", consequence_of="A"), Finding("c", name="C")
@@ -81,10 +70,6 @@ def _circles(start: int, parents: Mapping[int, int]) -> bool:
 def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     """One sentence without its full stop: is the run healthy, and if not, what comes first.
 
-    Args:
-        diagnosis: of the run.
-        run: its facts.
-
     Example:
         >>> verdict_of(Diagnosis(steps=200, verdict="learning", reason="the loss fell from 2 to 1"), Run([]))
         'healthy: nothing found in 200 steps; the loss fell from 2 to 1'
@@ -93,6 +78,8 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
         >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
         '1 error: The head is in no group'
     """
+    if diagnosis.verdict == "checked":
+        return diagnosis.reason
     others = _suppressed(diagnosis)
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
@@ -185,9 +172,6 @@ def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
 def value_text(value: Any) -> str:
     """A value of JSON in few characters; long lists end with how many there are.
 
-    Args:
-        value: a number, a text, a list or a mapping.
-
     Example:
         >>> value_text([1, 0.000123456, "nan", None]), value_text({"lr": 0.1}), value_text(list(range(100)))
         ('1, 0.000123, nan, none', 'lr 0.1', '0, 1, 2, 3, 4, 5, 6, 7 and 92 more')
@@ -231,18 +215,18 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     return "; ".join(said)
 
 
+def tool_of(diagnosis: Diagnosis) -> str:
+    """The command that the findings are of."""
+    return "anybatch check" if diagnosis.verdict == "checked" else "anybatch doctor"
+
+
 def title_of(diagnosis: Diagnosis) -> str:
     """What was run: the script and its arguments."""
     return title_of_run(diagnosis.script, diagnosis.arguments)
 
 
 def title_of_run(script: str, arguments: Sequence[str]) -> str:
-    """A script and its arguments on one line.
-
-    Args:
-        script: its path, empty without one.
-        arguments: of it.
-    """
+    """A script and its arguments on one line."""
     return " ".join([PurePath(script).name or "this run", *arguments])
 
 
@@ -266,14 +250,7 @@ def _ends(line: str) -> Iterable[int]:
 
 
 def cells_table(diagnosis: Diagnosis) -> TextTable:
-    """Lays out which gradients and parameters change: a row for all modules of which the same is true.
-
-    Args:
-        diagnosis: has the cells.
-
-    Returns:
-        The table; rows that are not as they should be are marked.
-    """
+    """Lays out which gradients and parameters change: a row for all modules of which the same is true."""
     groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
     for cell in diagnosis.cells:
         groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
@@ -313,15 +290,7 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 
 
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """Lays out each module's gradients and changes, those that are not as they should be first.
-
-    Args:
-        diagnosis: has the cells.
-        most: rows.
-
-    Returns:
-        The table, and how many rows were left out.
-    """
+    """Lays out each module's gradients and changes, those that are not as they should be first."""
     order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
     rows = tuple(
         (
@@ -341,25 +310,15 @@ def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
 
 @dataclass(frozen=True, slots=True)
 class Square:
-    """One of the four cells.
+    """One of the four cells."""
 
-    Args:
-        names: of its modules, empty where it has none.
-        reasons: why they are in it.
-        odd: whether that is not as it should be for some of them.
-    """
-
-    names: str
-    reasons: str
-    odd: bool
+    names: str  # of its modules, empty where it has none
+    reasons: str  # why they are in it
+    odd: bool  # whether that is not as it should be for some of them
 
 
 def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
-    """Each of the four cells, and as number 0 that of which too little was seen.
-
-    Args:
-        diagnosis: has the cells.
-    """
+    """Each of the four cells, and as number 0 that of which too little was seen."""
     names_of = _Names(diagnosis)
     among = [name for cell in diagnosis.cells for name in names_of(cell)]
     squares = {}
@@ -395,13 +354,6 @@ def _from_to(first: float | None, last: float | None) -> str:
 
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:
     """Lists modules.
-
-    Args:
-        names: of the modules, in order.
-        among: all modules that there are.
-
-    Returns:
-        The names; where all modules of a part are listed, the part and how many they are.
 
     Example:
         >>> modules_joined(["a.0", "a.1", "b.0", "c"], ["a.0", "a.1", "b.0", "b.1", "c"])

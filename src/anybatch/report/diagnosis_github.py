@@ -12,10 +12,6 @@ _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """A command for each finding, and one for the verdict.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])), end="")
         ::notice title=anybatch doctor::train.py: nothing to judge: no optimizer stepped
@@ -29,7 +25,7 @@ def text_of(diagnosis: Diagnosis, run: Run) -> str:
         title = _property(f"{one.code} {one.name}".strip())
         lines.append(f"::{_COMMANDS[one.severity or 'info']} {where}title={title}::{_data(one.message + fix)}\n")
     verdict = f"{words.title_of(diagnosis)}: {words.verdict_of(diagnosis, run)}"
-    lines += [f"::notice title=anybatch doctor::{_data(text)}\n" for text in (verdict, *diagnosis.notes)]
+    lines += [f"::notice title={words.tool_of(diagnosis)}::{_data(text)}\n" for text in (verdict, *diagnosis.notes)]
     return "".join(lines)
 
 

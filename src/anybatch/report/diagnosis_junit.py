@@ -14,18 +14,16 @@ from anybatch.report.tables import clean
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """The XML. Errors and warnings fail; a script that failed without a finding is an error of the run itself.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])).splitlines()[1])
         <testsuites name="anybatch doctor" tests="1" failures="0" errors="0" skipped="0" time="0.000">
     """
     sources = Sources()
-    suites = Element("testsuites", name="anybatch doctor")
+    suites = Element("testsuites", name=words.tool_of(diagnosis))
     suite = SubElement(suites, "testsuite", name=clean(words.title_of(diagnosis)))
-    run_case = SubElement(suite, "testcase", classname="anybatch.doctor", name="run", time=f"{diagnosis.seconds:.3f}")
+    run_case = SubElement(
+        suite, "testcase", classname=_class_of(diagnosis), name="run", time=f"{diagnosis.seconds:.3f}"
+    )
     SubElement(run_case, "system-out").text = clean(words.verdict_of(diagnosis, run))
     if diagnosis.exit_code not in (None, 0, INTERRUPTED) and not diagnosis.faulty:
         SubElement(run_case, "error", message=clean(words.verdict_of(diagnosis, run)))
@@ -51,4 +49,8 @@ def text_of(diagnosis: Diagnosis, run: Run) -> str:
 def _case(suite: Element, one: Finding, diagnosis: Diagnosis, sources: Sources) -> Element:
     spot = spot_of(one, diagnosis.script, sources)
     name = clean(" ".join(filter(None, (one.code, one.name, str(one.place)))))
-    return SubElement(suite, "testcase", classname="anybatch.doctor", name=name, file=spot.file, line=str(spot.line))
+    return SubElement(suite, "testcase", classname=_class_of(diagnosis), name=name, file=spot.file, line=str(spot.line))
+
+
+def _class_of(diagnosis: Diagnosis) -> str:
+    return words.tool_of(diagnosis).replace(" ", ".")

@@ -9,10 +9,6 @@ from anybatch.report.spots import one_line, spot_of
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
     """A line for each finding; nothing where nothing was found.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-
     Example:
         >>> from anybatch.records.findings import Finding
         >>> found = Finding("It has no gradient.", severity="error", code="AB101")

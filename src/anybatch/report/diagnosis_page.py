@@ -36,40 +36,21 @@ _RATIOS = (1e-5, 1e-4, 1e-2, 1e-1, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A finding as the page shows it.
+    """A finding as the page shows it."""
 
-    Args:
-        finding: the finding.
-        label: its severity, code and name.
-        place: where.
-        evidence: terms and their texts.
-        fix: what to change.
-        is_code: whether that is code; otherwise it is a sentence.
-        follows: what follows from it.
-        source: the user's line, if it is known.
-        link: opens it in an editor; empty if its path is not known.
-    """
-
-    finding: Finding
-    label: str
-    place: str
-    evidence: tuple[tuple[str, str], ...]
-    fix: str
-    is_code: bool
-    follows: tuple["Card", ...]
-    source: Source | None
-    link: str
+    finding: Finding  # the finding
+    label: str  # its severity, code and name
+    place: str  # where
+    evidence: tuple[tuple[str, str], ...]  # terms and their texts
+    fix: str  # what to change
+    is_code: bool  # whether that is code; otherwise it is a sentence
+    follows: tuple["Card", ...]  # what follows from it
+    source: Source | None  # the user's line, if it is known
+    link: str  # opens it in an editor; empty if its path is not known
 
 
 def page(diagnosis: Diagnosis, run: Run) -> str:
     """Renders the page of a diagnosis; the same facts give the same text.
-
-    Args:
-        diagnosis: what to show.
-        run: its facts.
-
-    Returns:
-        HTML that loads nothing.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -162,13 +143,7 @@ def sentence(text: str) -> str:
 
 
 def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
-    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen.
-
-    Args:
-        flow: what to draw.
-        axis: of the steps.
-        others: whose shades are to mean the same.
-    """
+    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen."""
     if not flow.rows or not flow.steps:
         return []
     caption = (
@@ -243,8 +218,6 @@ def shade_of(value: float | None, low: int, high: int) -> str:
 
     Args:
         value: the norm, ``None`` where there was no gradient.
-        low: the power of ten at which the shades begin.
-        high: at which they end.
 
     Example:
         >>> [shade_of(value, -6, 0) for value in (1e-6, 0.9, 0.0, None, float("nan"), float("inf"))]

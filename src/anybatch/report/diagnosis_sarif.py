@@ -22,11 +22,6 @@ _KINDS = {"line": "inSource", "settings": "external", "baseline": "external"}
 def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     """The log: all rules of the doctor, its findings, and what the user did not want to hear of as suppressed.
 
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-        rules: all that the doctor has, each with its code, name, title, page and severity.
-
     Example:
         >>> values = json.loads(text_of(Diagnosis(script="train.py"), Run([])))
         >>> values["version"], values["runs"][0]["results"]
@@ -37,7 +32,7 @@ def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     sources = Sources()
     everything = [*((one, None) for one in diagnosis.findings), *((one.finding, one) for one in diagnosis.suppressed)]
     driver = {
-        "name": "anybatch doctor",
+        "name": words.tool_of(diagnosis),
         "version": __version__,
         "rules": [
             {

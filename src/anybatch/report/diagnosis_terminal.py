@@ -26,13 +26,7 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan", "healt
 
 
 def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
-    """Writes a diagnosis: a few lines for a healthy run, about a page for another.
-
-    Args:
-        diagnosis: what to write.
-        run: its facts.
-        console: where to.
-    """
+    """Writes a diagnosis: a few lines for a healthy run, about a page for another."""
     screen = _Screen(console, run.started.time)
     verdict = words.verdict_of(diagnosis, run)
     screen.words(f"{words.title_of(diagnosis)}: {verdict}.", style=_STYLES[words.mood_of(diagnosis, run)])

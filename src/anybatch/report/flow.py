@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
 
@@ -21,21 +22,14 @@ _NOTHING: Cell = (None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class FlowRow:
-    """One layer, or several that were put together.
+    """One layer, or several that were put together."""
 
-    Args:
-        name: of the module, with ``.*`` where it stands for all in it.
-        values: norms of the gradient, ``None`` where no parameter had one; exactly 0.0, ``inf`` and ``nan`` as seen.
-        parameters: how many it has.
-        updates: norms of the changes, ``None`` where no step was sampled.
-        weights: norms of the parameters before them.
-    """
-
-    name: str
+    name: str  # of the module, with ``.*`` where it stands for all in it
+    # norms of the gradient, ``None`` where no parameter had one; exactly 0.0, ``inf`` and ``nan`` as seen
     values: tuple[float | None, ...]
-    parameters: int = 1
-    updates: tuple[float | None, ...] = ()
-    weights: tuple[float | None, ...] = ()
+    parameters: int = 1  # how many it has
+    updates: tuple[float | None, ...] = ()  # norms of the changes, ``None`` where no step was sampled
+    weights: tuple[float | None, ...] = ()  # norms of the parameters before them
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
@@ -46,51 +40,23 @@ class FlowRow:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Norms of gradients over layers and steps.
+    """Norms of gradients over layers and steps."""
 
-    Args:
-        steps: of the optimizers, one for each column.
-        rows: the layers, the first of the forward first.
-        total: how many steps were sampled, of which these are some.
-        layers: how many layers there are, which the rows may put together.
-    """
-
-    steps: tuple[int, ...] = ()
-    rows: tuple[FlowRow, ...] = ()
-    total: int = 0
-    layers: int = 0
+    steps: tuple[int, ...] = ()  # of the optimizers, one for each column
+    rows: tuple[FlowRow, ...] = ()  # the layers, the first of the forward first
+    total: int = 0  # how many steps were sampled, of which these are some
+    layers: int = 0  # how many layers there are, which the rows may put together
 
     def to_dict(self) -> dict[str, Any]:
         """The flow as plain values for JSON; ``None`` is no gradient."""
-        rows = [
-            {"name": row.name, "parameters": row.parameters, "values": [plain(value) for value in row.values]}
-            | {"ratios": [plain(value) for value in row.ratios]}
-            for row in self.rows
-        ]
-        return {"steps": list(self.steps), "rows": rows, "sampled_steps": self.total, "layers": self.layers}
-
-
-def plain(value: float | None) -> float | str | None:
-    """A number as JSON can hold it: one that is not finite is a text.
-
-    Args:
-        value: any number.
-
-    Returns:
-        The number, or ``"nan"``, ``"inf"``, ``"-inf"``.
-    """
-    return value if value is None or math.isfinite(value) else str(value)
+        rows = [{name: getattr(row, name) for name in ("name", "parameters", "values", "ratios")} for row in self.rows]
+        flow = {"steps": self.steps, "rows": rows, "sampled_steps": self.total, "layers": self.layers}
+        values: dict[str, Any] = plain(flow, str)
+        return values
 
 
 def flow_of(run: Run) -> Flow:
-    """Gathers the gradients of a run.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        The flow, of at most ``MOST_ROWS`` rows and ``MOST_COLUMNS`` columns.
-    """
+    """Gathers the gradients of a run."""
     cells = _cells(run)
     steps = sorted({step for by_step in cells.values() for step in by_step})
     odd = {step for by_step in cells.values() for step, (norm, *_) in by_step.items() if not math.isfinite(norm or 0.0)}

@@ -59,16 +59,7 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
-    """Lays out ways, one a row; the chosen one is marked.
-
-    Args:
-        plan: that they are from.
-        rows: some of its ways.
-
-    Returns:
-        The table; its first column is ``*`` for the chosen way, ``!`` for one that needs more than is allowed, and
-        ``~`` for one that was not taken though it may be faster.
-    """
+    """Lays out ways, one a row; the chosen one is marked."""
     kind, text = _own_column(plan)
     header = ("", "micro-batches", "recompute", "offload", kind, "peak", time_header(plan), "confidence")
     cells = tuple(
@@ -131,12 +122,6 @@ def time_text(plan: Plan, seconds: float | None) -> str:
 def names_text(names: Sequence[str]) -> str:
     """Writes names of blocks, runs of numbered ones as one.
 
-    Args:
-        names: qualified names, in the order of the model.
-
-    Returns:
-        The text.
-
     Example:
         >>> names_text(["h.0", "h.1", "h.2", "h.5", "head"])
         'h.0 to h.2, h.5, head'
@@ -158,15 +143,7 @@ def shares_of(plan: Plan) -> tuple[tuple[str, int, float], ...]:
 
 
 def modules_table(plan: Plan, most: int) -> TextTable:
-    """Lays out the blocks of the model that hold the most, one a row.
-
-    Args:
-        plan: that has them.
-        most: rows.
-
-    Returns:
-        The table; a block that has no time of its own leaves that cell empty.
-    """
+    """Lays out the blocks of the model that hold the most, one a row."""
     held = sorted(plan.modules, key=lambda share: -(share.parameter_bytes + share.activation_bytes))
     timed = any(share.seconds is not None for share in held)
     header = ("block", "parameters", "activations", *(["forward"] if timed else []), "optimized")
@@ -196,15 +173,6 @@ def plan_page(
     plan: Plan, script: str, notes: Iterable[str] = (), steps: Mapping[str, Timeline] = MappingProxyType({})
 ) -> str:
     """Renders the page of a plan; the same plan gives the same text.
-
-    Args:
-        plan: what to show.
-        script: what it was made for, for the title.
-        notes: more sentences about it.
-        steps: what a step holds from operation to operation, by what is written over it.
-
-    Returns:
-        HTML that loads nothing.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -291,14 +259,7 @@ def _said(plan: Plan, row: PlanRow) -> str:
 
 
 def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]]:
-    """What steps hold from operation to operation, all to one scale, and for each place what is largest there.
-
-    Args:
-        steps: by what is written over each.
-
-    Returns:
-        The pictures, each with the details of its places as JSON.
-    """
+    """What steps hold from operation to operation, all to one scale, and for each place what is largest there."""
     most = max((timeline.peak_bytes for timeline in steps.values()), default=0)
     factor, unit = unit_of_bytes(most)
     found = []

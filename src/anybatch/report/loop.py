@@ -29,21 +29,13 @@ _ROWS = ("clear", "forward", "loss", "backward", "clip", "step", "schedule", "ev
 
 @dataclass(slots=True)
 class Call:
-    """One line of the user's that did something.
+    """One line of the user's that did something."""
 
-    Args:
-        what: in words, such as ``"backward"``.
-        file: of the line, empty if unknown.
-        line: its number.
-        times: how often in the run.
-        first: the number of the event when it was first seen.
-    """
-
-    what: str
-    file: str
+    what: str  # in words, such as ``"backward"``
+    file: str  # of the line, empty if unknown
     line: int
-    times: int = 0
-    first: int = 0
+    times: int = 0  # how often in the run
+    first: int = 0  # the number of the event when it was first seen
 
     @property
     def where(self) -> str:
@@ -53,12 +45,6 @@ class Call:
 
 def calls_of(run: Run) -> tuple[Call, ...]:
     """The lines of the loop in the order in which they first ran.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        At most ``MOST_CALLS`` lines, those that ran most often.
 
     Example:
         >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
@@ -148,29 +134,17 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class StepOfLoop:
-    """One step of the loop.
-
-    Args:
-        step: its number.
-        rows: kinds of what a step does, in the order of a usual loop; some may have no moment.
-        moments: in order.
-        more: how many moments of the step are left out.
-        elsewhere: findings that lie on no line of the step, with their lines.
-    """
+    """One step of the loop."""
 
     step: int
-    rows: tuple[str, ...] = ()
-    moments: tuple[Moment, ...] = ()
-    more: int = 0
-    elsewhere: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # kinds of what a step does, in the order of a usual loop; some may have no moment
+    moments: tuple[Moment, ...] = ()  # in order
+    more: int = 0  # how many moments of the step are left out
+    elsewhere: tuple[str, ...] = ()  # findings that lie on no line of the step, with their lines
 
 
 def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
     """One step, event by event: that at which the first finding was seen, or the last whole one.
-
-    Args:
-        run: its facts.
-        findings: in order of rank; where one lies on a line of the step, it is marked there.
 
     Returns:
         The step; ``None`` where nothing happened.

@@ -13,9 +13,11 @@ from anybatch.records.paths import Paths
 from anybatch.records.plans import Plan
 from anybatch.records.results import StepResult
 from anybatch.records.runs import Run
+from anybatch.records.tunings import BatchAdvice
 from anybatch.report.diagnosis_page import page
 from anybatch.report.frontier import plan_page, timeline_pictures
-from anybatch.report.pages import render_page
+from anybatch.report.pages import Picture, render_page
+from anybatch.report.svg import Axis, Curve, line_chart
 from anybatch.report.tables import TextTable, number_text
 from anybatch.units import format_bytes
 
@@ -25,9 +27,6 @@ _MOST_STOPS = 50
 
 def html_of(shown: Any) -> str | None:
     """Makes what a notebook shows.
-
-    Args:
-        shown: a record.
 
     Returns:
         Markup; ``None`` if jinja2 is not installed, so that the notebook shows the text.
@@ -39,19 +38,15 @@ def html_of(shown: Any) -> str | None:
 
 
 def framed(page: str) -> str:
-    """A page in a frame that is as tall as the page, up to a limit.
-
-    Args:
-        page: HTML.
-    """
+    """A page in a frame that is as tall as the page, up to a limit."""
     fit = f"this.style.height=Math.min({_TALLEST},this.contentDocument.documentElement.scrollHeight+4)+'px'"
     style = "width:100%;height:6rem;border:0;color-scheme:light dark"
     return f'<iframe srcdoc="{escape(page)}" style="{style}" onload="{fit}"></iframe>'
 
 
 def _small(title: str, facts: list[tuple[str, str]], table: TextTable | None = None, **more: Any) -> str:
-    """A page of terms, a table, and what else there is of ``caption``, ``verdict``, ``mood`` and ``steps``."""
-    values = {"steps": [], "mood": "", "verdict": "", "caption": ""} | more
+    """A page of terms, a table, and what else: ``caption``, ``verdict``, ``mood``, ``pictures`` and ``steps``."""
+    values = {"steps": [], "pictures": [], "mood": "", "verdict": "", "caption": ""} | more
     return render_page("small.html.j2", title=title, facts=facts, table=table, **values)
 
 
@@ -112,10 +107,31 @@ def _of_paths(paths: Paths) -> str:
     return _small("anybatch why", facts, table, caption=caption, verdict=verdict, mood=mood)
 
 
+def page_of_advice(found: BatchAdvice) -> str:
+    """Updates and samples to the same loss by the size of the batch, as a page."""
+    facts = [("learning rate", f"{found.new_rate:.3g} (rule {found.rule}), {found.rate:g} of the run")]
+    falls = [(f"{found.rate * factor:.3g}", number_text(fall) if fall is not None else "not finite")
+             for factor, fall in found.rated]  # fmt: skip
+    table = TextTable(("learning rate", "how far the loss fell with your batch"), tuple(falls)) if falls else None
+    pictures = []
+    if found.pays is not None:
+        places = [math.log2(size) for size in found.sizes]
+        curves = [Curve(name, places, [found.cost(size)[which] for size in found.sizes])
+                  for which, name in enumerate(("updates", found.unit))]  # fmt: skip
+        svg = line_chart(
+            curves, x_label=f"batch, as a power of two; yours is {found.batch}", y_label="times the least",
+            axis=Axis(places[0], places[-1], is_even=True), is_logarithmic=True,
+            marks=[("pays", math.log2(found.pays))],
+        )  # fmt: skip
+        pictures = [Picture("What a batch costs to the same loss", svg, "After McCandlish et al. 2018.", str(found))]
+    return _small("anybatch tune", facts, table, verdict=str(found), pictures=pictures)
+
+
 _PAGES: dict[type, Callable[[Any], str]] = {
     Plan: lambda plan: plan_page(plan, plan.device),
     Diagnosis: lambda found: page(found, Run([])),
     StepResult: _of_result,
+    BatchAdvice: page_of_advice,
     Certificate: _of_certificate,
     Memory: _of_memory,
     Paths: _of_paths,

@@ -38,22 +38,14 @@ def unit_of_bytes(largest: float) -> tuple[float, str]:
 
 
 def missing_extra() -> str:
-    """Says what to install before a page can be written.
-
-    Returns:
-        The sentence with the command, or nothing if all is there.
-    """
+    """Says what to install before a page can be written."""
     if find_spec("jinja2") is not None:
         return ""
     return f"The page needs jinja2. To install what is missing:\n  {install_command('report')}"
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra from where anybatch itself was installed: an index, a clone or an address.
-
-    Args:
-        extra: its name.
-    """
+    """The command that installs an extra from where anybatch itself was installed: an index, a clone or an address."""
     try:
         origin = json.loads(distribution("anybatch").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
@@ -68,13 +60,6 @@ def install_command(extra: str) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """Fills a template of this package.
-
-    Args:
-        template: its file name in ``anybatch/report/templates``.
-        values: by name; text is escaped, and so is everything that is not marked as markup.
-
-    Returns:
-        The text of the page.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -92,13 +77,6 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def is_own_page(path: Path) -> bool:
-    """Whether a file is a page that anybatch wrote, so that it may be written anew.
-
-    Args:
-        path: an existing file.
-
-    Returns:
-        True if its head says so.
-    """
+    """Whether a file is a page that anybatch wrote, so that it may be written anew."""
     with path.open("rb") as file:
         return _MARK.encode() in file.read(_HEAD_BYTES)

@@ -4,15 +4,16 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
 from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.records.plainvalues import plain
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
-from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, plain
+from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of
 from anybatch.report.loop import Call, calls_of, root_name
 from anybatch.report.svg import Curve
 
@@ -25,55 +26,32 @@ MOST_MODULES = 64
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How far one step moved the weight matrices, each relative to its own norm.
+    """How far one step moved the weight matrices, each relative to its own norm."""
 
-    Args:
-        step: of the optimizer.
-        low: the least of the matrices.
-        middle: the median.
-        high: the greatest.
-        lowest: the name of the matrix that moved least.
-        highest: the name of the one that moved most.
-    """
-
-    step: int
-    low: float
-    middle: float
-    high: float
-    lowest: str = ""
-    highest: str = ""
+    step: int  # of the optimizer
+    low: float  # the least of the matrices
+    middle: float  # the median
+    high: float  # the greatest
+    lowest: str = ""  # the name of the matrix that moved least
+    highest: str = ""  # the name of the one that moved most
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one module put out, at the first and the last sampled step.
+    """What one module put out, at the first and the last sampled step."""
 
-    Args:
-        module: its name; empty for the model itself.
-        cls: its class.
-        first_std: the standard deviation of the output at the first sampled step.
-        last_std: at the last one.
-        absmax: the largest absolute value, over all sampled steps.
-        zeros: share of entries that are zero, last.
-        dead: share of units that were zero in all samples.
-        saturated: share of entries at a limit, last; ``None`` where there are none.
-        spread: over the batch, relative to the mean absolute value, last; ``None`` for a batch of one.
-        samples: how many steps.
-        steps: some of them.
-        percentiles: at each of these, ``PERCENTILES`` of the entries; none in records that have none.
-    """
-
-    module: str
+    module: str  # its name; empty for the model itself
     cls: str
-    first_std: float
-    last_std: float
-    absmax: float
-    zeros: float
-    dead: float
-    saturated: float | None
-    spread: float | None
-    samples: int
-    steps: tuple[int, ...] = ()
+    first_std: float  # the standard deviation of the output at the first sampled step
+    last_std: float  # at the last one
+    absmax: float  # the largest absolute value, over all sampled steps
+    zeros: float  # share of entries that are zero, last
+    dead: float  # share of units that were zero in all samples
+    saturated: float | None  # share of entries at a limit, last; ``None`` where there are none
+    spread: float | None  # over the batch, relative to the mean absolute value, last; ``None`` for a batch of one
+    samples: int  # how many steps
+    steps: tuple[int, ...] = ()  # some of them
+    # at each of these, ``PERCENTILES`` of the entries; none in records that have none
     percentiles: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -81,63 +59,32 @@ class Output:
         """Whether nearly all of it is dead or saturated, or some of it is not finite."""
         return self.dead > _NEARLY_ALL or (self.saturated or 0) > _NEARLY_ALL or not math.isfinite(self.absmax)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
-        fields = {name: plain(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
-        return fields | {"percentiles": [[plain(value) for value in row] for row in self.percentiles]}
-
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """All series of a run; each may be empty.
+    """All series of a run; each may be empty."""
 
-    Args:
-        flow: norms of gradients, layer by layer.
-        ratios: updates relative to weights.
-        losses: one curve for each line that called a backward.
-        rates: one curve for each learning rate that differs from the others.
-        norms: of the whole gradient.
-        guess: the loss of the best constant guess, where the first of the losses is one that has such.
-        clips: limits that gradients were clipped to.
-        memory: in bytes.
-        graphs: losses of earlier steps whose graph was still alive.
-        watched: norms of outputs, and of their gradients, that were asked for.
-        outputs: of modules, some where there are very many.
-        modules: of how many modules outputs were sampled.
-        calls: lines of the loop.
-    """
-
-    flow: Flow
-    ratios: tuple[Ratio, ...]
-    losses: tuple[Curve, ...]
-    guess: float | None
-    rates: tuple[Curve, ...]
-    norms: tuple[Curve, ...]
-    clips: tuple[float, ...]
-    memory: tuple[Curve, ...]
-    graphs: tuple[Curve, ...]
-    watched: tuple[Curve, ...]
-    outputs: tuple[Output, ...]
-    modules: int
-    calls: tuple[Call, ...]
+    flow: Flow  # norms of gradients, layer by layer
+    ratios: tuple[Ratio, ...]  # updates relative to weights
+    losses: tuple[Curve, ...]  # one curve for each line that called a backward
+    guess: float | None  # the loss of the best constant guess, where the first of the losses is one that has such
+    rates: tuple[Curve, ...]  # one curve for each learning rate that differs from the others
+    norms: tuple[Curve, ...]  # of the whole gradient
+    clips: tuple[float, ...]  # limits that gradients were clipped to
+    memory: tuple[Curve, ...]  # in bytes
+    graphs: tuple[Curve, ...]  # losses of earlier steps whose graph was still alive
+    watched: tuple[Curve, ...]  # norms of outputs, and of their gradients, that were asked for
+    outputs: tuple[Output, ...]  # of modules, some where there are very many
+    modules: int  # of how many modules outputs were sampled
+    calls: tuple[Call, ...]  # lines of the loop
 
     def to_dict(self) -> dict[str, Any]:
         """The series as plain values for JSON; numbers that are not finite are texts (``"nan"``, ``"inf"``)."""
-        curves = ("losses", "rates", "norms", "memory", "graphs", "watched")
-        return {
-            "flow": self.flow.to_dict(),
-            "ratios": [
-                {"step": one.step, "low": plain(one.low), "median": plain(one.middle), "high": plain(one.high)}
-                | {"lowest": one.lowest, "highest": one.highest}
-                for one in self.ratios
-            ],
-            "guess": plain(self.guess),
-            "clips": [plain(limit) for limit in self.clips],
-            "outputs": [one.to_dict() for one in self.outputs],
-            "modules": self.modules,
-            "calls": [asdict(call) for call in self.calls],
-            **{name: [_curve_dict(curve) for curve in getattr(self, name)] for name in curves},
-        }
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        ratios = [asdict(one) for one in self.ratios]
+        named = [{"median": one.pop("middle"), **one} for one in ratios]
+        values: dict[str, Any] = plain({**own, "flow": self.flow.to_dict(), "ratios": named}, str)
+        return values
 
 
 def _limits(run: Run) -> list[float]:
@@ -147,12 +94,6 @@ def _limits(run: Run) -> list[float]:
 
 def series_of(run: Run) -> Series:
     """Gathers what was measured over a run; long series are thinned, and what stands out in them stays.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        The series.
 
     Example:
         >>> backwards = [Backward(value=1.0 / (step + 1), file="a.py", line=3, step=step) for step in range(3)]
@@ -284,13 +225,6 @@ def _ratios(run: Run) -> list[Ratio]:
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     """Leaves points out so that a drawing of the others looks the same.
 
-    Args:
-        points: in order.
-        most: that may stay, at least 8.
-
-    Returns:
-        The first, the last, and of each stretch between them the least, the greatest and the first that is not finite.
-
     Example:
         >>> len(thinned([(step, float(step % 7)) for step in range(5000)], 240)) <= 240
         True
@@ -331,19 +265,8 @@ def _all_finite(values: Iterable[float]) -> bool:
     return all(math.isfinite(value) for value in values)
 
 
-def _curve_dict(curve: Curve) -> dict[str, Any]:
-    return {"name": curve.name, "steps": list(curve.steps), "values": [plain(value) for value in curve.values]}
-
-
 def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
-    """What each module put out, in forward order.
-
-    Args:
-        run: its facts.
-
-    Returns:
-        At most ``MOST_MODULES``, those that stand out always among them; and how many there are in all.
-    """
+    """What each module put out, in forward order."""
     seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
     for one in run.of(Activations):
         for module in one.modules:

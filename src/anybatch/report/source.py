@@ -19,12 +19,6 @@ _CODE = re.compile(r"""(?:"[^"]*"|'[^']*'|[^#"'])*""")
 class Source:
     """A line of code.
 
-    Args:
-        line: its number.
-        text: of it, without its indentation.
-        start: where in the text that begins which is meant.
-        end: and where it ends.
-
     Example:
         >>> print(Source(7, "step(lr=3)", 5, 9).marked)
         7 | step(lr=3)
@@ -32,9 +26,9 @@ class Source:
     """
 
     line: int
-    text: str
-    start: int
-    end: int
+    text: str  # of it, without its indentation
+    start: int  # where in the text that begins which is meant
+    end: int  # and where it ends
 
     @property
     def marked(self) -> str:
@@ -48,7 +42,6 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
     """Reads the line of a finding.
 
     Args:
-        finding: names it.
         since: seconds since the epoch; a file that was written later may have another line there.
 
     Returns:

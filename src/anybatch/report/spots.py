@@ -8,28 +8,16 @@ from anybatch.records.sources import Sources
 
 
 class Spot(NamedTuple):
-    """A place in a file.
+    """A place in a file."""
 
-    Args:
-        file: from the working directory on where it is in it, with slashes; empty if there is none.
-        line: from 1.
-        column: at which the line begins, from 1.
-        text: of the line.
-    """
-
-    file: str
-    line: int = 1
-    column: int = 1
-    text: str = ""
+    file: str  # from the working directory on where it is in it, with slashes; empty if there is none
+    line: int = 1  # from 1
+    column: int = 1  # at which the line begins, from 1
+    text: str = ""  # of the line
 
 
 def spot_of(finding: Finding, script: str, sources: Sources) -> Spot:
     """Where a finding is; one without a line is at the beginning of the script.
-
-    Args:
-        finding: the finding.
-        script: that was run, as the user wrote it.
-        sources: reads the lines.
 
     Example:
         >>> spot_of(Finding("no gradient"), "train.py", Sources())
@@ -47,9 +35,6 @@ def spot_of(finding: Finding, script: str, sources: Sources) -> Spot:
 
 def one_line(text: str) -> str:
     """A text without breaks.
-
-    Args:
-        text: of any number of lines.
 
     Example:
         >>> one_line("a  b\\n   c")

@@ -30,51 +30,34 @@ _TITLES_UP_TO = 1600
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values over steps, or over anything else that ascends.
+    """Values over steps, or over anything else that ascends."""
 
-    Args:
-        name: in the legend.
-        steps: ascending, not always distinct.
-        values: one for each step; some may not be finite.
-    """
-
-    name: str
-    steps: Sequence[float]
-    values: Sequence[float]
+    name: str  # in the legend
+    steps: Sequence[float]  # ascending, not always distinct
+    values: Sequence[float]  # one for each step; some may not be finite
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A range of values that is shaded.
+    """A range of values that is shaded."""
 
-    Args:
-        low: where it begins.
-        high: where it ends.
-        name: written in the legend.
-    """
-
-    low: float
-    high: float
-    name: str
+    low: float  # where it begins
+    high: float  # where it ends
+    name: str  # written in the legend
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """Where steps lie between the left (0) and the right (1): evenly, or in long runs the first ones with more room.
 
-    Args:
-        first: step.
-        last: step.
-        is_even: whether no step has more room than another.
-
     Example:
         >>> [round(Axis(0, 1000).part(step), 2) for step in (0, 10, 100, 1000)]
         [0.0, 0.15, 0.52, 1.0]
     """
 
-    first: float = 0.0
-    last: float = 1.0
-    is_even: bool = False
+    first: float = 0.0  # step
+    last: float = 1.0  # step
+    is_even: bool = False  # whether no step has more room than another
 
     @property
     def is_long(self) -> bool:
@@ -113,10 +96,6 @@ def axis_of(steps: Sequence[float]) -> Axis:
 def text_of(text: str, most: int = 0) -> str:
     """A text for markup; in the middle of a long one some is left out.
 
-    Args:
-        text: the user's or our own.
-        most: characters, 0 for all.
-
     Example:
         >>> text_of("encoder.layers.11.attention.<b>", 15)
         'encoder…ion.&lt;b&gt;'
@@ -143,19 +122,7 @@ def line_chart(
     """Draws lines over steps; values that are not finite are gaps with a mark above them.
 
     Args:
-        curves: four have colours of their own.
-        x_label: what is along the bottom.
-        y_label: what is up the side, where a heading does not say it.
-        axis: of the steps, the same for all charts of a page.
-        is_logarithmic: whether equal distances are equal factors; by the values themselves where it is left out.
         least_span: of an axis that is not logarithmic, relative to the largest value, so that noise stays small.
-        levels: names and values drawn across.
-        area: two curves between which it is shaded.
-        band: a range that is shaded from side to side.
-        marks: names and steps, drawn from top to bottom.
-
-    Returns:
-        The text of an ``svg`` element.
     """
     drawn = [*curves, *(area or ())]
     values = [value for curve in drawn for value in curve.values if math.isfinite(value)]
@@ -188,14 +155,7 @@ def line_chart(
 
 
 def cursor(axis: Axis, left: float, right: float, curves: Sequence[Curve] = ()) -> str:
-    """The attributes by which a chart takes part in the cursor that is common to all charts over steps.
-
-    Args:
-        axis: of its steps.
-        left: where it begins.
-        right: where it ends.
-        curves: what it shows.
-    """
+    """The attributes by which a chart takes part in the cursor that is common to all charts over steps."""
     shown = {curve.name: [list(curve.steps), [number_text(value) for value in curve.values]] for curve in curves}
     place = json.dumps([axis.first, axis.last, _FIRST if axis.is_long else 0, left, right])
     return f' data-x="{place}" data-values="{escape(clean(json.dumps(shown)))}"'
@@ -209,18 +169,7 @@ def heat_chart(
     shade: Callable[[float | None], str],
     said: Callable[[float | None], str],
 ) -> str:
-    """Draws a row of cells for each layer; names stay readable at any width, for only the cells are stretched.
-
-    Args:
-        rows: names, and a value for each step.
-        steps: sampled.
-        axis: of the steps: a cell goes halfway to its neighbours.
-        shade: the class of a cell.
-        said: its value in words.
-
-    Returns:
-        Markup.
-    """
+    """Draws a row of cells for each layer; names stay readable at any width, for only the cells are stretched."""
     places = [100 * axis.part(step) for step in steps]
     edges = [0.0, *((one + other) / 2 for one, other in itertools.pairwise(places)), 100.0]
     height = 17 if len(rows) <= 32 else 13
@@ -245,13 +194,7 @@ def heat_chart(
 
 
 def fan_chart(steps: Sequence[int], rows: Sequence[Sequence[float]], axis: Axis) -> str:
-    """Draws percentiles over steps, small enough for a cell of a table.
-
-    Args:
-        steps: sampled.
-        rows: for each of them an odd number of percentiles, ascending.
-        axis: of the steps.
-    """
+    """Draws percentiles over steps, small enough for a cell of a table."""
     finite = [value for row in rows for value in row if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     room = (high - low) or 1.0
@@ -279,17 +222,7 @@ def bar_chart(
     level: tuple[str, float] | None = None,
     is_logarithmic: bool = False,
 ) -> str:
-    """Draws horizontal bars, the first one on top.
-
-    Args:
-        bars: names and values.
-        label: what the values are, with their unit.
-        level: a name and a value to compare with.
-        is_logarithmic: whether equal distances are equal factors; the values are then dots, for there is no zero.
-
-    Returns:
-        The text of an ``svg`` element.
-    """
+    """Draws horizontal bars, the first one on top."""
     values = [value for _, value in bars] + ([level[1]] if level else [])
     scale = _scale(values if is_logarithmic else [0.0, *values], is_logarithmic, 0.0)
     left, top, height = 130, 24 if level else 6, 30
@@ -328,19 +261,7 @@ def dot_chart(
     y_label: str,
     level: tuple[str, float] | None = None,
 ) -> str:
-    """Draws ways to do something by two costs, and a line along those that no other is better than.
-
-    Args:
-        dots: the two costs of each.
-        chosen: the number of the one that is chosen.
-        names: of each, shown where one points at it.
-        x_label: the cost along the bottom, with its unit.
-        y_label: the cost up the side, with its unit.
-        level: a name, and what the first cost may be at most.
-
-    Returns:
-        The text of an ``svg`` element.
-    """
+    """Draws ways to do something by two costs, and a line along those that no other is better than."""
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
     least = 0.0 if min(xs) < _LEAST_SHARE * max(xs) else 0.94 * min(xs)
     axis, scale = Axis(least, 1.04 * max(xs), is_even=True), _scale([0.0, *(y for _, y in dots)], False, 0.0)
@@ -378,18 +299,7 @@ def best_of(dots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def stack_chart(
     layers: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, along: int = 0, most: float = 0.0
 ) -> str:
-    """Draws layers on top of each other, such as bytes by what they are for, at one place after another.
-
-    Args:
-        layers: from the bottom to the top: a name, and a value for each place; one of zeros keeps its colour free.
-        x_label: what is along the bottom.
-        y_label: what is up the side, with its unit.
-        along: how many places there are in all, of which these are some; 0 for these.
-        most: up to where the axis goes at least.
-
-    Returns:
-        The text of an ``svg`` element.
-    """
+    """Draws layers on top of each other, such as bytes by what they are for, at one place after another."""
     count = max((len(values) for values in layers.values()), default=0)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     axis = Axis(0.0, max(along, count, 1), is_even=True)

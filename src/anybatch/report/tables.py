@@ -39,9 +39,6 @@ def number_text(value: float | None) -> str:
 def clean(text: str) -> str:
     """A text without control characters and halves of characters, which no terminal or page should get.
 
-    Args:
-        text: such as a name that the user's code gave.
-
     Example:
         >>> clean("a\\x1b[31mb\\ud800")
         'a\\\\x1b[31mb\\\\ud800'

@@ -44,19 +44,12 @@ def _half_life(beta: float, k: float) -> float:
 
 
 class _Rule(NamedTuple):
-    """How numbers follow the batch, whose new size is k times the old one.
+    """How numbers follow the batch, whose new size is k times the old one."""
 
-    Args:
-        power: learning rates are multiplied by this power of k.
-        source: for people.
-        others: how other numbers of a parameter group follow, by their key.
-        needs: the keys that there must be, of each tuple one.
-    """
-
-    power: float
-    source: str
-    others: Mapping[str, Follow] = MappingProxyType({})
-    needs: tuple[tuple[str, ...], ...] = ()
+    power: float  # learning rates are multiplied by this power of k
+    source: str  # for people
+    others: Mapping[str, Follow] = MappingProxyType({})  # how other numbers of a parameter group follow, by their key
+    needs: tuple[tuple[str, ...], ...] = ()  # the keys that there must be, of each tuple one
 
 
 _RULES: Mapping[str, _Rule] = {

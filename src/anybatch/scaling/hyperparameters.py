@@ -126,12 +126,7 @@ def _copy(value: Any) -> Any:
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
-    """Every learning rate: of the groups, and those that schedulers would come back to.
-
-    Args:
-        optimizers: whose groups.
-        schedulers: of them; those that a scheduler is made of are found.
-    """
+    """Every learning rate: of the groups, and those that schedulers would come back to."""
     places = [
         Place(f"{prefix}.{key}", group, key)
         for prefix, group in named_groups(optimizers)
@@ -166,12 +161,7 @@ def _distinct(places: list[Place]) -> list[Place]:
 
 
 def cycled_betas(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
-    """Where a scheduler that cycles the first beta keeps its ends.
-
-    Args:
-        optimizers: theirs.
-        schedulers: all of them.
-    """
+    """Where a scheduler that cycles the first beta keeps its ends."""
     cycling = [(name, one) for name, one in named_schedulers(schedulers) if _cycles_beta(one)]
     places = []
     for name, scheduler in cycling:
@@ -198,11 +188,7 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parameter groups with names for a table.
-
-    Args:
-        optimizers: all of them.
-    """
+    """The parameter groups with names for a table."""
     for number, optimizer in enumerate(optimizers):
         prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
         for at, group in enumerate(optimizer.param_groups):
@@ -210,11 +196,7 @@ def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[
 
 
 def named_schedulers(schedulers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Schedulers with names for a table, and those that they are made of, each once.
-
-    Args:
-        schedulers: all of them.
-    """
+    """Schedulers with names for a table, and those that they are made of, each once."""
     seen: set[int] = set()
     waiting = [
         (f"schedulers[{number}]" if len(schedulers) > 1 else "scheduler", one) for number, one in enumerate(schedulers)

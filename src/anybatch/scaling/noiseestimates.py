@@ -13,15 +13,10 @@ _ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
 
 
 class Estimate(NamedTuple):
-    """What one logical batch tells.
+    """What one logical batch tells."""
 
-    Args:
-        trace: of the covariance of the gradient of one item.
-        signal: the squared norm of the true gradient; may come out below 0.
-    """
-
-    trace: float
-    signal: float
+    trace: float  # of the covariance of the gradient of one item
+    signal: float  # the squared norm of the true gradient; may come out below 0
 
 
 def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: float) -> Estimate:
@@ -31,14 +26,6 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
     q = sum (n_i/n) |g_i|^2 has the expectation |G|^2 + S N/n, and |g|^2 has |G|^2 + S/n. So S = (q - |g|^2) n/(N - 1)
     and |G|^2 = |g|^2 - S/n. For equal sizes these are the estimators of McCandlish et al. 2018, "An Empirical Model of
     Large-Batch Training", appendix A.1.
-
-    Args:
-        norms_sq: |g_i|^2.
-        counts: n_i, positive, at least two.
-        total_norm_sq: |g|^2.
-
-    Returns:
-        S and |G|^2.
 
     Example:
         >>> estimate([3**2 + 4**2, 5**2 + 12**2], [1, 1], (8 / 2) ** 2 + (16 / 2) ** 2)
@@ -52,12 +39,6 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
 def estimate_from(spread: float, number: int, total: float, total_norm_sq: float) -> Estimate:
     """The same from sums over micro-batches.
 
-    Args:
-        spread: q, the mean of |g_i|^2 weighted by n_i.
-        number: N, of micro-batches.
-        total: n, of items.
-        total_norm_sq: |g|^2.
-
     Example:
         >>> estimate_from(97.0, 2, 2.0, 80.0)
         Estimate(trace=34.0, signal=63.0)
@@ -67,19 +48,12 @@ def estimate_from(spread: float, number: int, total: float, total_norm_sq: float
 
 
 class Measurement(NamedTuple):
-    """What was seen of one logical batch, by all processes.
+    """What was seen of one logical batch, by all processes."""
 
-    Args:
-        numbers: q of ``estimate`` and the norm of the gradient; not fetched from the device.
-        number: of micro-batches with items.
-        items: of all of them.
-        unit: what an item is.
-    """
-
-    numbers: torch.Tensor
-    number: int
-    items: float
-    unit: str
+    numbers: torch.Tensor  # q of ``estimate`` and the norm of the gradient; not fetched from the device
+    number: int  # of micro-batches with items
+    items: float  # of all of them
+    unit: str  # what an item is
 
     def estimate(self) -> Estimate:
         """Noise and signal; waits for the device."""
@@ -96,13 +70,7 @@ def spreads_of(
     sum a process is enough.
 
     Args:
-        norms: of what each micro-batch adds to the gradient, numbers or tensors.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
-        rows: the samples of each micro-batch.
-
-    Returns:
-        That sum, the number of micro-batches and their items; the same for samples, which are the common item where
-        losses have counts that are not in proportion to each other.
 
     Example:
         >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
@@ -125,10 +93,6 @@ def _summed(norms: Sequence[Any], counts: Sequence[float]) -> list[Any]:
 
 def in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two sequences are multiples of each other.
-
-    Args:
-        one: numbers of at least 0.
-        other: as many.
 
     Example:
         >>> in_proportion([1, 2], [3, 6]), in_proportion([1, 2], [3, 5])

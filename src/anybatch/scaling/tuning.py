@@ -2,13 +2,16 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.errors import BatchError
+from anybatch.records.tunings import BatchAdvice
 from anybatch.scaling.batchsize import rescale
+from anybatch.scaling.noisescale import NoiseScale
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -22,16 +25,6 @@ def rates_that_train(
     """A short range test: how far the loss falls in a few updates at several learning rates.
 
     Each rate begins where the run is now, with the same batches; what it did is put back after it.
-
-    Args:
-        step: takes one batch, and returns what has a ``loss``.
-        model: that it trains.
-        optimizers: that it steps.
-        batches: one an update.
-
-    Returns:
-        For factors of the learning rate, the smallest first, how much lower the loss of the later half of the batches
-        is than without any update; minus infinity where it is not finite.
     """
     saved = copy.deepcopy((model.state_dict(), [one.state_dict() for one in optimizers]))
     rates = [[float(group["lr"]) for group in one.param_groups] for one in optimizers]
@@ -56,9 +49,6 @@ def rates_that_train(
 def batch_that_pays(noise: float) -> int | None:
     """The power of two nearest to a noise scale; ``None`` where that is not finite.
 
-    Args:
-        noise: see ``NoiseScale.value``.
-
     Example:
         >>> batch_that_pays(700.0), batch_that_pays(0.2), batch_that_pays(math.inf)
         (512, 1, None)
@@ -67,15 +57,7 @@ def batch_that_pays(noise: float) -> int | None:
 
 
 def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, float]) -> tuple[float, float, str]:
-    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed.
-
-    Args:
-        optimizers: of the run.
-        batch: the size now, and the other one.
-
-    Returns:
-        The rate now, the other one, and the name of the rule; ``"sqrt"`` where none was derived or it does not reach.
-    """
+    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed."""
     now = float(optimizers[0].param_groups[0]["lr"])
     if batch[0] == batch[1]:
         return now, now, "none is needed"
@@ -86,3 +68,47 @@ def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, fl
     new = float(optimizers[0].param_groups[0]["lr"])
     done.undo()
     return now, new, str(done.rule)
+
+
+def advice_of(
+    noise: NoiseScale,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    batch: int,
+    micro_batches: int,
+    steps: int,
+    rated: Sequence[tuple[float, float]] = (),
+) -> BatchAdvice:
+    """What a noise scale and the optimizers of a run say about its batch."""
+    low, high = noise.interval
+    pays = batch_that_pays(noise.value or 0.0)
+    now, rate, rule = rate_for(optimizers, (batch, pays or batch))
+    way = (
+        "as it is" if micro_batches == 1 else f"in {micro_batches} micro-batches of {math.ceil(batch / micro_batches)}"
+    )
+    falls = tuple((factor, fall if abs(fall) < sys.float_info.max else None) for factor, fall in rated)
+    return BatchAdvice(
+        batch, way, steps, noise.unit, now, rate, rule, noise.advice, pays, noise.value if pays else None, low,
+        high if high < sys.float_info.max else None, falls,
+    )  # fmt: skip
+
+
+def advice_on(
+    watcher: Any, optimizers: Sequence[torch.optim.Optimizer], batch: int, limit: float | None, steps: int
+) -> BatchAdvice:
+    """The advice of a step that goes on, without a range test.
+
+    Args:
+        limit: samples of a micro-batch, ``None`` for all.
+
+    Raises:
+        BatchError: no noise scale measures it.
+    """
+    noise = getattr(watcher, "__self__", None)
+    if not isinstance(noise, NoiseScale):
+        raise BatchError(
+            "step.advice has nothing to go by; got a step that nothing measures. Expected noise = "
+            "anybatch.NoiseScale(step, halves=True) before its first batches; or run anybatch tune train.py"
+        )
+    many = math.ceil(batch / limit) if limit else 1
+    return advice_of(noise, optimizers, batch=batch, micro_batches=many, steps=steps)

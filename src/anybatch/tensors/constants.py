@@ -48,15 +48,7 @@ class Constants:
         self._numbers = itertools.count()
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, fake: Any) -> None:
-        """Notes an operation on fake tensors, if it belongs here.
-
-        Args:
-            func: the operation.
-            args: its arguments.
-            kwargs: those by name.
-            result: what it gave.
-            fake: the class of fake tensors.
-        """
+        """Notes an operation on fake tensors, if it belongs here."""
         if self.is_off:
             return
         given = [one for one in tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
@@ -86,14 +78,7 @@ class Constants:
             self._operations.append(_Operation(func, own_args, own_kwargs, tuple(made), read, frozenset(changed)))
 
     def made_real(self, fakes: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes what some fake tensors stand for, as far as it is in the log.
-
-        Args:
-            fakes: of the mode whose log this is.
-
-        Returns:
-            Pairs of a fake tensor and the real one.
-        """
+        """Makes what some fake tensors stand for, as far as it is in the log."""
         found = [one for one in fakes if vars(one).get(NAME) is not None]
         needed: set[int] = set()
         chosen = []

@@ -37,9 +37,6 @@ T = TypeVar("T")
 def has_numbers(tensor: torch.Tensor) -> bool:
     """Whether a tensor has more than a shape.
 
-    Args:
-        tensor: of any kind.
-
     Example:
         >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
         (True, False)
@@ -120,11 +117,7 @@ _paused = _Paused()
 
 
 def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose calls of torch's functions nobody sees, but those of what is ``function_modes_resumed`` in it.
-
-    Args:
-        function: that is called around one of the user's run.
-    """
+    """A function whose calls of torch's functions nobody sees, but for what is ``function_modes_resumed`` in it."""
 
     def paused(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_traced():
@@ -142,11 +135,7 @@ def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the user's run that is called in one that is ``function_modes_paused``, and is seen as without it.
-
-    Args:
-        function: of the run.
-    """
+    """A function of the user's run that is called in one that is ``function_modes_paused``, seen as without it."""
 
     def resumed(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_traced() or _paused.state is None:
@@ -190,15 +179,11 @@ def without_user_modes() -> Iterator[None]:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose operations no mode sees, such as one that counts operations for the user.
-
-    Args:
-        function: that looks at tensors.
-    """
+    """A function whose operations no mode sees, such as one that counts operations for the user."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not is_watched():
+        if not (number_of_modes() or number_of_function_modes()):  # in each step of a run: no call more than it needs
             return function(*args, **kwargs)
         with nobody_looks():
             return function(*args, **kwargs)
@@ -206,18 +191,17 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@unseen
 def item_of(tensor: torch.Tensor) -> Any:
     """The number in a tensor, read without a mode that sees it.
 
     Modes are given a Python number in the place of a tensor that was made of one, and torch then fails to read it:
     ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``.
 
-    Args:
-        tensor: of one entry.
-
     Example:
         >>> item_of(torch.tensor(2.0))
         2.0
     """
-    return tensor.item()
+    if not (number_of_modes() or number_of_function_modes()):
+        return tensor.item()
+    with nobody_looks():
+        return tensor.item()

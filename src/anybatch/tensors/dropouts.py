@@ -1,11 +1,19 @@
 """Dropout whose masks do not depend on how a batch is split.
 
 Torch draws a mask from a stream of random numbers, so that what a sample gets depends on the samples before it. Here an
-element is dropped as a function of the seed, the call, the sample and the position in the sample; ``dropmasks`` has the
-formula. Beside this each call draws one number from torch's generator for the CPU, by which it is known again: a
-forward that is computed for the second time has the random state of the first and draws the same one.
+element is dropped as a function of the seed, the call, the sample and the position in the sample. Beside this each call
+draws one number from torch's generator for the CPU, by which it is known again: a forward that is computed for the
+second time has the random state of the first and draws the same one.
+
+Every sample of a call has two random 64-bit numbers ``a`` and ``b``, ``b`` odd, and every position in a sample has a
+fixed one, ``x``. The element is kept if ``((x ^ a) * b) mod 2^64``, read as a signed number, is below a threshold. A
+product with a random odd multiplier whose high bits count is the multiply-shift hash of Dietzfelbinger, Hagerup,
+Katajainen and Penttonen 1997, "A reliable randomized algorithm for the closest-pair problem"; the ``xor`` takes the
+linear relation between the rows away. All three numbers come from the finalizer of SplitMix64 (Steele, Lea and Flood
+2014, "Fast splittable pseudorandom number generators"). Integers wrap around in the same way on every device.
 """
 
+import math
 import sys
 import traceback
 from collections import Counter
@@ -23,9 +31,86 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import AnyBatchError, BatchError, NotSplittable
 from anybatch.tensors.dispatch import current_mode, without_modes
-from anybatch.tensors.dropmasks import CALLS, Calls, Masks, Samples
 from anybatch.tensors.graph import in_backward
 
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, the increment of SplitMix64
+_SHIFTS = (30, 27, 31)
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_AT_ONCE_ON_CPU = 2**15  # elements, whose words of 256 KiB a core has in its cache
+_AT_ONCE = 2**19
+
+
+def _signed(number: int) -> int:
+    number &= _MASK
+    return number - 2**64 if number >= 2**63 else number
+
+
+def mixed(number: int) -> int:
+    """The finalizer of SplitMix64: a permutation of the integers below 2^64."""
+    number &= _MASK
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        number = (number ^ (number >> shift)) * factor & _MASK
+    return number
+
+
+def _mix_(numbers: torch.Tensor) -> torch.Tensor:
+    """The same in place, for a tensor of int64 whose bits are those of the number."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        numbers.bitwise_xor_(torch.bitwise_right_shift(numbers, shift).bitwise_and_(2 ** (64 - shift) - 1))
+        numbers.mul_(_signed(factor))
+    return numbers
+
+
+def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The numbers ``a`` and ``b`` of samples in a call, of shape ``[2, samples]``.
+
+    Args:
+        samples: their positions in the logical batch; -1 stands for what all samples share.
+    """
+    if isinstance(samples, range):
+        own = torch.arange(samples.start, samples.stop, samples.step, dtype=torch.int64, device=device)
+    else:
+        own = torch.tensor(samples, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    own.mul_(_signed(_GOLDEN))
+    of_call = [_signed(mixed((2 * call + which) * _GOLDEN + mixed(seed))) for which in (0, 1)]
+    table = _mix_(torch.stack([own ^ number for number in of_call]))
+    table[1].bitwise_or_(1)
+    return table
+
+
+def mask_of(shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tensor:
+    """A mask of ones and zeros as uint8, made for some positions at a time.
+
+    Args:
+        shape: of the mask; the samples lie in dim 0, where each may have several entries, one behind the other.
+    """
+    device, rows = keys.device, keys.shape[1]
+    sizes = ((shape[0] if shape else 1) // rows, *shape[1:])  # of a sample
+    places = math.prod(sizes)
+    mask = torch.empty((rows, places), dtype=torch.uint8, device=device)
+    threshold = min(round(keep * 2**64), _MASK) - 2**63
+    step = max(1, (_AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE) // rows)
+    for start in range(0, places, step):
+        words = _positions(range(start, min(start + step, places)), sizes, device).bitwise_xor(keys[0, :, None])
+        words.mul_(keys[1, :, None])
+        # On the CPU a comparison that gives bool is many times slower.
+        mask[:, start : start + step] = torch.lt(words, threshold, out=words)
+    return mask.view(*shape)
+
+
+def _positions(numbers: range, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """What positions in a sample are known by, which is made of those along each dimension."""
+    rest = torch.arange(numbers.start, numbers.stop, dtype=torch.int64, device=device)
+    found = torch.zeros_like(rest)
+    for dim in reversed(range(len(sizes))):
+        found.add_(rest.remainder(sizes[dim]), alpha=_signed(mixed(dim + 1) | 1))
+        rest = rest.div(sizes[dim], rounding_mode="floor") if dim else rest
+    found.bitwise_xor_(torch.bitwise_right_shift(found, 32)).mul_(_signed(_FACTORS[0]))
+    return found.bitwise_xor_(torch.bitwise_right_shift(found, 29))
+
+
+_CALLS = 2**32  # in a stage of a micro-batch, at most
 _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural networks": scale times alpha
 
 
@@ -69,7 +154,7 @@ def masks_set_aside() -> Iterator[None]:
 class _Draw(NamedTuple):
     """A mask that was drawn, so that it can be drawn again."""
 
-    samples: Samples
+    samples: Sequence[int]
     call: int
     shape: torch.Size
 
@@ -99,11 +184,11 @@ class SampleDropout:
     """
 
     def __init__(self, seed: int, models: Iterable[nn.Module]) -> None:
-        self._masks, self._calls, self._shared = Masks(), Calls(int(seed)), Samples((-1,))
+        self._seed = int(seed)
         named = {module: name for model in models for name, module in model.named_modules()}
         self._names = {module: name or type(module).__name__ for module, name in named.items() if _kind_of(module)}
         self._numbers = {module: number for number, module in enumerate(self._names)}
-        self._samples: Samples | None = None
+        self._samples: Sequence[int] | None = None
         self._stage = 0
         self._times: Counter[nn.Module] = Counter()
         self._drawn: dict[int, list[_Draw]] = {}
@@ -131,16 +216,11 @@ class SampleDropout:
         Args:
             samples: the indices of its samples in the logical batch, in the micro-batch's order.
             stage: another one for another function of the same samples, whose calls are counted apart.
-
-        Raises:
-            BatchError: an index or the stage is negative.
         """
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
             raise BatchError(f"got samples {samples!r} in stage {stage}; expected indices and a stage of at least 0")
-        if self._samples is not None:
-            self._samples.forget()
-        self._samples, self._stage = Samples(indices), stage
+        self._samples, self._stage = indices, stage
         self._times.clear()
 
     def _drop(self, module: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,8 +251,8 @@ class SampleDropout:
         if kind.features:
             shape[2 - is_alone :] = [1] * (len(shape) - 2 + is_alone)
         is_own = not is_alone and self._is_own(module, draw, tensor)
-        keys = (draw.samples if is_own else self._shared).keys(self._calls, draw.call, tensor.device)
-        mask = self._masks.draw(shape, keys, 1 - module.p)
+        keys = keys_of(self._seed, draw.call, draw.samples if is_own else (-1,), tensor.device)
+        mask = mask_of(shape, keys, 1 - module.p)
         if tensor.is_contiguous() or len(shape) < 3 or mask.shape != tensor.shape:
             return mask
         return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask)  # channels last
@@ -203,14 +283,13 @@ class SampleDropout:
         if current is None:
             raise AnyBatchError("dropout ran before begin(); expected begin(samples) at the start of each micro-batch")
         draws = self._drawn.setdefault(self._next_ticket(tensor), [])
-        alike = (draw for draw in draws if draw.samples is current or draw.samples.indices == current.indices)
-        known = next(alike, None)
+        known = next((draw for draw in draws if draw.samples == current), None)
         if in_backward():
             known = known or (draws[0] if len(draws) == 1 else None)
             if known is None:
                 raise self._refused(module, _NOT_REPLAYED)
         if known is None:
-            call = self._stage * CALLS + self._times[module] * len(self._numbers) + self._numbers[module]
+            call = self._stage * _CALLS + self._times[module] * len(self._numbers) + self._numbers[module]
             known = _Draw(current, call, tensor.shape)
             draws.append(known)
         elif known.shape != tensor.shape:
@@ -253,12 +332,6 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 def refuse_unseen(model: nn.Module) -> None:
     """Refuses a model, before anything runs, of which a module would drop elements where nothing else sees it.
-
-    Args:
-        model: the model, in the mode in which it will run.
-
-    Raises:
-        NotSplittable: names the modules and what to do.
 
     Example:
         >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())

@@ -5,23 +5,23 @@ torch's private module for fake tensors.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anybatch.tensors.constants import Constants, tensors_in
-from anybatch.torch_private import refuse_pointers, warn_of_pointers, without_dispatch
+from anybatch.torch_private import refuse_pointers, warn_of_pointers
 
 Fake = FakeTensor
-UNKNOWN = object()
+_UNKNOWN = object()
 """Stands for the result of an operation that nothing is remembered of."""
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_MAKES, _WRITES, _WRITES_LISTS = "makes", "writes", "writes lists"
+_MAKES, _WRITES = "makes", "writes"
 _DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -57,8 +57,7 @@ class QuickFakeMode(FakeTensorMode):
 
     Remembered are operations of torch that depend on nothing but the layouts of their arguments and change none of
     them; what they give is new, or a view of the first argument. Of operations that write to their first argument, and
-    give it back, it is remembered that they may do so. Operations on lists of tensors are asked about each layout in
-    the lists once. All others go to torch each time.
+    give it back, it is remembered that they may do so. All others go to torch each time.
 
     Attributes:
         is_over: whether nothing may be done any more with tensors of this mode that something still refers to.
@@ -97,11 +96,7 @@ class QuickFakeMode(FakeTensorMode):
         return pairs
 
     def stays(self, fake: torch.Tensor) -> None:
-        """Notes a tensor that could not be exchanged.
-
-        Args:
-            fake: of this mode.
-        """
+        """Notes a tensor that could not be exchanged."""
         self._given.append(weakref.ref(fake))
 
     def __torch_dispatch__(
@@ -134,46 +129,20 @@ class QuickFakeMode(FakeTensorMode):
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         known = self._known(kind, key, args)
-        if known is not UNKNOWN:
+        if known is not _UNKNOWN:
             return known
-        few = one_of_each(args, self._describe) if kind == _WRITES_LISTS else args
-        result = super().__torch_dispatch__(func, types, few, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if kind == _MAKES:
             self._remember(key, args, kwargs, result)
-        elif result is (args[0] if kind == _WRITES else None) and self._key(func, args, kwargs) == key:
+        elif result is args[0] and self._key(func, args, kwargs) == key:
             self.remembered.checked.add(key)
-        return result
-
-    def recalled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What is remembered, for a mode that torch would ask right before this one; else ``UNKNOWN``.
-
-        Args:
-            func: the operation.
-            args: its arguments.
-            kwargs: those by name.
-        """
-        kind = self.remembered.kind_of(func)
-        if not kind or self.is_over:
-            return UNKNOWN
-        key = self._key(func, args, kwargs)
-        if key is None:
-            return UNKNOWN
-        unseen = without_dispatch()  # as long as it is there, no mode sees what is done here
-        try:
-            result = self._known(kind, key, args)
-        finally:
-            del unseen
-        if result is not UNKNOWN:
-            self._note(func, args, kwargs, result)
         return result
 
     def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
         if kind == _MAKES:
             known = self.remembered.results.get(key)
-            return UNKNOWN if known is None else self._made(known, args)
-        if key not in self.remembered.checked:
-            return UNKNOWN
-        return args[0] if kind == _WRITES else None
+            return _UNKNOWN if known is None else self._made(known, args)
+        return args[0] if key in self.remembered.checked else _UNKNOWN
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """What the result depends on; ``None`` if that is more than layouts."""
@@ -278,28 +247,8 @@ def _kind_of(func: Any) -> str:
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
     if not name.endswith("_") or written.index(True) != 0 or sum(written) != 1:
         return ""
-    if name.startswith("_foreach_"):
-        return "" if schema.returns else _WRITES_LISTS
     given = [one.alias_info for one in schema.returns]
     return _WRITES if len(given) == 1 and given[0] is not None and given[0].is_write else ""
-
-
-def one_of_each(args: Sequence[Any], describe: Callable[[Iterable[Any], list[Any]], bool]) -> Sequence[Any]:
-    """The arguments of an operation that goes through lists side by side, with one entry of each layout only.
-
-    Args:
-        args: lists of equal lengths, and what is there for all of their entries.
-        describe: adds the layouts of tensors and the values of everything else.
-    """
-    lists = [one for one in args if type(one) in (list, tuple)]
-    if len({len(one) for one in lists}) != 1 or any(isinstance(one, torch.Tensor) for one in args):
-        return args  # a tensor may have a number for each entry
-    chosen: dict[tuple[Any, ...], int] = {}
-    for number, together in enumerate(zip(*lists, strict=True)):
-        parts: list[Any] = []
-        describe(together, parts)
-        chosen.setdefault(tuple(parts), number)
-    return [[one[number] for number in chosen.values()] if type(one) in (list, tuple) else one for one in args]
 
 
 def _storage(tensor: Any) -> int:

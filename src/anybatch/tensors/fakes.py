@@ -81,11 +81,7 @@ class Fakes:
         return found
 
     def make_real(self, device: torch.device) -> None:
-        """Makes real tensors, in place, of the fake ones that something else refers to, as far as that can be done.
-
-        Args:
-            device: where they are to lie.
-        """
+        """Makes real tensors, in place, of the fake ones that something else refers to, as far as that can be done."""
         with unwatched(), torch.no_grad():
             for fake, real in self.mode.made_real():
                 try:
@@ -107,15 +103,8 @@ class Fakes:
 def swapped(fakes: Fakes, modules: Iterable[torch.nn.Module]) -> Iterator[Mapping[int, torch.Tensor]]:
     """Puts fakes in the place of all parameters and buffers of modules, and puts the tensors themselves back.
 
-    Args:
-        fakes: makes them.
-        modules: the roots.
-
     Returns:
         A context whose value are the fake parameters by the ``id`` of the real ones.
-
-    Raises:
-        TypeError: a parameter or buffer has no fake; everything is as before.
     """
     places: list[tuple[Any, dict[str, Any]]] = []
     parameters: dict[int, Any] = {}

@@ -14,12 +14,6 @@ from anybatch.torch_private import in_transform, number_of_backward
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The leaves that a backward from a tensor would give a gradient to.
 
-    Args:
-        tensor: with a gradient function.
-
-    Returns:
-        The leaf tensors with ``requires_grad``, each once.
-
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
         >>> [leaf is weight for leaf in leaves_of((weight * 3).sum() + weight.sum())]
@@ -102,12 +96,7 @@ class OutsideLeaves:
         self._known.update(id(leaf) for leaf in leaves)
 
     def look_behind(self, tensors: Iterable[torch.Tensor], *, ignoring: Iterable[torch.Tensor] = ()) -> None:
-        """Finds the leaves behind some tensors and takes their gradients off.
-
-        Args:
-            tensors: are about to be differentiated.
-            ignoring: leaves that live for a moment only.
-        """
+        """Finds the leaves behind some tensors and takes their gradients off."""
         ignored = {id(leaf) for leaf in ignoring}
         for node in _accumulators_behind(tensors, self._accumulators):
             leaf = node.variable

@@ -10,11 +10,7 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
     """The modules that a step runs through: the model, and the loss function if it is one or a method of one.
 
     Args:
-        model: the model.
         loss_fn: a function, a module, a method, or one that is made of several (its ``user_functions``).
-
-    Returns:
-        Each of them once.
 
     Example:
         >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
@@ -33,12 +29,6 @@ def modules_of(*models: Any) -> list[torch.nn.Module]:
 
     ``torch.nn.Module.modules`` builds every name on its way, which for hundreds of small layers takes longer than one
     of them does.
-
-    Args:
-        *models: the models; anything that is no module has none.
-
-    Returns:
-        The modules in the order of ``model.modules()``.
 
     Example:
         >>> [type(module).__name__ for module in modules_of(torch.nn.Sequential(torch.nn.ReLU()))]
@@ -61,22 +51,12 @@ SCRIPTED = (torch.jit.ScriptModule,)
 
 
 def is_scripted(module: Any) -> bool:
-    """Whether a module was compiled by ``torch.jit``, which runs it without Python.
-
-    Args:
-        module: any.
-    """
+    """Whether a module was compiled by ``torch.jit``, which runs it without Python."""
     return isinstance(module, SCRIPTED)
 
 
 def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
     """Where the parameters of some modules lie, without those of their children.
-
-    Args:
-        modules: the modules.
-
-    Returns:
-        Each device once.
 
     Example:
         >>> devices_among([torch.nn.Linear(1, 1)])
@@ -86,11 +66,7 @@ def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the first parameter lies; the CPU for a model without any.
-
-    Args:
-        model: any.
-    """
+    """Where the first parameter lies; the CPU for a model without any."""
     first = _first_parameter(model)
     return torch.device("cpu") if first is None else first.device
 
@@ -108,9 +84,5 @@ def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def devices_of(model: torch.nn.Module) -> list[torch.device]:
-    """Where the parameters lie.
-
-    Args:
-        model: any.
-    """
+    """Where the parameters lie."""
     return devices_among(modules_of(model))

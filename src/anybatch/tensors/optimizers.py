@@ -13,9 +13,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
     Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead, or a learning rate.
 
-    Args:
-        optimizer: any.
-
     Example:
         >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
         []
@@ -64,8 +61,6 @@ def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor], depth:
 
     Args:
         value: a tensor, or plain containers of them; anything else stays what it is.
-        put: gives the other tensor.
-        depth: of the containers.
 
     Example:
         >>> with_tensors({"slow": [torch.ones(2)], "k": 5}, torch.neg)

@@ -1,4 +1,4 @@
-"""Float32 accumulation of low-precision gradients."""
+"""What gradients are added up in, and in which precision."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -18,8 +18,6 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     they agree; up to 8 addends cost about one more rounding.
 
     Args:
-        parameters: whose gradients are accumulated.
-        micro_batches: how many gradients are added up.
         policy: ``"auto"`` from the ninth micro-batch on, ``"fp32"`` always, ``"native"`` never.
 
     Returns:
@@ -37,10 +35,6 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
 
 def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
-
-    Args:
-        scaler: a ``GradScaler`` that has unscaled them.
-        optimizer: theirs.
 
     Returns:
         For each device with gradients a tensor without dimensions, 1.0 if one is infinite or NaN there.
@@ -60,68 +54,83 @@ def forget_unscaling(scaler: Any) -> None:
         scaler.update(scaler.get_scale())
 
 
-class Float32Accumulator:
-    """Adds up low-precision gradients in float32 buffers, which become the gradient at the end, rounded once.
+class GradientSums:
+    """What gradients are added up in beside ``.grad``: float32 for low precision, each row once for sparse ones.
+
+    Autograd would append each sparse gradient to the one before, so that the sum grows with the indices of all
+    micro-batches however small the table is.
 
     Args:
-        parameters: whose ``.grad`` is taken over after each micro-batch; those of full precision are left alone.
+        parameters: whose ``.grad`` is taken over after each micro-batch; dense ones of full precision are left alone.
+        in_float32: whether what is of low precision is added up in float32, and rounded once at the end.
 
     Attributes:
-        bytes: what the buffers take.
+        bytes: what the float32 buffers take.
+
+    Example:
+        >>> table = torch.nn.Embedding(5, 1, sparse=True)
+        >>> sums = GradientSums([table.weight], in_float32=False)
+        >>> for row in (3, 1, 3):
+        ...     table(torch.tensor([row])).sum().backward()
+        ...     _ = sums.take_()
+        >>> sums.give_()
+        >>> table.weight.grad.indices(), table.weight.grad.values()
+        (tensor([[1, 3]]), tensor([[1.],
+                [2.]]))
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._low = [parameter for parameter in parameters if parameter.dtype in LOW_PRECISION]
+    def __init__(self, parameters: Iterable[torch.Tensor], *, in_float32: bool) -> None:
+        self._parameters = self._open = list(parameters)
+        self._in_float32 = in_float32
         self._sums: dict[int, torch.Tensor] = {}
         self.bytes = 0
 
-    def take_(self) -> None:
-        """Adds the gradients to the buffers and takes them off the parameters."""
-        sums, gradients = [], []
-        for parameter in self._low:
+    def take_(self) -> bool:
+        """Takes the gradients off the parameters, as far as they are added up here; says if any may be from now on."""
+        sums, gradients, left = [], [], []
+        for parameter in self._open:
             gradient = parameter.grad
-            if gradient is None:
+            is_low = self._in_float32 and parameter.dtype in LOW_PRECISION
+            is_sparse = gradient is not None and gradient.layout is torch.sparse_coo
+            if is_low or is_sparse or gradient is None:
+                left.append(parameter)
+            if gradient is None or not (is_low or is_sparse):
                 continue
             parameter.grad = None
-            if id(parameter) in self._sums:
-                sums.append(self._sums[id(parameter)])
-                gradients.append(gradient)
+            known = self._sums.get(id(parameter))
+            if known is None or is_sparse or known.layout is not torch.strided:
+                self._add(parameter, gradient.float() if is_low else gradient)
             else:
-                self._sums[id(parameter)] = buffer = gradient.float()
-                self.bytes += buffer.numel() * buffer.element_size()
+                sums.append(known)
+                gradients.append(gradient)
+            del gradient  # before the next one is added
         if sums:
             torch._foreach_add_(sums, gradients)
+        self._open = left
+        return bool(left or self._sums)
 
-    def absorb_(self, parameter: torch.Tensor, other: "Float32Accumulator", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, and takes it off there.
+    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        known = self._sums.pop(id(parameter), None)
+        if known is not None:  # of a dense and a sparse one the dense one has to come first
+            gradient = known + gradient if gradient.layout is not torch.strided else gradient + known
+        elif gradient.layout is torch.strided:
+            self.bytes += gradient.nbytes
+        self._sums[id(parameter)] = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
 
-        Args:
-            parameter: one of these.
-            other: has summed for the copy.
-            copy: of the parameter, on any device.
-            factor: what to multiply that sum by.
-        """
-        buffer = other._sums.pop(id(copy), None)
-        if buffer is None:
-            return
-        other.bytes -= buffer.nbytes
-        moved = buffer.to(parameter.device, non_blocking=True)
-        if id(parameter) in self._sums:
-            self._sums[id(parameter)].add_(moved, alpha=factor)
-        else:
-            self._sums[id(parameter)] = moved if factor == 1 else moved * factor
-            self.bytes += moved.nbytes
+    def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
+        """Adds what was summed elsewhere for a copy of a parameter, on any device, and takes it off there."""
+        found = other._sums.pop(id(copy), None)
+        if found is not None:
+            moved = found.to(parameter.device, non_blocking=True)
+            self._add(parameter, moved if factor == 1 else moved * factor)
 
     def give_(self, scale: float | None = None) -> None:
-        """Puts the sums on the parameters as their gradients, in the precision that these are to have.
-
-        Args:
-            scale: what to multiply them by first.
-        """
-        for parameter in self._low:
-            buffer = self._sums.pop(id(parameter), None)
-            if buffer is not None:
-                parameter.grad = (buffer if scale is None else buffer.mul_(scale)).to(_dtype_of_gradient(parameter))
+        """Puts the sums, multiplied by the scale, on the parameters as gradients in the precision of these."""
+        for parameter in self._parameters:
+            found = self._sums.pop(id(parameter), None)
+            if found is not None:
+                scaled = found if scale is None else found.mul_(scale)
+                parameter.grad = scaled.to(_dtype_of_gradient(parameter))
 
 
 def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
@@ -132,10 +141,6 @@ def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds to the gradient of a parameter, as autograd does.
-
-    Args:
-        parameter: may have none yet; the new one is then its own.
-        gradient: on the same device, dense or sparse.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -155,10 +160,6 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor in another precision; complex numbers have parts of it, and integers stay.
-
-    Args:
-        tensor: any.
-        dtype: a real one; ``None`` to leave it.
 
     Example:
         >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype

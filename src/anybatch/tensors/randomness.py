@@ -59,7 +59,8 @@ class RandomState:
         now = RandomState(self._devices)
         pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
         of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
-        return of_torch, self._python != now._python or not _is_same(self._numpy, now._numpy)
+        is_new = self._numpy is None and now._numpy is not None  # loaded by who draws from it for the first time
+        return of_torch, is_new or self._python != now._python or not _is_same(self._numpy, now._numpy)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""
@@ -75,11 +76,7 @@ class RandomState:
 
     @staticmethod
     def load_state_dict(state: Mapping[str, Any]) -> None:
-        """Sets the generators to a saved state; accelerators that are not here are left alone.
-
-        Args:
-            state: what ``state_dict`` gave.
-        """
+        """Sets the generators to a saved state; accelerators that are not here are left alone."""
         torch.set_rng_state(state["cpu"].cpu())
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -95,11 +92,7 @@ class RandomState:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's default generator of a device.
-
-    Args:
-        device: any.
-    """
+    """The state of torch's default generator of a device."""
     if device.type in ("cpu", "meta"):
         return torch.get_rng_state()
     state: torch.Tensor = _generators(device).get_rng_state(device)

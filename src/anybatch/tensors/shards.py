@@ -9,9 +9,6 @@ import torch
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``; nothing is imported for the question.
 
-    Args:
-        tensor: any value.
-
     Example:
         >>> is_sharded(torch.zeros(2))
         False
@@ -21,9 +18,6 @@ def is_sharded(tensor: Any) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies on this process, in the same storage; a plain tensor is its own part.
-
-    Args:
-        tensor: plain or sharded.
 
     Example:
         >>> plain = torch.zeros(2)
@@ -35,12 +29,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined_norm(tensors: Sequence[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
-    """The Euclidean norm of whole tensors from that of the parts on each process; all of them call it together.
-
-    Args:
-        tensors: sharded, all over the same processes in one dimension.
-        norm: of the parts that lie here.
-    """
+    """The Euclidean norm of whole tensors from that of the parts on each process; all of them call it together."""
     import torch.distributed as dist
 
     mesh: Any = tensors[0].device_mesh  # type: ignore[attr-defined]

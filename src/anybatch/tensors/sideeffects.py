@@ -41,15 +41,10 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Place:
-    """Where something lies.
+    """Where something lies."""
 
-    Args:
-        code: how it is written where it is used, such as ``self.steps``.
-        owner: whose it is, to be written behind it, such as `` of Warmup``.
-    """
-
-    code: str
-    owner: str
+    code: str  # how it is written where it is used, such as ``self.steps``
+    owner: str  # whose it is, to be written behind it, such as `` of Warmup``
 
     def at(self, suffix: str) -> "Place":
         """The place of something that lies in this."""
@@ -58,21 +53,13 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One thing that was changed.
+    """One thing that was changed."""
 
-    Args:
-        place: where it lies.
-        before: what was there.
-        after: what is there now.
-        is_generator: whether it is the state of a random generator.
-        is_iterator: whether it went on and can't be put back.
-    """
-
-    place: Place
-    before: Any
-    after: Any
-    is_generator: bool
-    is_iterator: bool
+    place: Place  # where it lies
+    before: Any  # what was there
+    after: Any  # what is there now
+    is_generator: bool  # whether it is the state of a random generator
+    is_iterator: bool  # whether it went on and can't be put back
     _holder: "_Holder"
     _key: Any
 
@@ -161,12 +148,7 @@ class SideEffects:
 
     @unseen
     def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
-        """Puts everything back.
-
-        Args:
-            keep: what stays as it is.
-            generators: whether random generators are put back, too.
-        """
+        """Puts everything back."""
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
             if holder.is_generator and not generators:
@@ -195,6 +177,11 @@ class SideEffects:
         holder = _Holder(read, write, place, **options)
         self._holders.append(holder)
         return holder.saved
+
+    def _hold_each(self, read: Any, write: Any, place: Callable[[Any], Place]) -> None:
+        """Holds something, and what is in it."""
+        for key, value in self._hold(read, write, place).items():
+            self._visit(value, place(key))
 
     def _visit(self, value: Any, place: Place) -> None:
         kind = type(value)
@@ -322,8 +309,7 @@ class SideEffects:
             elif read():
                 del cell.cell_contents
 
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
     def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
         """The globals of those names, also of those that are not there yet."""
@@ -336,8 +322,7 @@ class SideEffects:
 
         names = [name for name in names if (id(home), name) not in self._globals]
         self._globals.update((id(home), name) for name in names)
-        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
-            self._visit(value, place(name))
+        self._hold_each(read, functools.partial(_write, home, read), place)
 
     def _visit_class(self, kind: type) -> None:
         """What a class of the user holds for all its objects, and what its methods read."""
@@ -364,8 +349,7 @@ class SideEffects:
             def place(name: str, base: type = base) -> Place:
                 return Place(f"{base.__name__}.{name}", "")
 
-            for name, value in self._hold(read, write, place).items():
-                self._visit(value, place(name))
+            self._hold_each(read, write, place)
 
     def _visit_object(self, value: Any) -> None:
         kind, attributes = type(value), getattr(value, "__dict__", None)
@@ -415,8 +399,7 @@ class SideEffects:
                 setattr(value, key, inner)
 
         place = Place(f"self.{name}", f" of {type(value).__name__}")
-        for inner in self._hold(read, write, lambda _: place).values():
-            self._visit(inner, place)
+        self._hold_each(read, write, lambda _: place)
 
 
 def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:
@@ -433,11 +416,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and of attributes that some code reads, that of its inner functions included.
-
-    Args:
-        code: of a function.
-    """
+    """The names of globals and of attributes that some code reads, that of its inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -445,11 +424,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The arguments of a function that have a default, and the default.
-
-    Args:
-        function: of Python.
-    """
+    """The arguments of a function that have a default, and the default."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
@@ -471,10 +446,6 @@ def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are as good as the same one.
-
-    Args:
-        one: anything.
-        other: anything.
 
     Example:
         >>> same([1, torch.ones(2)], [1, torch.ones(2)]), same(1, True)
@@ -503,9 +474,6 @@ def same(one: Any, other: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
     """Whether a module is the user's own code, and not a library's.
-
-    Args:
-        module: its name.
 
     Example:
         >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")

@@ -42,11 +42,7 @@ class PowerIterations:
 
 
 def power_iterations(modules: Iterable[torch.nn.Module]) -> PowerIterations | None:
-    """What moves the weights in each forward, if anything can: a quick look at all modules of a model.
-
-    Args:
-        modules: all of a model.
-    """
+    """What moves the weights in each forward, if anything can: a quick look at all modules of a model."""
     may_move = [one for one in modules if one._forward_pre_hooks or type(one) is _PARAMETRIZATION]
     return PowerIterations(may_move) if may_move else None
 

@@ -75,11 +75,7 @@ def to_eval_mode(module: torch.nn.Module, _: object) -> None:
 
 
 def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether there is anything among some modules that this page is about; a quick look at their types.
-
-    Args:
-        modules: all of a model.
-    """
+    """Whether there is anything among some modules that this page is about; a quick look at their types."""
     kinds = set(map(type, modules))  # far fewer than modules
     return bool([kind for kind in kinds if issubclass(kind, _COUPLING) or not issubclass(kind, torch.nn.Module)])
 
@@ -87,16 +83,7 @@ def may_couple(modules: Iterable[torch.nn.Module]) -> bool:
 def refuse_to_split(
     models: Sequence[Any], micro_batches: int, cause: Cause | Callable[[], Cause] | None = None
 ) -> None:
-    """Raises if a batch of several micro-batches would go through BatchNorm in training mode.
-
-    Args:
-        models: the model, and the loss if it is a module.
-        micro_batches: how many there are.
-        cause: why there are so many, or gives it, for the message.
-
-    Raises:
-        NotSplittable: names the modules and the choices.
-    """
+    """Raises if a batch of several micro-batches would go through BatchNorm in training mode."""
     if micro_batches < 2:
         return
     modules = coupling_modules(*models)
@@ -110,12 +97,6 @@ def batch_norm_as(
     policy: BatchNormPolicy, models: Sequence[Any], micro_batches: int, cause: Cause | None = None
 ) -> Iterator[Callable[[], None]]:
     """Runs a logical batch under a policy for BatchNorm; what it changes in the modules is put back.
-
-    Args:
-        policy: ``"refuse"``, ``"ghost"`` or ``"frozen"``.
-        models: the model, and the loss if it is a module.
-        micro_batches: into how many the batch is split.
-        cause: why, for messages.
 
     Returns:
         A context whose value is to be called at the beginning of each micro-batch.
@@ -290,14 +271,7 @@ class _Merged:
         self.mean = self.spread = torch.zeros((), dtype=torch.float64)
 
     def add(self, items: float, mean: torch.Tensor, spread: torch.Tensor, *, between: bool) -> None:
-        """Takes a micro-batch in (Chan, Golub, LeVeque 1983).
-
-        Args:
-            items: of the micro-batch.
-            mean: of them; kept.
-            spread: of them; kept.
-            between: whether the difference of the means counts as spread.
-        """
+        """Takes a micro-batch in (Chan, Golub, LeVeque 1983)."""
         if not self.items:
             self.items, self.mean, self.spread = items, mean, spread
             return

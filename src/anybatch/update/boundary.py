@@ -68,11 +68,7 @@ class Boundary:
         return settings_of(self._optimizers, self._schedulers, self._clip_norm)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins a logical batch: nothing is committed yet.
-
-        Args:
-            parameters: all that are zeroed and clipped together.
-        """
+        """Begins a logical batch: nothing is committed yet."""
         self.is_committed = False
         self._watches = []
         self._parameters = parameters
@@ -84,15 +80,7 @@ class Boundary:
             parameter.grad = None
 
     def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
-        """Unscales and clips.
-
-        Args:
-            progress: is told what is running.
-            scaler: that has scaled this gradient, in the place of the step's.
-
-        Returns:
-            The norm before clipping, if it is wanted.
-        """
+        """Unscales and clips."""
         scaler = self._scaler if scaler is None else scaler
         if scaler is not None:
             progress.text = "unscaling"
@@ -107,12 +95,6 @@ class Boundary:
         """Skips all optimizers if the gradient of any of them is not finite; waits for the device once.
 
         ``GradScaler.step`` decides for each optimizer by itself, which would apply a part of an update.
-
-        Args:
-            progress: is told what is running.
-
-        Returns:
-            The reason; empty if the update goes on.
         """
         if not self._scales or not self.is_infinite(self._scaler):
             return ""
@@ -128,12 +110,8 @@ class Boundary:
         """Steps all optimizers; what comes after it may not take them back.
 
         Args:
-            progress: is told what is running.
             again: the gradient, for optimizers that evaluate it themselves.
             is_shared: whether other ranks apply the same update, which they can't take back.
-
-        Raises:
-            UpdateInterrupted: an optimizer failed within its update.
         """
         progress.text = "optimizer.step"
         if is_shared:
@@ -142,14 +120,7 @@ class Boundary:
             self._step(again)
 
     def finish(self, progress: Progress) -> None:
-        """Updates the scaler and steps the schedulers, once the update is applied.
-
-        Args:
-            progress: is told what is running.
-
-        Raises:
-            UpdateInterrupted: memory ran out here, which must not start the batch again.
-        """
+        """Updates the scaler and steps the schedulers, once the update is applied."""
         try:
             if self._scales:
                 self._update_scaler(progress)
@@ -186,26 +157,16 @@ class Boundary:
 
         The gradient is that of all ranks already, and the others apply it: the batch can't start again.
         """
-        try:
-            self._step(again)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure(error)
-        else:
-            return
-        failure.release()
-        for watch in self._watches:
-            watch.roll_back_state()
-        try:
-            self._step(again)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure(error)
-        else:
-            return
-        failure.release()
+        for _ in range(2):
+            for watch in self._watches:
+                watch.roll_back_state()
+            try:
+                return self._step(again)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = Failure(error)
+            failure.release()  # outside of the except block, where no traceback holds tensors any more
         raise UpdateInterrupted(
             f"optimizer.step ran out of memory on this rank ({failure.text}), and once more after memory was cleared; "
             "the other ranks apply this update, so the ranks are not equal any more. Load the last checkpoint on all "
@@ -255,11 +216,7 @@ class Boundary:
         return [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in changed]
 
     def is_infinite(self, scaler: Any) -> bool:
-        """Whether the gradient of any optimizer is not finite; waits for the device.
-
-        Args:
-            scaler: a ``GradScaler`` that has unscaled it.
-        """
+        """Whether the gradient of any optimizer is not finite; waits for the device."""
         found = [tensor for optimizer in self._optimizers for tensor in infinities_found(scaler, optimizer)]
         return bool(found) and any(torch.stack([tensor.to(found[0].device) for tensor in found]).tolist())
 

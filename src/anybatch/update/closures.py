@@ -9,7 +9,8 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.options import needs_closure
 from anybatch.tensors.shards import is_sharded
-from anybatch.update.began import print_of
+
+_AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
 
 class Again:
@@ -83,14 +84,7 @@ class StepCall:
 
 
 def step_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Steps where there is no batch to run again: each evaluation gives the gradient that is there.
-
-    Args:
-        optimizer: over tensors that stand in for those of another one.
-
-    Returns:
-        Whether the batch would have run again.
-    """
+    """Steps where there is no batch to run again: each evaluation gives the gradient that is there."""
     own = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     before, runs = [_trace(p) for p, _ in own], list[bool]()
 
@@ -143,7 +137,23 @@ class _Evaluations:
 
 def _prints(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
     """The bits of weights; not of those that lie on several ranks, which have to come to the same answer."""
-    return [print_of(p).tolist() for p in parameters if not (p.is_meta or is_sharded(p))]
+    return [_print_of(p).tolist() for p in parameters if not (p.is_meta or is_sharded(p))]
+
+
+def _print_of(weight: torch.Tensor) -> torch.Tensor:
+    """The bits of a weight added up, all and every third, so that numbers that change places are seen too."""
+    from anybatch.memory.meter import storages_of  # which loads fake tensors
+
+    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    with torch.no_grad():
+        for storage in storages_of(weight):
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            width = next(size for size in (4, 2, 1) if len(whole) % size == 0)
+            bits = whole.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+            for few in bits.split(_AT_ONCE):
+                sums[0] += few.sum()
+                sums[1] += few[::3].sum()
+    return sums
 
 
 def _trace(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -44,22 +44,6 @@ def run_over_devices(
     The first time one micro-batch runs at a time, to see whether the model draws from the random generators of the
     host, which all threads share. If it does, this goes on so, each with a seed of its own. If it begins to draw later,
     what ran side by side is thrown away and runs again.
-
-    Args:
-        task: the logical batch and how to go through it.
-        devices: that share the parts.
-        parts: how it is split.
-        weights: of the parts.
-        batches: the micro-batches, where the loader left them.
-        parameters: whose ``.grad``, empty now, is filled.
-        progress: is told what is running.
-        differentiate: whether gradients are wanted.
-
-    Returns:
-        What was added up.
-
-    Raises:
-        LossError: the loss uses parameters that are no part of the model.
     """
     seeds = seeds_for(len(parts))  # before a collate draws, as where a forward counts
     kept = list(batches)  # collated by one thread, in their order
@@ -82,13 +66,7 @@ def run_over_devices(
 
 
 def count_draws_alike(task: "Task", batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
-    """The micro-batches for a forward that only counts, each with the random numbers that it will get later.
-
-    Args:
-        task: the logical batch.
-        batches: the micro-batches, where the loader left them.
-        seeds: of the micro-batches, from before they were made.
-    """
+    """The micro-batches for a forward that only counts, each with the random numbers that it will get later."""
     home, host = DeviceDraws(task.settings.device, seeds), HostDraws(seeds)
     for number, batch in enumerate(_there(task, batches)):
         host.begin(number)
@@ -120,13 +98,7 @@ class _Run:
         self.host: HostDraws
 
     def over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> Sums:
-        """Runs the micro-batches, and adds up on the home device what the others have.
-
-        Args:
-            batches: the micro-batches.
-            parameters: whose ``.grad`` is filled.
-            in_turns: whether only one runs at a time, with seeds of its own.
-        """
+        """Runs the micro-batches, and adds up on the home device what the others have."""
         self.in_turns = in_turns
         for copy in self.devices.copies:
             copy.refresh(self.task.modules)
@@ -188,11 +160,12 @@ class _Worker:
     """
 
     def __init__(
-        self, run: _Run, placement: Placement, task: "Task", numbers: Iterator[int], batches: list[Any],
+        self, run: _Run, placement: Placement, task: "Task", numbers: Sequence[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
         self.progress = Progress("the start")
+        self._number = 0  # of the micro-batch that runs
         self._draws = DeviceDraws(placement.device, run.seeds)
         self.outside: OutsideLeaves | None = None
         if placement.copy is not None:
@@ -205,27 +178,19 @@ class _Worker:
         )  # fmt: skip
 
     def work_elsewhere(self, seed: int | None) -> None:
-        """Runs the micro-batches of another device than home.
-
-        Args:
-            seed: of masks that do not depend on the split.
-        """
+        """Runs the micro-batches of another device than home."""
         run = self._run
         with contextlib.ExitStack() as stack:
             self.work(Beginnings(self._task, run.parts, self.progress, stack, run.differentiate, seed=seed))
 
     def work(self, begin: Beginnings) -> None:
-        """Runs the micro-batches.
-
-        Args:
-            begin: is notified of each.
-        """
+        """Runs the micro-batches."""
         with self._draws.put_back(), contextlib.closing(self._each(begin)) as micro_batches:
-            self.accumulation.collect(micro_batches)
+            self.accumulation.collect(micro_batches, iter(lambda: self._number, None))
         if self._draws.drew:  # never set back to False, since threads write here side by side
             self._run.host.drew = True
 
-    def _each(self, begin: Beginnings) -> Generator[tuple[int, Any], None, None]:
+    def _each(self, begin: Beginnings) -> Generator[Any, None, None]:
         run, order = self._run, list[int]()
         for batch in _there(self._task, self._taken(order)):
             number = order.pop(0)
@@ -237,7 +202,8 @@ class _Worker:
                 if run.in_turns:
                     run.host.begin(number)
                 self._draws.begin(number)
-                yield number, batch
+                self._number = number
+                yield batch
                 self._draws.look()
                 if run.in_turns:
                     run.host.look()

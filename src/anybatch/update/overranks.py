@@ -31,8 +31,6 @@ def settings_of(
 
     Args:
         optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
-        schedulers: all of them.
-        clip_norm: what the gradient is clipped to.
 
     Example:
         >>> settings_of([torch.optim.SGD([torch.zeros(1)], lr=0.5)], (), None)["param_groups[0]['lr']"]
@@ -59,27 +57,12 @@ def _shown(value: Any) -> str:
 
 
 def whole_batch(splittable: Splittable, joint: Joint | None, device: torch.device) -> Any:
-    """The batch that a loss over all samples looks at.
-
-    Args:
-        splittable: of this rank.
-        joint: has the batches of all ranks; ``None`` for this one alone.
-        device: where to.
-    """
+    """The batch that a loss over all samples looks at."""
     return to_device(splittable.whole() if joint is None else splittable.joined(joint.batches), device)
 
 
 def refuse_over_ranks(models: Sequence[torch.nn.Module], policy: BatchNormPolicy, *, is_training: bool) -> None:
-    """Refuses BatchNorm that would see the samples of one rank only, or wait for ranks that run other micro-batches.
-
-    Args:
-        models: the model, and the loss if it is a module.
-        policy: what happens to BatchNorm.
-        is_training: whether a gradient is taken.
-
-    Raises:
-        NotSplittable: names the modules and the choices.
-    """
+    """Refuses BatchNorm that would see the samples of one rank only, or wait for ranks that run other micro-batches."""
     coupling = coupling_modules(*models)
     together = {name: m for name, m in coupling.items() if isinstance(m, torch.nn.SyncBatchNorm)}
     if policy == "frozen" and is_training:
@@ -109,12 +92,6 @@ def parameters_in_parts(
 ) -> Sequence[torch.Tensor]:
     """The tensors that a pass gives gradients to, where parameters lie on several ranks.
 
-    Args:
-        reducer: the ranks.
-        parameters: as the optimizer has them.
-        inputs: the only tensors that get a gradient, or ``None``.
-        outside: is told which leaves are cared for.
-
     Raises:
         BatchError: a backward can't be restricted to parameters that its graph has others for.
     """
@@ -132,10 +109,6 @@ def padding(task: "Task", parts: Sequence[Part]) -> Iterator[Any]:
     """Micro-batches that count nothing, with which this process runs as many as any other.
 
     Random state and buffers are as before afterwards.
-
-    Args:
-        task: the logical batch.
-        parts: how it is split here.
     """
     # All processes get them now, since one may have to send another what it lacks.
     return _unseen(task, task.settings.reducer.stand_ins(lambda: _smallest(task.splittable, parts)))
@@ -160,15 +133,7 @@ def _smallest(splittable: Splittable, parts: Sequence[Part]) -> Any:
 
 
 def refuse_parts(model: torch.nn.Module, verb: str) -> None:
-    """Refuses a model of which this rank has a part only.
-
-    Args:
-        model: any.
-        verb: what works on whole models.
-
-    Raises:
-        BatchError: a parameter lies on several ranks.
-    """
+    """Refuses a model of which this rank has a part only."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         raise BatchError(
             f"the model is sharded by fully_shard, and {verb} works on whole models; call it before fully_shard, or on "

@@ -18,10 +18,9 @@ from anybatch.batch.moving import moved
 from anybatch.errors import AnyBatchWarning, BatchError
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
-from anybatch.loss.metrics import joined_metrics
 from anybatch.loss.pieces import InPieces, Place
 from anybatch.loss.reducing import Joint
-from anybatch.loss.sums import Sums, values_of
+from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
 from anybatch.tensors.graph import OutsideLeaves
@@ -77,19 +76,11 @@ class Task:
         self.every_module = self.every_module or modules_of(*self.modules)
 
     def optimized(self, model: Any) -> AbstractContextManager[None]:
-        """A context in which a model, or a copy of it, trades for memory what a plan says.
-
-        Args:
-            model: the model of this task, or its copy on another device.
-        """
+        """A context in which a model, or a copy of it, trades for memory what a plan says."""
         return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)
 
     def scaled_by(self, scaler: Any) -> "Task":
-        """The same with another ``GradScaler``.
-
-        Args:
-            scaler: the other one.
-        """
+        """The same with another ``GradScaler``."""
         return replace(self, settings=replace(self.settings, scaler=scaler))
 
     def cause(self, parts: Sequence[Part]) -> Cause:
@@ -113,10 +104,6 @@ def run_pass(
 
     Args:
         task: the logical batch and how to go through it.
-        parts: how it is split.
-        parameters: whose ``.grad``, empty now, is filled.
-        progress: is told what is running.
-        differentiate: whether gradients are wanted.
         outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
@@ -146,8 +133,9 @@ def run_pass(
             begin = Beginnings(task, parts, progress, stack, differentiate)
             coupled = as_coupled(task.loss_fn)
             if coupled is not None and (parts or coupled.joins(reducer)) and task.splittable.obstacle is None:
-                run = _Coupled(task, coupled, parts, begin)
-                return weights, run.sums(weights, batches(), parameters, outside, differentiate)
+                return weights, _coupled_sums(
+                    task, coupled, parts, begin, weights, batches(), parameters, outside, differentiate
+                )
             accumulation = Accumulation(
                 task.model, task.loss_fn, weights, parameters, task.settings,
                 rows=rows, outside=outside, differentiate=differentiate, modules=task.every_module,
@@ -214,56 +202,31 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
     )
 
 
-class _Coupled:
-    """A pass of a coupled loss, which needs micro-batches a second time, and the whole batch.
+def _coupled_sums(
+    task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings, weights: Weights, batches: Any,
+    parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None, differentiate: bool,
+) -> Sums:  # fmt: skip
+    """A pass of a coupled loss, which needs micro-batches a second time, and the whole batch."""
+    from anybatch.loss.coupling import CoupledPass
+    from anybatch.update.overranks import whole_batch
 
-    Args:
-        task: the logical batch.
-        coupled: its loss.
-        parts: how it is split.
-        begin: is notified of everything that begins.
-    """
+    kept = list(batches)  # what a collate made at random can't be made again
 
-    def __init__(self, task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings) -> None:
-        self._task = task
-        self._coupled = coupled
-        self._parts = parts
-        self._begin = begin
+    def again(number: int) -> Any:
+        begin.again(number)
+        return next(_there(task, [kept[number]]))
 
-    def sums(
-        self, weights: Weights, batches: Any, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None,
-        differentiate: bool,
-    ) -> Sums:  # fmt: skip
-        """Runs it.
+    def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
+        if own:
+            return task.splittable.whole()
+        begin.whole(task.splittable.rows if joint is None else joint.rows)
+        return whole_batch(task.splittable, joint, task.settings.device) if coupled.takes_batch else None
 
-        Args:
-            weights: of the micro-batches.
-            batches: the micro-batches, where the loader left them.
-            parameters: whose ``.grad`` is filled.
-            outside: is notified of other leaves.
-            differentiate: whether gradients are wanted.
-        """
-        from anybatch.loss.coupling import CoupledPass
-        from anybatch.update.overranks import whole_batch
-
-        task, begin = self._task, self._begin
-        kept = list(batches)  # what a collate made at random can't be made again
-
-        def again(number: int) -> Any:
-            begin.again(number)
-            return next(_there(task, [kept[number]]))
-
-        def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
-            if own:
-                return task.splittable.whole()
-            begin.whole(task.splittable.rows if joint is None else joint.rows)
-            return whole_batch(task.splittable, joint, task.settings.device) if self._coupled.takes_batch else None
-
-        run = CoupledPass(
-            task.model, self._coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
-            samples=[part.samples for part in self._parts], outside=outside, differentiate=differentiate,
-        )  # fmt: skip
-        return run.run(begin.each(_there(task, kept)), again, whole)
+    run = CoupledPass(
+        task.model, coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
+        samples=[part.samples for part in parts], outside=outside, differentiate=differentiate,
+    )  # fmt: skip
+    return run.run(begin.each(_there(task, kept)), again, whole)
 
 
 def _weigh(task: Task, parts: Sequence[Part], rows: Sequence[int | None]) -> tuple[Weights, Callable[[], Any]]:
@@ -340,28 +303,18 @@ def _there(task: Task, batches: Any) -> Iterator[Any]:
 
 
 class Outcome(NamedTuple):
-    """What an attempt at a logical batch gave.
+    """What an attempt at a logical batch gave."""
 
-    Args:
-        weights: the counts.
-        sums: what was added up.
-        parts: how the batch was split.
-        skipped: why the update was left out; empty if it was not.
-        grad_norm: the norm before clipping, if it was measured.
-    """
-
-    weights: Weights
-    sums: Sums
-    parts: Sequence[Part]
-    skipped: str = ""
-    grad_norm: torch.Tensor | None = None
+    weights: Weights  # the counts
+    sums: Sums  # what was added up
+    parts: Sequence[Part]  # how the batch was split
+    skipped: str = ""  # why the update was left out; empty if it was not
+    grad_norm: torch.Tensor | None = None  # the norm before clipping, if it was measured
 
     def result(self, failed: tuple[Attempt, ...], rows: int, *, counts_anyway: bool = False) -> StepResult:
         """Puts together what a logical batch gave; nothing is fetched from the device yet.
 
         Args:
-            failed: the attempts before this one.
-            rows: samples of the logical batch.
             counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
         """
         largest = max(map(attrgetter("cost"), self.parts), default=0)

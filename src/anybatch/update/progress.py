@@ -28,29 +28,16 @@ class Watch:
         """The attempt is over, well or not."""
 
     def on_micro_batch(self, index: int) -> None:
-        """A micro-batch begins.
-
-        Args:
-            index: of it, from 0.
-        """
+        """A micro-batch begins."""
 
     def on_sums(self, weights: Any, sums: Any) -> None:
-        """All micro-batches have run; over several processes, nothing was summed over them so far.
-
-        Args:
-            weights: the counts.
-            sums: what was added up.
-        """
+        """All micro-batches have run; over several processes, nothing was summed over them so far."""
 
     def on_gradient(self) -> None:
         """The gradient of the whole batch is in ``.grad``; it was neither unscaled nor clipped so far."""
 
     def on_outcome(self, outcome: Any) -> None:
-        """The attempt went through.
-
-        Args:
-            outcome: what it gave.
-        """
+        """The attempt went through."""
 
 
 NOBODY = Watch()
@@ -81,12 +68,7 @@ class Progress:
         self._index = self._of = 0
 
     def micro_batch(self, index: int, of: int) -> None:
-        """Notes that a micro-batch begins; its text is made when somebody asks.
-
-        Args:
-            index: of it, from 0.
-            of: how many there are.
-        """
+        """Notes that a micro-batch begins; its text is made when somebody asks."""
         self.text, self._index, self._of = "", index, of
         if self.watch is not NOBODY:
             self.watch.on_micro_batch(index)
@@ -144,11 +126,7 @@ class Beginnings:
             self._masks = stack.enter_context(SampleDropout(self.seed, task.modules))
 
     def begin(self, number: int) -> None:
-        """Tells everybody that a micro-batch begins.
-
-        Args:
-            number: of the micro-batch.
-        """
+        """Tells everybody that a micro-batch begins."""
         self._progress.micro_batch(number, len(self._parts))
         if self._begin_statistics is not None:
             self._begin_statistics()
@@ -156,11 +134,7 @@ class Beginnings:
             self._masks.begin(self._parts[number].samples)
 
     def each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches, each after everybody was told.
-
-        Args:
-            batches: as many as there are parts.
-        """
+        """The micro-batches, each after everybody was told."""
         self._progress.micro_batch(0, len(self._parts))  # also what makes the first one can fail
         numbers = count()  # enumerate would keep a batch while the next one is made
         acts = self._begin_statistics is not None or self._masks is not None
@@ -173,21 +147,13 @@ class Beginnings:
             del batch
 
     def again(self, number: int) -> None:
-        """Tells everybody that a micro-batch begins for the second time.
-
-        Args:
-            number: of the micro-batch.
-        """
+        """Tells everybody that a micro-batch begins for the second time."""
         self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
         if self._masks is not None:
             self._masks.begin(self._parts[number].samples)
 
     def whole(self, rows: int) -> None:
-        """Begins what sees all samples.
-
-        Args:
-            rows: how many there are.
-        """
+        """Begins what sees all samples."""
         self._progress.text = "the coupled loss of the whole batch"
         if self._masks is not None:
             self._masks.begin(range(rows), stage=1)

@@ -22,36 +22,22 @@ _CALLS = {
 class Cause:
     """Why a logical batch is in several micro-batches.
 
-    Args:
-        verb: what the user called, ``None`` if it is not known.
-        micro_batch_size: what the user asked for, ``None`` for the whole batch.
-        sizes: samples of each micro-batch.
-        batches: how many batches the window has.
-        ran_out: whether memory ran out with larger micro-batches.
-        planned: whether a plan chose the size.
-        over_time: whether it is the time steps that are cut, and not the samples.
-        devices: that share the batch.
-
     Example:
         >>> Cause(micro_batch_size=8, sizes=(8, 8, 6)).sentence(3)
         'micro_batch_size=8 cuts these 22 samples into 3 micro-batches.'
     """
 
-    verb: Verb | None = None
-    micro_batch_size: float | None = None
-    sizes: tuple[int, ...] = ()
-    batches: int = 1
-    ran_out: bool = False
-    planned: bool = False
-    over_time: bool = False
-    devices: int = 1
+    verb: Verb | None = None  # what the user called, ``None`` if it is not known
+    micro_batch_size: float | None = None  # what the user asked for, ``None`` for the whole batch
+    sizes: tuple[int, ...] = ()  # samples of each micro-batch
+    batches: int = 1  # how many batches the window has
+    ran_out: bool = False  # whether memory ran out with larger micro-batches
+    planned: bool = False  # whether a plan chose the size
+    over_time: bool = False  # whether it is the time steps that are cut, and not the samples
+    devices: int = 1  # that share the batch
 
     def sentence(self, micro_batches: int) -> str:
-        """Says what cut the batch.
-
-        Args:
-            micro_batches: how many there are.
-        """
+        """Says what cut the batch."""
         samples = f"these {sum(self.sizes)} samples" if self.sizes else "this batch"
         if self.over_time:
             return "OverTime cuts the sequences into chunks of time steps, which are normalised one after the other."
@@ -80,14 +66,6 @@ def cause_of(
 ) -> Cause:
     """Finds out why a logical batch is in these parts.
 
-    Args:
-        splittable: the logical batch.
-        parts: how it is split.
-        micro_batch_size: what the user asked for.
-        verb: what the user called.
-        planned: whether a plan chose the size.
-        devices: that share the batch.
-
     Returns:
         The cause. Parts that are smaller than what was asked for are so because memory ran out.
 
@@ -113,10 +91,6 @@ def cause_of(
 def named(modules: Mapping[str, torch.nn.Module], shown: int = 3) -> str:
     """Names modules by their kinds, however many there are.
 
-    Args:
-        modules: by name, at least one.
-        shown: how many of a kind are all named.
-
     Example:
         >>> named({f"layer{i}.bn": torch.nn.BatchNorm2d(1) for i in range(1, 18)} | {"head.1": torch.nn.BatchNorm1d(1)})
         'layer1.bn ... layer17.bn (17 BatchNorm2d) and head.1 (BatchNorm1d)'
@@ -132,13 +106,7 @@ def named(modules: Mapping[str, torch.nn.Module], shown: int = 3) -> str:
 
 
 def not_splittable(modules: Mapping[str, torch.nn.Module], micro_batches: int, cause: Cause) -> NotSplittable:
-    """The error for a batch that may not be split.
-
-    Args:
-        modules: those that couple samples, by name.
-        micro_batches: how many there are.
-        cause: why.
-    """
+    """The error for a batch that may not be split."""
     pieces = "chunks of time" if cause.over_time else f"{micro_batches} micro-batches"
     why = cause.sentence(micro_batches)
     return NotSplittable(
@@ -169,33 +137,22 @@ def _mode(modules: Mapping[str, Any]) -> str:
 
 
 def _whole(cause: Cause) -> str:
-    budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
-    fits = (
-        "Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are updated "
-        f"once.\n{budget}"
-    )
     if cause.over_time:
         return "Give OverTime a chunk= of at least as many steps as the sequences have, so that time is not cut."
+    first = "Give a budget."
     if cause.devices > 1:
-        return f"Leave devices= out, and give one device a budget. {fits}"
-    if cause.batches > 1:
-        return (
-            f"Join the {cause.batches} batches of the window: give the loader a batch_size that is as many times "
-            f"larger, and the step one batch instead of a window, with a budget in place of the split. {fits}"
-        )
-    if cause.planned:
-        return (
-            "Make the plan in the mode in which you train; name more modules that may be recomputed with "
-            f"blocks=[...], or lower the precision with autocast=torch.bfloat16. {fits}"
-        )
-    if cause.micro_batch_size is not None:
-        return f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget. {fits}"
-    if cause.verb == "backward":
-        return (
-            "Use torch.utils.checkpoint in the model, which works with anybatch.backward as it is (statistics are "
-            f"updated once all the same), or let a step choose what is recomputed. {fits}"
-        )
-    return f"Give a budget. {fits}"
+        first = "Leave devices= out, and give one device a budget."
+    elif cause.batches > 1:
+        first = f"Join the {cause.batches} batches of the window, and give a budget in place of the split."
+    elif cause.planned:
+        first = "Name more modules that may be recomputed with blocks=[...], or use autocast=torch.bfloat16."
+    elif cause.micro_batch_size is not None:
+        first = f"Replace micro_batch_size={cause.micro_batch_size:g} by a budget."
+    budget = _code('anybatch.TrainStep(model, loss_fn, optimizer, memory="free")')
+    return (
+        f"{first} Blocks are recomputed, and on a GPU offloaded, until the whole batch fits; running statistics are "
+        f"updated once.\n{budget}"
+    )
 
 
 def _frozen(modules: Mapping[str, Any], cause: Cause) -> str:
@@ -209,11 +166,7 @@ def _frozen(modules: Mapping[str, Any], cause: Cause) -> str:
 
 
 def without_statistics(modules: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some modules that have no running statistics to be normalised by in evaluation mode.
-
-    Args:
-        modules: by name.
-    """
+    """Those of some modules that have no running statistics to be normalised by in evaluation mode."""
     return {name: m for name, m in modules.items() if m.running_mean is None and m.running_var is None}
 
 
@@ -244,11 +197,7 @@ def _code(text: str) -> str:
 
 
 def no_statistics(modules: Mapping[str, torch.nn.Module]) -> NotSplittable:
-    """The error for BatchNorm that is to be frozen and has no running statistics to be normalised by.
-
-    Args:
-        modules: by name.
-    """
+    """The error for BatchNorm that is to be frozen and has no running statistics to be normalised by."""
     return NotSplittable(
         f'batch_norm="frozen" normalises by running statistics, and {named(modules)} '
         f"{'has' if len(modules) == 1 else 'have'} none (track_running_stats=False); expected BatchNorm that keeps "
@@ -259,14 +208,7 @@ def no_statistics(modules: Mapping[str, torch.nn.Module]) -> NotSplittable:
 
 
 def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: Cause) -> NotSplittable:
-    """The error for a micro-batch that leaves BatchNorm one value a channel, which has no variance.
-
-    Args:
-        name: of the module.
-        module: BatchNorm.
-        shape: of its input.
-        cause: why the batch is split.
-    """
+    """The error for a micro-batch that leaves BatchNorm one value a channel, which has no variance."""
     sizes = cause.sizes
     got = f" The {sum(sizes)} samples are in micro-batches of {_listed(sizes)}." if sizes else ""
     good = _without_single(sum(sizes), max(sizes)) if sizes and cause.batches == 1 else []
@@ -284,12 +226,7 @@ def one_value(name: str, module: torch.nn.Module, shape: Sequence[int], cause: C
 
 
 def put_in_training_mode(name: str, module: torch.nn.Module) -> NotSplittable:
-    """The error for BatchNorm that was in evaluation mode when the batch was split, and no longer is.
-
-    Args:
-        name: of the module.
-        module: BatchNorm.
-    """
+    """The error for BatchNorm that was in evaluation mode when the batch was split, and no longer is."""
     return NotSplittable(
         f"{name} ({type(module).__name__}) was in evaluation mode when the batch was split, and the loss function has "
         "put it in training mode since, in which it couples the samples; expected that modes stay as they are within "

@@ -108,13 +108,6 @@ def load_whole(
 ) -> None:
     """Loads a state, or refuses it and leaves everything as it was.
 
-    Args:
-        load: loads one.
-        state: that is wanted.
-        before: as it is now.
-        kind: what it has to be.
-        name: of what gave it, for messages.
-
     Raises:
         BatchError: a part of it is missing, or is not what was saved; ``path`` says which.
     """
@@ -134,11 +127,7 @@ def load_whole(
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """A context in which a part of a state is loaded, so that an error says which.
-
-    Args:
-        name: of the part.
-    """
+    """A context in which a part of a state is loaded, so that an error says which."""
     try:
         yield
     except Exception as error:
@@ -147,10 +136,6 @@ def part(name: str) -> Iterator[None]:
 
 def check_scaled(state: Any, *, has_scaler: bool) -> None:
     """Refuses the state of a step that was built otherwise.
-
-    Args:
-        state: what ``TrainStep.state_dict`` gave.
-        has_scaler: whether this step has a ``GradScaler``.
 
     Raises:
         BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.

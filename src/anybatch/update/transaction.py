@@ -20,7 +20,6 @@ from anybatch.loss.reducing import ALONE, Reducer, Shortage, ShortageElsewhere
 from anybatch.records.results import Attempt
 from anybatch.tensors.modules import devices_among, modules_of
 from anybatch.tensors.randomness import RandomState
-from anybatch.update.began import WeightPrints
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Args:
         error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
-
-    Returns:
-        True if it does.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shape"))
@@ -92,7 +88,6 @@ class Snapshot:
             for weight in module._parameters.values():
                 if weight is not None and not is_lazy(weight) and not weight.is_inference():
                     self._versions.append((weight, weight._version))
-        self._prints: WeightPrints | None = None
         self._was_told = False
 
     def restore(self, *, warns: bool = True) -> None:
@@ -113,40 +108,11 @@ class Snapshot:
                     buffer.copy_(value)
         written = sum(weight._version != version for weight, version in self._versions)
         if written and warns and not self._was_told:
-            self._tell(written)
-
-    def note_weights(self) -> None:
-        """Notes what weights hold, before the batch starts again.
-
-        Writes through ``.data`` are no new version. Whoever made one in the attempt that failed makes it again in the
-        next one, and is seen then, at the cost of looking at the weights twice in a step that starts again.
-        """
-        self.look_at_weights()
-        try:
-            if not self._was_told:
-                self._prints = WeightPrints(weight for weight, _ in self._versions)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-
-    def look_at_weights(self) -> None:
-        """Tells of weights that the forward or the loss wrote to, if they were noted; before the optimizer steps."""
-        prints, self._prints = self._prints, None
-        try:
-            written = 0 if prints is None or self._was_told else len(prints.changed())
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            written = 0  # there is no room even to look, so nobody knows
-        if written:
-            self._tell(written)
-
-    def _tell(self, written: int) -> None:
-        self._was_told = True
-        logger.warning(
-            "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
-            "the same samples writes to them again. Move such weights once for each step, after it", written,
-        )  # fmt: skip
+            self._was_told = True
+            logger.warning(
+                "the forward or the loss wrote into %d weights in place, which are not put back; what runs again on "
+                "the same samples writes to them again. Move such weights once for each step, after it", written,
+            )  # fmt: skip
 
 
 class SizeLimit:
@@ -207,11 +173,7 @@ class SizeLimit:
         return False
 
     def resolve(self, largest: float) -> None:
-        """Notes a logical batch that went through, and grows if it was quiet for long enough.
-
-        Args:
-            largest: what the whole batch would have been as one micro-batch.
-        """
+        """Notes a logical batch that went through, and grows if it was quiet for long enough."""
         if self.value is None or self.value == self.ceiling:
             return
         self._quiet += 1
@@ -270,7 +232,6 @@ class Retries:
         roll_back: puts everything back to before the attempt.
         where: says what was running.
         reducer: the other processes, which start again too.
-        again: is told before each attempt but the first.
 
     Attributes:
         failed: the attempts that ran out of memory.
@@ -287,10 +248,9 @@ class Retries:
         roll_back: Callable[[], None],
         where: Callable[[], str],
         reducer: Reducer = ALONE,
-        again: Callable[[], None] | None = None,
     ) -> None:
         self._splittable, self._limit, self._roll_back = splittable, limit, roll_back
-        self._where, self._reducer, self._again = where, reducer, again
+        self._where, self._reducer = where, reducer
         self._writes = splittable.writes()
         self._asked = limit.value
         self._once, limit.once = limit.once, None
@@ -362,8 +322,6 @@ class Retries:
             limit.shrink_with(shortage.tried, own) if reducer.is_shared else limit.shrink(shortage.tried)
         self._parts = self._splittable.plan(limit.value, oversized="alone")
         _log_restart(shortage, tried, limit, len(self._parts))
-        if self._again is not None:
-            self._again()
 
 
 def _does_not_fit(shortage: Shortage, splittable: Splittable) -> DoesNotFit:

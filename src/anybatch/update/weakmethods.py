@@ -23,11 +23,7 @@ class Owner(Generic[T]):
         self._reference = ref(owner)
 
     def __call__(self) -> T:
-        """The object.
-
-        Raises:
-            ReferenceError: it is gone.
-        """
+        """The object."""
         found = self._reference()
         if found is None:
             raise ReferenceError("the object that this one belongs to is gone")
@@ -53,10 +49,6 @@ class _WeakMethod:
 
 
 def weak_method(method: Callable[P, T]) -> Callable[P, T]:
-    """Calls a method of an object that may own the caller; see ``Owner``.
-
-    Args:
-        method: bound to the object.
-    """
+    """Calls a method of an object that may own the caller; see ``Owner``."""
     bound: Any = method
     return _WeakMethod(Owner(bound.__self__), bound.__name__)

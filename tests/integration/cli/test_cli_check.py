@@ -151,6 +151,58 @@ def test_json_has_standard_output_for_itself_and_a_finding_alone_is_no_failure(f
     assert "`1` (BatchNorm1d) couples the samples" in " ".join(done.stderr.split())
 
 
+PLAIN = """
+import torch, torch.nn.functional as F
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in [(torch.randn(8, 4), torch.randint(3, (8,)))] * 3:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print("a step ran")
+"""
+
+
+def test_a_loop_without_anybatch_is_checked_at_its_first_update_in_every_format(folder: Path) -> None:
+    (folder / "plain.py").write_text(PLAIN, encoding="utf-8")
+    files = [f"--format={name}={name}.txt" for name in ("json", "sarif", "github", "junit", "line")]
+    done = anybatch(folder, "check", *files, "plain.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not exact: in micro-batches the gradient of Sequential")
+    assert nothing_ran_after_the_step(done)
+    written = {name: (folder / f"{name}.txt").read_text("utf-8") for name in ("json", "sarif", "github", "junit")}
+    assert json.loads(written["json"])["reasons"][0]["code"] == "batch-norm"
+    run = json.loads(written["sarif"])["runs"][0]
+    region = run["results"][0]["locations"][0]["physicalLocation"]["region"]
+    assert (run["tool"]["driver"]["name"], region["startLine"]) == ("anybatch check", 9)
+    assert "::error file=plain.py,line=9," in written["github"]
+    assert 'testsuites name="anybatch check" tests="2" failures="1"' in written["junit"]
+    assert (folder / "line.txt").read_text("utf-8").startswith("plain.py:9:5: error batch-norm ")
+    alone = anybatch(folder, "check", "plain.py", "--format", "line")
+    assert alone.stdout == (folder / "line.txt").read_text("utf-8")
+    assert "not exact" not in alone.stderr
+
+
+def test_a_format_that_there_is_not_is_refused(folder: Path) -> None:
+    train = str(folder / "scripts" / "train.py")
+    for verb, name in (("check", "html"), ("plan", "sarif")):
+        done = CliRunner().invoke(main, [verb, "--format", name, train])
+        assert (done.exit_code, f"got '{name}'; expected one of terminal, json" in done.output) == (2, True)
+
+
+def test_a_terminal_that_is_gone_takes_nothing_from_the_files(folder: Path) -> None:
+    (folder / "plain.py").write_text(PLAIN, encoding="utf-8")
+    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    for verb in ("check", "plan", "doctor"):
+        command = [sys.executable, "-c", code, verb, "--json", f"{verb}.json", "plain.py"]
+        with Path("/dev/full").open("w") as full:
+            path = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+            subprocess.run(command, cwd=folder, env=path, stdout=full, stderr=full, check=False)
+        assert json.loads((folder / f"{verb}.json").read_text("utf-8")), verb
+
+
 NO_CERTIFICATE = {
     "ends": "ended with exit code 3 without having called",
     "fails": "failed before it called",
@@ -211,7 +263,7 @@ def test_fail_on(
     certificate = Certificate(
         "Linear", 4, 4, ((2, 2),), "float64", 1e-9, 0.5, 0.5, () if exact else (found,), (found,) if noted else ()
     )
-    ending = script_module.Ending("checked", {"certificate": certificate.to_dict()})
+    ending = script_module.Ending("checked", {"certificate": certificate.to_dict(), "at": ["", 0]})
     monkeypatch.setattr("anybatch.cli.check.run_until_first_call", lambda *_: ending)
     options = ["--fail-on", fail_on] if fail_on else []
     assert CliRunner().invoke(main, ["check", str(folder / "scripts" / "train.py"), *options]).exit_code == code

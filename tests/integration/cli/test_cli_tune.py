@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import anybatch
-from anybatch.cli.tune import sentence_of
+from anybatch.records.tunings import BatchAdvice
+from anybatch.report.notebook import page_of_advice
 from anybatch.scaling.tuning import batch_that_pays, rate_for, rates_that_train
 from source_tree import PACKAGE
 
@@ -55,8 +57,9 @@ def tuned(text: str, *options: str) -> tuple[subprocess.CompletedProcess[str], d
     Path("train.py").write_text(text, encoding="utf-8")
     code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    written = ["--json", "tune.json", "-o", "tune.html"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "tune", "train.py", "--memory", "1GiB", "--json", "tune.json", *options],
+        [sys.executable, "-c", code, "tune", "train.py", "--memory", "1GiB", *written, *options],
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
@@ -80,6 +83,7 @@ def test_a_script_is_measured_for_some_steps_and_told_in_one_sentence_and_one_pi
     assert falls[4.0] > falls[1.0] > falls[0.25] > 0
     assert "pays" in done.stdout
     assert "█" in done.stdout
+    assert facts["answer"] in Path("tune.html").read_text(encoding="utf-8")
 
 
 def test_what_is_not_there_is_said_with_2() -> None:
@@ -139,11 +143,34 @@ def test_the_batch_and_the_rate_that_go_together() -> None:
 
 
 def test_the_sentence_says_what_is_not_known() -> None:
-    facts = {"pays": None, "steps": 3, "advice": "no signal"}
-    chosen = {"micro_batches": 3, "micro_batch_size": 22}
-    said = sentence_of(chosen, 64, facts)
-    assert said == (
+    facts = BatchAdvice(64, "in 3 micro-batches of 22", 3, "samples", 0.1, 0.1, "linear", "no signal")
+    assert str(facts) == (
         "Your batch of 64 fits in 3 micro-batches of 22; which batch pays is not known after 3 steps: no signal."
     )
-    known = {"pays": 64, "batch": 64, "noise": 70.0, "low": 30.0, "high": None, "rate": 0.1}
-    assert sentence_of(chosen, 64, known).endswith("at least 30), and the learning rate stays 0.1.")
+    known = replace(facts, pays=64, noise=70.0, low=30.0)
+    assert str(known).endswith("at least 30), and the learning rate stays 0.1.")
+    assert BatchAdvice.from_dict(json.loads(json.dumps(known.to_dict()))) == known
+
+
+def test_a_step_that_is_measured_gives_the_same_answer_and_its_picture() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = anybatch.TrainStep(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), optimizer)
+    with pytest.raises(anybatch.BatchError, match="NoiseScale"):
+        _ = step.advice
+    anybatch.NoiseScale(step, every=1, halves=True)
+    for _ in range(24):
+        x = torch.randn(64, 8)
+        step((x, x.sum(-1, keepdim=True) + 3 * torch.randn(64, 1)))
+    found = step.advice
+    assert (found.batch, found.steps, found.rate) == (64, 24, 0.01)
+    assert found.pays is not None
+    assert found.new_rate == pytest.approx(0.01 * found.pays / 64)
+    pytest.importorskip("jinja2")
+    page = page_of_advice(found)
+    assert str(found) in page
+    assert page.count("<figure") == 1
+    assert 'class="curve c1"' in page
+    assert found._repr_html_() is not None
+    assert page_of_advice(replace(found, pays=None, noise=None)).count("<figure") == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.doctor.proofs import TESTED, is_tested
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.tested import TESTED, is_tested
 from anybatch.records.findings import Finding
 from crash_running import crash
 from crash_scripts.graphs import HEAD

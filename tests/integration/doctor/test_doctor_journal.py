@@ -154,49 +154,6 @@ def test_the_order_at_the_end_is_detach_emit_close(tmp_path: Path) -> None:
     assert next(facts.of(Ended)).exit_code == 3
 
 
-@pytest.mark.parametrize("in_file", [True, False])
-def test_facts_that_are_made_later_have_their_places(tmp_path: Path, in_file: bool) -> None:
-    counter = Counter()
-    journal = Journal(counter, tmp_path / "run.jsonl" if in_file else None, 1 << 20)
-    made = []
-
-    def later(text: str) -> Warned | None:
-        made.append(text)
-        return None if text == "none" else Warned(category="UserWarning", text=text)
-
-    for text in ("0", "later 1", "2", "none", "later 4"):
-        counter.step = len(text)
-        if text.isdigit():
-            journal.emit(Warned(category="UserWarning", text=text))
-        else:
-            journal.emit_later(lambda text=text: later(text))  # type: ignore[misc]
-    journal.flush()
-    assert not made
-    journal.emit_later(lambda: later("5"), waits=False)
-    assert made == ["later 1", "none", "later 4", "5"]
-    journal.close(Ended(exit_code=0, seconds=1.0, own_seconds=0.0))
-    found = journal.run().facts
-    assert [(one.at, one.step, one.text) for one in found if isinstance(one, Warned)] == [
-        (0, 1, "0"), (1, 7, "later 1"), (2, 1, "2"), (4, 7, "later 4"), (5, 7, "5")
-    ]  # fmt: skip
-    assert isinstance(found[-1], Ended)
-
-
-def test_what_waits_is_made_at_the_end_and_where_it_has_waited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    counter, path = Counter(), tmp_path / "run.jsonl"
-    journal = Journal(counter, path, 1 << 20)
-    journal.emit_later(lambda: Warned(category="UserWarning", text="one"))
-    journal.flush()
-    assert not list(load_run(path).of(Warned))
-    monkeypatch.setattr("anybatch.doctor.recording.journal._WAITS", 0.0)
-    journal.flush()
-    assert [one.text for one in load_run(path).of(Warned)] == ["one"]
-    monkeypatch.setattr("anybatch.doctor.recording.journal._WAITS", 1e9)
-    journal.emit_later(lambda: Warned(category="UserWarning", text="two"))
-    journal.close(Ended(exit_code=0, seconds=1.0, own_seconds=0.0))
-    assert [one.text for one in load_run(path).of(Warned)] == ["one", "two"]
-
-
 def emitted(journal: Journal, count: int = 1) -> None:
     for _ in range(count):
         journal.emit(Warned(category="W", text="x" * 100))

@@ -54,3 +54,37 @@ def test_a_model_that_is_called_past_its_wrapper(tmp_path: Path, call: str) -> N
     assert f"[(2, 'DistributedDataParallel', {bypassed})]" in done.stdout
     assert ("DDP_BYPASSED" in done.stdout) == (call == "inner")
     assert done.stdout.startswith(" [(")
+
+
+SHARDED = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from anybatch.doctor.recorder import Doctor
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+for one in (net[0], net):
+    fully_shard(one, mesh=mesh)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+x, y = torch.randn(16, 3), torch.randint(0, 2, (16,))
+with Doctor() as doctor:
+    for _ in range(6):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+print(repr(doctor.failure), doctor.run.steps, [f.code for f in doctor.findings if f.severity != "info"])
+dist.destroy_process_group()
+"""
+
+
+def test_parameters_whose_memory_fsdp_has_freed_are_not_read(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "meet")], check=False, capture_output=True, text=True, timeout=240
+    )
+    assert (done.returncode, done.stdout) == (0, "'' 6 []\n"), done.stderr

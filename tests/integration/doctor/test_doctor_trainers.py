@@ -91,6 +91,7 @@ def test_the_examples_are_healthy(example: Path, tmp_path: Path) -> None:
     assert not found["unexamined"]
 
 
+@pytest.mark.slow  # unit tests of the rules and the benchmark have these faults too
 @pytest.mark.parametrize(("example", "right", "wrong", "name"), PLANTED, ids=[entry[0] for entry in PLANTED])
 def test_a_fault_in_an_example_is_found(example: str, right: str, wrong: str, name: str, tmp_path: Path) -> None:
     text = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ import functools
 import torch
 looked_up = functools.reduce
 def gone(function, path, owner):
-    if owner is torch and path[-1] not in ("_current_graph_task_id", "_DisableTorchDispatch"):
+    if owner is torch and path[-1] != "_current_graph_task_id":
         raise AttributeError(path)
     return looked_up(function, path, owner)
 functools.reduce = gone

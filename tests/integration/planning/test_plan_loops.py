@@ -467,6 +467,17 @@ def test_a_plain_script_is_planned_and_its_change_is_printed_and_written() -> No
     assert anybatch.Plan.load("plan.json").peak_bytes <= 100 * 1024
 
 
+def test_a_loop_with_batch_norm_says_how_it_can_be_split_and_is_planned_so() -> None:
+    text = (HEAD + PLAIN).replace("nn.ReLU(), nn.Linear(32, 4)", "nn.BatchNorm1d(32), nn.Linear(32, 4)")
+    Path("train.py").write_text(text, encoding="utf-8")
+    whole = command("train.py", "--memory", "100KiB")
+    assert whole.returncode == 1
+    assert "anybatch plan --batch-norm ghost train.py" in whole.stderr
+    split = command("--batch-norm", "ghost", "train.py", "--memory", "100KiB")
+    assert split.returncode == 0, split.stderr
+    assert '+step = anybatch.TrainStep(model, loss_fn, optimizer, memory="100KiB", batch_norm="ghost")' in split.stdout
+
+
 TORCHRUN = """
 import os
 import torch.distributed as dist

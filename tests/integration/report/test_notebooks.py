@@ -67,3 +67,15 @@ def test_without_jinja2_a_notebook_shows_the_text() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith("1 micro-batch of 1: 0 B, time unknown, predicted (budget 0 B).")
     assert "this run: nothing to judge: no optimizer stepped." in done.stdout
+
+
+def test_an_error_of_anybatch_ends_in_the_cell() -> None:
+    cell = "import anybatch, torch\n\ndef train():\n    anybatch.backward(None, None, torch.ones(0, 2))\n\ntrain()"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
+    (failed,) = [one for one in outputs(notebook) if one.output_type == "error"]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(failed.traceback))
+    assert "in train()" in shown
+    assert failed.ename in shown.splitlines()[-1]
+    assert "backpropagation.py" not in shown
+    assert "src/anybatch" not in shown

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
 from anybatch import Certificate, Mean, check, count_tokens
-from anybatch.checking.recombination import Columns, Pieces
+from anybatch.checking.averages import Columns, Pieces
 from anybatch.testing import assert_exact
 
 Batch = dict[str, Any]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
-from anybatch.checking.substitution import _grouped_mm
+from anybatch.checking.standins import _grouped_mm
 
 pytestmark = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
 ENDS = torch.tensor([16, 16, 48], dtype=torch.int32)  # the second group is empty

@@ -15,8 +15,10 @@ from torch import nn
 
 import anybatch
 from anybatch import check
-from anybatch.checking.measuring import Rig
-from anybatch.checking.subjects import subject_of
+from anybatch.batch.batches import Splittable
+from anybatch.checking.rig import Rig
+from anybatch.loss.accumulate import Settings
+from anybatch.update.passes import Task
 
 Batch = dict[str, Any]
 
@@ -190,10 +192,10 @@ def test_the_leaf_of_a_cut_is_no_parameter() -> None:
             yield model[1](features).pow(2).mean()
 
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
-    options: dict[str, Any] = {"count": anybatch.count_samples, "micro_batch_size": None, "batch_norm": "refuse"}
     batch = torch.randn(8, 5)
-    subject = subject_of(batch, broadcast=(), collate=None, cost=None, model=model, loss_fn=heads, **options)
-    rig = Rig(subject, torch.float64, substitutes=True)
+    settings = Settings(torch.device("cpu"))
+    task = Task(model, heads, anybatch.count_samples, settings, "refuse", Splittable([batch]))
+    rig = Rig(task, torch.float64, substitutes=True)
     with ExitStack() as stack:
         whole = rig.open(stack)
         assert rig.names == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import check
-from anybatch.checking.substitution import Substitution
+from anybatch.checking.standins import StandIns
 from anybatch.testing import assert_exact
 
 Batch = dict[str, Any]
@@ -133,25 +133,25 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_draw_gives_each_sample_the_same_in_the_whole_batch_and_in_a_part(draw: str, constant: bool) -> None:
     x = torch.randn(7, 3)
-    substitution = Substitution(promotes=False, where=lambda: "")
-    substitution.numbers.constant = constant
+    stand_ins = StandIns()
+    stand_ins.numbers.constant = constant
     torch.manual_seed(5)
-    with substitution:
-        substitution.numbers.begin(range(7), 7)
+    with stand_ins:
+        stand_ins.numbers.begin(range(7), 7)
         whole = DRAWS[draw](x)
-        substitution.numbers.begin([2, 3, 4], 7)
+        stand_ins.numbers.begin([2, 3, 4], 7)
         torch.rand(0)  # another state of the generator changes nothing
-        substitution.numbers.begin([2, 3, 4], 7)
+        stand_ins.numbers.begin([2, 3, 4], 7)
         part = DRAWS[draw](x[2:5])
     assert torch.equal(whole[2:5], part)
     assert whole.dtype is DRAWS[draw](x).dtype
     assert whole.isfinite().all()
-    assert substitution.draws
+    assert stand_ins.draws
 
 
 def test_numbers_that_stand_in_differ_between_samples_and_positions() -> None:
-    with Substitution(promotes=False, where=lambda: "") as substitution:
-        substitution.numbers.begin(range(50), 50)
+    with StandIns() as stand_ins:
+        stand_ins.numbers.begin(range(50), 50)
         numbers = torch.rand(50, 20)
         kept = F.dropout(torch.ones(50, 20), 0.3) > 0
     assert len(numbers.unique()) > 900

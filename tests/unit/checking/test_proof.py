@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
-from anybatch.checking.sketches import Sketch
+from anybatch.checking.gradients import Sketch
 
 
 def net(outputs: int = 3) -> nn.Module:

@@ -259,7 +259,7 @@ for mended in (
         partial(same, mended),
     )
 case(
-    "metrics.checked_metrics",
+    "sums.checked_metrics",
     "a Mean over no items is Mean(0, 0)",
     lambda: gradient_of(
         lambda m, b: (
@@ -272,7 +272,7 @@ case(
     lambda: same(lambda m, b: (ce(m, b), {"m": Mean(0, 0)})),
 )
 case(
-    "metrics._checked",
+    "sums._checked",
     "a tensor with one row for each of the",
     lambda: gradient_of(lambda m, b: (ce(m, b), {"m": "3"})),
     lambda: same(lambda m, b: (ce(m, b), {"m": out(m, b)})),
@@ -396,7 +396,7 @@ def weighed_by(combined: Any) -> Any:
 
 for given, says in ((3.0, "weighting gave a float"), (torch.zeros(5), "expected"), (torch.zeros(4), "(1, ")):
     case(
-        "lossrows._combined",
+        "cutting._combined",
         says,
         partial(gradient_of, weighed_by(given), size=None),
         partial(gradient_of, weighed_by(torch.ones(4, 1).double()), size=None),

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.demo import budgeting, comparison, corpus, facts, footprint, presentation, training, transformer
+from anybatch.demo import budgeting, comparison, corpus, facts, presentation, training, transformer
 from anybatch.errors import DoesNotFit
 from anybatch.memory import meter
-from anybatch.records.plans import Plan, PlanRow
+from anybatch.records.plans import Plan
 from anybatch.report.svg import Curve, bar_chart, line_chart
 
 SAMPLES = 19
@@ -231,14 +231,6 @@ def test_live_bytes_see_what_the_backward_makes() -> None:
     assert live.peak >= 12_000
 
 
-def test_a_process_of_its_own_grows_more_with_the_whole_batch() -> None:
-    grown = footprint.process_bytes(PlanRow(8, 5, recompute=("blocks.0",)), 34)
-    assert set(grown) == {"whole", "split", "loop"}
-    if (whole := grown["whole"]) is None or (split := grown["split"]) is None:
-        pytest.skip("this system does not say how much memory a process holds")
-    assert split < whole / 2
-
-
 # Training.
 
 
@@ -332,14 +324,6 @@ def test_what_did_not_happen_is_not_claimed(record: facts.DemoRecord) -> None:
     assert "NOT within" in dict(presentation.comparison_notes(bad))["error"]
     stopped = replace(record.training, stopped_early=True, peak_bytes=None)
     assert presentation.outcome_text(record.text, record.plan, stopped).startswith("Stopped early.")
-
-
-def test_processes_have_a_column_where_they_were_measured(compared: facts.GradientComparison) -> None:
-    assert "process" not in presentation.comparison_table(compared).header
-    measured = replace(compared, whole=replace(compared.whole, process_bytes=2**20))
-    table = presentation.comparison_table(measured)
-    assert [row[4] for row in table.rows] == ["1.0 MiB", "-", "-"]
-    assert all(len(row) == len(table.header) for row in table.rows)
 
 
 def test_charts_are_plain_svg() -> None:

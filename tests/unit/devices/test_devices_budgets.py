@@ -26,9 +26,9 @@ CPU = Target("cpu", "cpu", 0, is_present=True)
 CARDS = [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
-def shared(places: Sequence[torch.device], *, speeds: Sequence[float] = (1.0, 1.0), is_queue: bool = False) -> Devices:
+def shared(places: Sequence[torch.device], *, speeds: Sequence[float] = (1.0, 1.0)) -> Devices:
     placements = [Placement(place, speeds[n], ModelCopy(place) if n else None) for n, place in enumerate(places)]
-    return Devices(placements, is_queue=is_queue)
+    return Devices(placements)
 
 
 def subject_of(model: nn.Module, found: Devices | None) -> Subject:
@@ -84,7 +84,6 @@ def test_the_most_micro_batches_on_one_device() -> None:
     cpus = [torch.device("cpu")] * 2
     assert shared(cpus).most_on_one(parts) == 4
     assert shared(cpus, speeds=[1.0, 3.0]).most_on_one(parts) == 5
-    assert shared(cpus, is_queue=True).most_on_one(parts) == 7
     assert shared(cpus).seconds(parts, lambda cost: 2 * cost) == 8
     assert shared(cpus, speeds=[1.0, 3.0]).seconds(parts, lambda cost: 3 * cost) == 6
     assert subject_of(Net(), None).most_on_one(parts) == 7
@@ -94,9 +93,9 @@ def test_a_plan_knows_how_many_devices_it_is_for() -> None:
     model, cpus = Net(), [torch.device("cpu")] * 2
     found = [
         fingerprint_of(subject_of(model, one), CPU).get("devices")
-        for one in (None, shared(cpus), shared(cpus, speeds=[2.0, 1.0]), shared(cpus, is_queue=True))
+        for one in (None, shared(cpus), shared(cpus, speeds=[2.0, 1.0]))
     ]
-    assert found == [None, "2", "2 with speeds 2, 1", "2 that take from a queue"]
+    assert found == [None, "2", "2 with speeds 2, 1"]
 
 
 def test_gradients_that_are_summed_count() -> None:

@@ -20,7 +20,6 @@ from device_models import (
     small,
     step_of,
     weights_of,
-    with_queue,
 )
 from reference import (
     RELATIVE_FLOAT64,
@@ -219,15 +218,6 @@ def test_low_precision_is_accumulated_in_float32_over_devices() -> None:
         assert out.accumulator_bytes == 4 * sum(p.numel() for p in model.parameters())
         found.append(gradients_of(model))
     assert_bitwise(*found)
-
-
-def test_a_queue_gives_the_same_gradient_up_to_the_order_of_sums() -> None:
-    model, batch = small(), batch_of(23)
-    expected, _ = whole_gradients(model, cross_entropy, batch)
-    step = with_queue(step_of(model, devices=THREE, micro_batch_size=2))
-    out = step(batch)
-    assert out.micro_batches == 12
-    assert_float64(gradients_of(model), expected)
 
 
 def test_speeds_share_the_micro_batches() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anybatch
-from device_models import batch_of, cross_entropy, devices_of, small, step_of, with_queue
+from device_models import batch_of, cross_entropy, small, step_of
 from reference import assert_bitwise, assert_float64, gradients_of, whole_gradients
 
 pytestmark = pytest.mark.gpu
@@ -19,16 +19,16 @@ def test_a_gpu_and_the_cpu_share_a_batch() -> None:
     batch = batch_of(23)
     there = {key: value.to("cuda:0") for key, value in batch.items()}
     expected, _ = whole_gradients(model, cross_entropy, there)
-    for devices in (MIXED, ["cuda:0", "cpu"]):
-        step = step_of(model, devices=devices, micro_batch_size=3)
-        assert devices_of(step).is_queue == isinstance(devices, list)
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        for given in (batch, there):
-            step(given)
-            assert_float64(gradients_of(model), expected)
-            with torch.no_grad():
-                for parameter, weight in zip(model.parameters(), weights, strict=True):
-                    parameter.copy_(weight)
+    step = step_of(model, devices=MIXED, micro_batch_size=3)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for given in (batch, there):
+        step(given)
+        assert_float64(gradients_of(model), expected)
+        with torch.no_grad():
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+    with pytest.raises(anybatch.BatchError, match="expected their speeds"):
+        step_of(model, devices=["cuda:0", "cpu"])
 
 
 def test_outputs_of_several_devices_are_joined_on_the_host() -> None:
@@ -61,8 +61,6 @@ def test_two_gpus() -> None:
     expected, _ = whole_gradients(model, cross_entropy, {key: value.to("cuda:0") for key, value in batch.items()})
     step_of(model, devices=[0, 1], micro_batch_size=3)(batch)
     assert_float64(gradients_of(model), expected)
-    queue = with_queue(step_of(small().to("cuda:0"), devices=["cuda:0", "cuda:1"], micro_batch_size=3))
-    queue(batch)
     with pytest.raises(anybatch.BatchError, match="twice"):
         step_of(model, devices=["cuda:0", "cuda:0"])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import anybatch
 from anybatch.records.plans import Plan, PlanRow
 from device_bytes import device_peaks
-from device_models import THREE, TWO, with_queue
+from device_models import THREE, TWO
 from memory_steps import Net, plan_of, points, sgd, square
 from reference import (
     RELATIVE_FLOAT64,
@@ -89,8 +89,6 @@ def test_optimizations_on_the_copies_leave_the_gradient_of_the_whole_batch(row: 
         assert distance(gradients_of(model), expected) <= RELATIVE_FLOAT64 * norm(expected)
         assert out.loss == pytest.approx(values["loss"])
         assert all("forward" not in module.__dict__ for module in model.modules())
-    with_queue(step)(batch)
-    assert distance(gradients_of(model), expected) <= RELATIVE_FLOAT64 * norm(expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -121,7 +119,7 @@ def test_float32_is_as_near_as_the_whole_batch() -> None:
         assert_float32(gradients_of(model), whole, exact, out.micro_batches)
 
 
-@pytest.mark.parametrize("devices", [TWO, THREE, {"cpu": 1, "cpu:0": 3}])
+@pytest.mark.parametrize("devices", [TWO, pytest.param(THREE, marks=pytest.mark.slow), {"cpu": 1, "cpu:0": 3}])
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("share", [1.02, 1.6, 1000.0])
 def test_no_device_holds_more_than_planned(share: float, make: Any, devices: Any) -> None:

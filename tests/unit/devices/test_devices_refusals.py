@@ -32,6 +32,14 @@ def test_devices_that_can_not_be_meant(devices: Any, text: str) -> None:
         step_of(small(), devices=devices)
 
 
+def test_unlike_devices_need_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter(range(9))
+    monkeypatch.setattr("anybatch.parallel.devices._kind_of", lambda device: next(kinds))
+    with pytest.raises(anybatch.BatchError, match=r"of unlike kinds.*expected their speeds, as in devices=\{"):
+        step_of(small(), devices=TWO)
+    assert len(devices_of(step_of(small(), devices={"cpu": 1, "cpu:0": 3})).placements) == 2
+
+
 def test_devices_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(anybatch.BatchError, match="finds no cuda here"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anybatch import Doctor
-from anybatch.doctor.recording.recordings import Known
+from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Ended, Forward, Stepped
 from anybatch.records.lines import Fact, from_line
 from anybatch.records.samples import Memory, NonFinite
@@ -45,12 +45,12 @@ def recorded(loop: Callable[[Doctor], None], path: Path | None = None) -> tuple[
 @contextmanager
 def in_full() -> Iterator[None]:
     """Has every call recorded by itself."""
-    find = Known.find
-    Known.find = lambda *_: None  # type: ignore[method-assign]
+    again = Recording.again
+    Recording.again = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Known.find = find  # type: ignore[method-assign]
+        Recording.again = again  # type: ignore[method-assign]
 
 
 def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
@@ -211,22 +211,6 @@ def test_a_graph_behind_the_inputs_is_not_kept_alive() -> None:
         assert doctor._journal.rows
 
 
-@pytest.mark.parametrize("kind", ["forward", "loss", "backward", "optimizer", "norm", "step"])
-def test_a_call_from_less_deep_than_the_calls_before_is_no_error_of_the_doctor(kind: str) -> None:
-    """As when a loop within a wrapper has ended, and the next one stands by itself."""
-
-    def deep(doctor: Doctor) -> None:
-        loop = Loop({}, clips=True)
-        for step in range(STEPS):
-            if step == 37:
-                last = doctor._recording.known._last
-                last.update({what: seen._replace(depth=10_000) for what, seen in last.items() if what[0] == kind})
-            loop.step("")
-
-    rows = compared(lambda: deep)
-    assert rows["step"] >= 30
-
-
 def test_an_error_of_its_own_in_a_repeated_step_does_not_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("own")
@@ -235,6 +219,6 @@ def test_an_error_of_its_own_in_a_repeated_step_does_not_reach_the_user(monkeypa
     with Doctor() as doctor:
         for step in range(40):
             if step == 30:
-                monkeypatch.setattr(Known, "find", fail)
+                monkeypatch.setattr(Recording, "again", fail)
             loop.step("")
     assert "own" in doctor.failure

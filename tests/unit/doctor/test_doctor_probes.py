@@ -162,7 +162,7 @@ def test_nothing_of_the_users_is_touched() -> None:
     versions = [p._version for p in model.parameters()]
     state, kept = torch.get_rng_state(), rows.clone()
     with torch.no_grad():
-        run_probes(Recorder(model, rows), active=True, prove=True)
+        run_probes(Recorder(model, rows), active=True)
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(rows, kept)

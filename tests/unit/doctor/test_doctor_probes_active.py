@@ -8,14 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch.doctor.ask.remedies import prove
 from anybatch.doctor.probing import run_probes
-from anybatch.records.events import Clipped
-from anybatch.records.findings import Finding
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Probed
-from anybatch.records.runs import Run
-from anybatch.records.tables import GroupFacts, OptimizerFacts
 from probe_models import Made, Recorder
 
 CALLED = LossCall(function="cross_entropy", classes=4, root=0)
@@ -112,45 +107,3 @@ def test_an_own_parameter_can_not_be_initialised_again() -> None:
 
     found = asked(classified(Own()))["prior"]
     assert (found.answer, "reset_parameters" in found.detail) == ("unknown", True)
-
-
-def stepped(lr: float) -> tuple[Fact, ...]:
-    return (CALLED, OptimizerFacts(optimizer=0, cls="SGD", default_lr=lr, groups=(GroupFacts(parameters=(), lr=lr),)))
-
-
-def test_a_rate_that_is_too_high_is_proved_and_a_sound_one_is_not() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    finding = Finding("The learning rate is too high.", name="LR_TOO_HIGH")
-    other = Finding("Something else.", name="OPT_PARAM_MISSING")
-    proved = prove([finding, other], classified(model, stepped(20.0)))
-    assert proved[0].proof.startswith("On a new copy and the last batch, 20 steps at lr 20 took the loss from 1."), (
-        proved
-    )
-    assert proved[1] is other
-    assert prove([finding], classified(model, stepped(0.05))) == [finding]
-
-
-def test_training_mode_is_proved_where_it_would_drop() -> None:
-    finding = Finding("Evaluation mode in training.", name="EVAL_IN_TRAINING")
-    dropping = classified(nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 4)))
-    assert "two forwards differ" in prove([finding], dropping)[0].proof
-    assert prove([finding], classified(nn.Linear(6, 4))) == [finding]
-
-
-def test_clipping_is_proved_by_its_factor() -> None:
-    facts = (CALLED, Clipped(by="norm", limit=1.0, norm=65536.0, scaled=True, scale=65536.0))
-    finding = Finding("Clipped before unscaling.", name="CLIP_BEFORE_UNSCALE")
-    proof = prove([finding], classified(nn.Linear(6, 4), facts))[0].proof
-    assert "scaled by 1.53e-05" in proof
-    assert "scaled them by 1." in proof
-
-
-def test_a_proof_that_fails_leaves_the_finding() -> None:
-    finding = Finding("The learning rate is too high.", name="LR_TOO_HIGH")
-    assert prove([finding], object()) == [finding]
-    assert prove([finding], classified(nn.Linear(6, 4))) == [finding]
-    broken = classified(nn.Linear(6, 4))
-    broken.run = Run([*stepped(1.0)])
-    broken.last_inputs = {0: (None, (), {})}  # type: ignore[dict-item]
-    assert prove([finding], broken) == [finding]

@@ -28,6 +28,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "softmax axis": {"dim": 1, "dims": 4, "summed": 3},
     "hidden tokens": {"op": "masked_fill"},
     "rewarded": {"slope": 0.4, "products": 1},
+    "helped": {"critic": 1, "optimizer": 0, "of_critic": 0.4, "of_generator": 0.5},
     "close copy": {"online": 0, "share": 0.97},
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
@@ -276,6 +277,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("softmax axis", "SOFTMAX_DIM", "error"),
         ("hidden tokens", "MASK_INVERTED", "error"),
         ("rewarded", "LOSS_SIGN", "warning"),
+        ("helped", "LOSS_SIGN", "warning"),
     ],
 )
 def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:

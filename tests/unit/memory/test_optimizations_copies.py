@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.copies import Copied, Layout
-from anybatch.memory.hostpool import HostPool, size_class
+from anybatch.memory.hostpool import HostPool, Layout, size_class
 from anybatch.memory.offloading import offload
 from optimizations_models import (
     Language,
@@ -29,14 +28,14 @@ def everything_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anybatch.memory.offloading.SMALLEST", 16)
 
 
-class Sent(Copied):
+class Sent(HostPool):
     """Notes what is copied."""
 
     def __init__(self) -> None:
-        super().__init__(HostPool())
+        super().__init__()
         self.events: list[tuple[str, int]] = []
 
-    def out(self, tensor: Tensor) -> Tensor:
+    def out(self, tensor: Tensor) -> Any:
         assert tensor.is_contiguous()
         self.events.append(("out", tensor.nbytes))
         return super().out(tensor)
@@ -50,7 +49,7 @@ class Sent(Copied):
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     transfer = Sent()
-    monkeypatch.setattr("anybatch.memory.offloading.Copied", lambda _: transfer)
+    monkeypatch.setattr("anybatch.memory.offloading.HostPool", lambda: transfer)
     return transfer
 
 
@@ -163,7 +162,7 @@ def test_memory_that_is_used_again_by_the_allocator_is_another_storage() -> None
 
 def test_the_tensors_of_the_block_before_are_asked_for_early(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Sent()
-    monkeypatch.setattr("anybatch.memory.offloading.Copied", lambda _: transfer)
+    monkeypatch.setattr("anybatch.memory.offloading.HostPool", lambda: transfer)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()) for _ in range(4)))
     for index, block in enumerate(model):
         block.register_full_backward_hook(lambda *_, i=index: transfer.events.append(("done", i)))

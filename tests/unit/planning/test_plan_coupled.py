@@ -183,7 +183,7 @@ def test_no_way_on_the_grid_is_faster_by_the_times_that_were_measured() -> None:
         plan = planner.plan(budget)
         (search,) = planner._searches
         assert isinstance(search, CoupledSearch)
-        grid = [search._row_of(one, kept) for one in search._few() for kept in range(len(one.parts) + 1)]
+        grid = [search.row_of(one, kept) for one in search._few() for kept in range(len(one.parts) + 1)]
         fitting = [row for row in grid if row.peak_bytes <= budget]
         assert fitting
         assert plan.seconds is not None
@@ -298,5 +298,5 @@ def test_bytes_of_many_micro_batches_follow_from_a_pass_of_few() -> None:
     for keep in (0, 1, 2, 4, 8):
         other = subject_of("clip_with_dropout")
         other.loss_fn.keep = keep
-        said = search._row_of(splitting, keep).peak_bytes
+        said = search.row_of(splitting, keep).peak_bytes
         assert said == peak_of_step(other.step(micro_batch_size=2), batch)

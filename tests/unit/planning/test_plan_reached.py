@@ -55,7 +55,9 @@ def batch_of(seed: int, rows: int = 64) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("is_warm", [True, False])
-@pytest.mark.parametrize("share", [1.08, 1.3, 4.0])
+@pytest.mark.parametrize(
+    "share", [1.08, pytest.param(1.3, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
+)
 def test_experts_that_few_samples_do_not_reach_are_planned_for(kind: Any, is_warm: bool, share: float) -> None:
     torch.manual_seed(0)
     model = Mixture()

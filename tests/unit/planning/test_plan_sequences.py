@@ -55,7 +55,7 @@ def assert_refused_rightly(error: anybatch.DoesNotFit, budget: int) -> None:
     assert 0.98 * budget < error.needed < 10 * budget
 
 
-@pytest.mark.parametrize("percent", [101, 55])
+@pytest.mark.parametrize("percent", [pytest.param(101, marks=pytest.mark.slow), 55])
 @pytest.mark.parametrize("name", ["cell", "hand", "last", "carried", "lstm", "gru", "truncated"])
 def test_it_stays_within_and_the_peak_is_the_one_that_was_said(name: str, percent: int) -> None:
     subject = subject_of(name)

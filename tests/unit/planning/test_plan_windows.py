@@ -122,7 +122,7 @@ def test_gradients_of_such_a_window_are_those_of_its_batches() -> None:
     )
 
 
-@pytest.mark.parametrize("share", [0.8, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.4])
 def test_a_coupled_loss_over_such_a_window_stays_within_its_budget(share: float) -> None:
     torch.manual_seed(0)
     coupled = anybatch.Coupled(

@@ -52,7 +52,7 @@ def traced(model: nn.Module, *, fake: bool) -> PassTrace:
     batch = Splittable([torch.ones(ROWS, 8)])
     subject = Subject(model, lambda model, batch: model(batch).square().mean(), settings, batch)
     part = Part(range(ROWS), ROWS)
-    return trace_pass(subject, part, Recipe(), (), split=True, fake=fake)
+    return trace_pass(subject, [part], Recipe(), (), split=True, fake=fake)
 
 
 @pytest.mark.parametrize("fake", [True, False])

@@ -45,7 +45,7 @@ def trace_of(storages: Storages, m: int, t: int, *, lengths: bool) -> PassTrace:
         allocation = Allocation(born, bytes_of(used, m, t), PARAMETERS if born == BEFORE else ACTIVATIONS)
         allocation.died = None if life is None else max(born, 0) + life
         allocations.append(allocation)
-    return PassTrace(["op"] * 20, allocations, [0, 20], input_sizes=[12 * m * max(t, 1)])
+    return PassTrace(["op"] * 20, allocations, input_sizes=[12 * m * max(t, 1)])
 
 
 def live_by_hand(trace: PassTrace) -> list[int]:
@@ -132,7 +132,7 @@ def network(layers: list[int], activations: list[int]) -> nn.Sequential:
 
 def traces(model: nn.Module, rows: Sequence[int], split: bool) -> list[tuple[Size, PassTrace]]:
     subject = Subject(model, square, Settings(CPU), Splittable([torch.randn(max(rows), 3, WIDTH)]))
-    return [(Size(m), trace_pass(subject, Part(range(m), m), Recipe(), [], split=split, fake=True)) for m in rows]
+    return [(Size(m), trace_pass(subject, [Part(range(m), m)], Recipe(), [], split=split, fake=True)) for m in rows]
 
 
 @given(

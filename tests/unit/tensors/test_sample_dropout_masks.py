@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.memory.measuring import measure
-from anybatch.tensors.dropmasks import Calls, Masks, Samples, mixed
-from anybatch.tensors.dropouts import SampleDropout
+from anybatch.tensors.dropouts import SampleDropout, keys_of, mask_of, mixed
 
 M64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
+CPU = torch.device("cpu")
 Z = 5.0  # of a normal number: one in two millions
 
 
 def masks_of(calls: Sequence[int], rows: int, places: int, seed: int = 0, keep: float = 0.5) -> Tensor:
     """Masks of shape ``[calls, rows, places]``, as bool."""
-    keys, samples, masks = Calls(seed), Samples(range(rows)), Masks()
-    drawn = [masks.draw((rows, places), samples.keys(keys, call, torch.device("cpu")), keep) for call in calls]
+    drawn = [mask_of((rows, places), keys_of(seed, call, range(rows), CPU), keep) for call in calls]
     return torch.stack(drawn).bool()
 
 
@@ -47,29 +46,29 @@ def by_hand(seed: int, call: int, sample: int, position: Sequence[int], keep: fl
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 + 11])
 @pytest.mark.parametrize("call", [0, 40, 2**32])
 def test_the_formula(seed: int, call: int) -> None:
-    samples = Samples((3, 10**12, 0))
-    keys = samples.keys(Calls(seed), call, torch.device("cpu"))
-    mask = Masks().draw((3, 5, 6), keys, 0.7)
+    samples = (3, 10**12, 0)
+    keys = keys_of(seed, call, samples, CPU)
+    mask = mask_of((3, 5, 6), keys, 0.7)
     places = ((row, a, b) for row in range(3) for a in range(5) for b in range(6))
     for (row, a, b), bit in zip(places, mask.flatten(), strict=True):
-        assert bool(bit) == by_hand(seed, call, samples.indices[row], (0, a, b), 0.7)
-    flat = Masks().draw((6, 4), keys, 0.7)
+        assert bool(bit) == by_hand(seed, call, samples[row], (0, a, b), 0.7)
+    flat = mask_of((6, 4), keys, 0.7)
     assert all(
-        bool(flat[2 * row + t, h]) == by_hand(seed, call, samples.indices[row], (t, h), 0.7)
+        bool(flat[2 * row + t, h]) == by_hand(seed, call, samples[row], (t, h), 0.7)
         for row in range(3) for t in range(2) for h in range(4)
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(3, 40_000), (2, 5, 9000), (40_000, 3), (7, 2, 3, 5000), (100_003,), (1, 70, 1000)])
 def test_large_tensors_are_made_in_slices_that_join(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = Samples(range(shape[0])).keys(Calls(0), 0, torch.device("cpu"))
-    whole = Masks().draw(shape, keys, 0.5)
+    keys = keys_of(0, 0, range(shape[0]), CPU)
+    whole = mask_of(shape, keys, 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 777)
-        small = Masks().draw(shape, keys, 0.5) if math.prod(shape) < 2e5 else whole
+        patch.setattr("anybatch.tensors.dropouts._AT_ONCE_ON_CPU", 777)
+        small = mask_of(shape, keys, 0.5) if math.prod(shape) < 2e5 else whole
     with monkeypatch.context() as patch:
-        patch.setattr("anybatch.tensors.dropmasks._AT_ONCE_ON_CPU", 2**22)
-        assert torch.equal(Masks().draw(shape, keys, 0.5), whole)
+        patch.setattr("anybatch.tensors.dropouts._AT_ONCE_ON_CPU", 2**22)
+        assert torch.equal(mask_of(shape, keys, 0.5), whole)
     assert torch.equal(small, whole)
 
 
@@ -90,11 +89,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {  # bits, neighbours in the last dimen
         [masks_of([0], 64, 64, 1 << n)[0] for n in range(64)], -1
     ).contiguous(),
     "rows of a picture": lambda: (
-        Masks()
-        .draw((8, 256, 256), Samples(range(8)).keys(Calls(5), 1, torch.device("cpu")), 0.5)
-        .bool()
-        .transpose(1, 2)
-        .contiguous()
+        mask_of((8, 256, 256), keys_of(5, 1, range(8), CPU), 0.5).bool().transpose(1, 2).contiguous()
     ),
 }
 

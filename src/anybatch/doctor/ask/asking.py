@@ -4,7 +4,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anybatch.doctor.ask import axes, copies, fitting, functions, labels, relating, rows, schedules, source, weighing
+from anybatch.doctor.ask import (
+    adversaries,
+    axes,
+    copies,
+    fitting,
+    functions,
+    labels,
+    relating,
+    rows,
+    schedules,
+    source,
+    weighing,
+)
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.tape import Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
@@ -28,14 +40,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
-    """The answers of all questions; one that fails leaves the others theirs.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-        modules: the roots that ran last, by number.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-    """
+    """The answers of all questions; one that fails leaves the others theirs."""
     for question in OBSERVED:
         try:
             yield from question(kept, run)
@@ -46,6 +51,10 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
             yield _answer(name, until, of_tape, tape, optimizer=number)
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)
+    try:
+        yield from adversaries.helped(kept.tapes)
+    except FAILURES as error:
+        yield Probed(probe="helped", root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for root in kept.batches:
         yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
 

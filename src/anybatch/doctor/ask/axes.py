@@ -8,8 +8,8 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import MOVING, replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Operation, Tape, slots
-from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.tape import Tape, slots
+from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -22,14 +22,7 @@ _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 
 
 def turned(tape: Tape) -> Probed:
-    """Whether axes change places by a reshape, which leaves the entries where they are, or an image came that way.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether axes change places by a reshape, which leaves the entries where they are, or an image came that way."""
     rows, loss = rows_of(tape), tape.losses[-1]
     run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
@@ -38,18 +31,14 @@ def turned(tape: Tape) -> Probed:
             continue
         before, after = ([size for size in one.shape if size > 1] for one in (run.values[given], found[0]))
         if before != after and sorted(before) == sorted(after):
-            return _told(operation, before, after)
+            return told("axes", operation, op=operation.name, before=before, after=after)
     for slot, leaf in tape.leaves.items():
         if slot in needed and slot not in tape.parameters and leaf.shape[:1] == (rows,) and _is_torn(leaf):
             given_to = next(one for one in tape.operations if slot in set(slots((one.args, one.kwargs))))
             count, height, width = leaf.shape[1:]
-            return _told(given_to, [height, width, count], [count, height, width])
-    return Probed(probe="axes", root=-1, answer="no")
-
-
-def _told(operation: Operation, before: list[int], after: list[int]) -> Probed:
-    evidence = {"op": operation.name, "before": before, "after": after}
-    return Probed(probe="axes", root=-1, answer="yes", file=operation.file, line=operation.line, evidence=evidence)
+            sizes: dict[str, Any] = {"before": [height, width, count], "after": [count, height, width]}
+            return told("axes", given_to, op=given_to.name, **sizes)
+    return told("axes", answer="no")
 
 
 def _is_torn(image: torch.Tensor) -> bool:
@@ -76,14 +65,7 @@ def _texture(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def given_away(tape: Tape) -> Probed:
-    """Whether the target of a regression is one of the numbers that the model is given.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether the target of a regression is one of the numbers that the model is given."""
     rows, loss = rows_of(tape), tape.losses[-1]
     run = replayed(tape, loss, lambda one: one)
     for operation in tape.operations[: loss.before]:
@@ -97,10 +79,8 @@ def given_away(tape: Tape) -> Probed:
                     continue
                 place = _column(leaf.reshape(rows, -1), target.reshape(rows, -1))
                 if place >= 0:
-                    evidence = {"place": place, "of": leaf[0].numel()}
-                    return Probed(probe="target given", root=-1, answer="yes", file=operation.file,
-                                  line=operation.line, evidence=evidence)  # fmt: skip
-    return Probed(probe="target given", root=-1, answer="no")
+                    return told("target given", operation, place=place, of=leaf[0].numel())
+    return told("target given", answer="no")
 
 
 def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
@@ -114,14 +94,7 @@ def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
 
 
 def blank(tape: Tape) -> Probed:
-    """Whether the targets of a CTC loss hold the blank, or are longer than what they are aligned with.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: no such loss was seen, or its arguments can't be read.
-    """
+    """Whether the targets of a CTC loss hold the blank, or are longer than what they are aligned with."""
     calls = [one for one in tape.operations if one.name == "ctc_loss"]
     if not calls:
         raise Unknown("no CTC loss was seen")
@@ -133,9 +106,9 @@ def blank(tape: Tape) -> Probed:
     if targets.dim() == 2:
         inside = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None].to(targets.device)]
     blanks, too_long = int((inside == given.get("blank", 0)).sum()), int((lengths > own).sum())
-    evidence = {"blank": given.get("blank", 0), "blanks": blanks, "too_long": too_long, "rows": len(lengths)}
     answer = "yes" if blanks or too_long * 2 > len(lengths) else "no"
-    return Probed(probe="blank", root=-1, answer=answer, file=calls[-1].file, line=calls[-1].line, evidence=evidence)
+    evidence = {"blank": given.get("blank", 0), "blanks": blanks, "too_long": too_long, "rows": len(lengths)}
+    return told("blank", calls[-1], answer=answer, **evidence)
 
 
 def _value(values: Any, one: Any) -> torch.Tensor:
@@ -143,23 +116,13 @@ def _value(values: Any, one: Any) -> torch.Tensor:
 
 
 def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss counts the places at which the tokens of its root are padding.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a loss counts the places at which the tokens of its root are padding."""
     for root, batches in kept.batches.items():
         padded, total, seen = 0, 0, set[int]()
         for tokens, name, given in batches:
-            if (
-                name != "cross_entropy"
-                or tokens.dim() != 2
-                or tokens.is_floating_point()
-                or given.get("weight") is not None
-            ):
+            if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point():
                 break
-            if given["target"].numel() != tokens.numel():
+            if given.get("weight") is not None or given["target"].numel() != tokens.numel():
                 break
             behind = padding_of(tokens)
             at_end = given["target"].reshape(tokens.shape)[behind] if behind is not None else given["target"][:0]
@@ -170,6 +133,4 @@ def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
             padded += int((at_end != given.get("ignore_index", -100)).sum())
         else:
             if total and padded > _LEAST_PADDED * total:
-                value = seen.pop()
-                evidence = {"share": padded / total, "value": value, "tokens": total}
-                yield Probed(probe="padding", root=root, answer="yes", evidence=evidence)
+                yield told("padding", root=root, share=padded / total, value=seen.pop(), tokens=total)

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.doctor.ask.tape import Slot, Tape, slots
+from anybatch.doctor.ask.trials import told
 from anybatch.records.draws import Scored
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -19,12 +21,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
-    """What becomes of nets that were copies of others, which are trained, when both were first called.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """What becomes of nets that were copies of others, which are trained, when both were first called."""
     states = list(kept.states.values()) if run.steps >= _ENOUGH_STEPS else []
     for state in states:
         yield from _within(kept, run, state)
@@ -39,19 +36,11 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         share = _share_taken(state, online)
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
-            yield _follows(state, online, share)
+            yield _of_copy("close copy", state, online, share=share)
         if True not in state.modes and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
             if stale and _moved(online) & set(stale):
-                evidence = {
-                    "online": online.root,
-                    "online_module": online.name,
-                    "buffers": len(stale),
-                    "first": stale[0],
-                }
-                yield Probed(
-                    probe="copied buffers", root=state.root, module=state.name, answer="yes", evidence=evidence
-                )
+                yield _of_copy("copied buffers", state, online, buffers=len(stale), first=stale[0])
 
 
 def _within(kept: Kept, run: Run, state: State) -> Iterator[Probed]:
@@ -62,10 +51,9 @@ def _within(kept: Kept, run: Run, state: State) -> Iterator[Probed]:
             continue
         if not _moved(one) & one.weights:
             if _given_apart(kept, one, other):
-                evidence = {"online": state.root, "online_module": other.name, "steps": run.steps}
-                yield Probed(probe="frozen copy", root=state.root, module=one.name, answer="yes", evidence=evidence)
+                yield _of_copy("frozen copy", one, other, steps=run.steps)
         elif (share := _share_taken(one, other)) is not None and share > _TOO_MUCH:
-            yield _follows(one, other, share)
+            yield _of_copy("close copy", one, other, share=share)
 
 
 def _twins(state: State) -> list[tuple[str, str]]:
@@ -152,9 +140,9 @@ def _share_taken(state: State, online: State) -> float | None:
     return min(shares) if len(shares) >= _LEAST_LOOKS and max(shares) - min(shares) < _SAME_SHARE else None
 
 
-def _follows(state: State, online: State, share: float) -> Probed:
-    evidence = {"online": online.root, "online_module": online.name, "share": share}
-    return Probed(probe="close copy", root=state.root, module=state.name, answer="yes", evidence=evidence)
+def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:
+    found = told(probe, root=state.root, online=online.root, online_module=online.name, **seen)
+    return replace(found, module=state.name)
 
 
 def _were_equal(one: State, two: State) -> bool:
@@ -169,8 +157,6 @@ def _frozen(states: list[State], run: Run, online: State, state: State) -> Probe
     """A copy that never moves is meant where it is given what the other one is given, as a reference model is."""
     both = state.inputs.keys() & online.inputs.keys()
     apart = sum(1 for step in both if not state.inputs[step] & online.inputs[step])
-    evidence: dict[str, Any] = {"online": online.root, "online_module": online.name, "steps": run.steps,
-                                "looked_at": len(both), "other_inputs": apart}  # fmt: skip
     later = [
         one for one in states if one.steps > state.steps + 5 and _alike(one, state) and not _moved(one) & one.weights
     ]
@@ -179,7 +165,8 @@ def _frozen(states: list[State], run: Run, online: State, state: State) -> Probe
         answer, why = "unknown", "there are further copies"
     elif len(both) < 3 or apart < 0.8 * len(both):
         answer = "no"
-    return Probed(probe="frozen copy", root=state.root, module=state.name, answer=answer, detail=why, evidence=evidence)
+    seen = {"steps": run.steps, "looked_at": len(both), "other_inputs": apart}
+    return _of_copy("frozen copy", state, online, answer=answer, detail=why, **seen)
 
 
 def _alike(one: State, two: State) -> bool:
@@ -188,12 +175,7 @@ def _alike(one: State, two: State) -> bool:
 
 
 def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether an evaluation writes to what a forward of the training writes to as well.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether an evaluation writes to what a forward of the training writes to as well."""
     for (root, training), names in kept.written.items():
         if training or (root, True) not in kept.written:
             continue
@@ -205,19 +187,13 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a net is given numbers of another scale in evaluation than in training, or one number only.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a net is given numbers of another scale in evaluation than in training, or one number only."""
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
         alike = [one for one in trained if not one.std]  # the others may be an evaluation that calls no eval()
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
-            yield Probed(probe="inputs alike", root=root, answer="yes", file=alike[0].file, line=alike[0].line,
-                         evidence={"value": alike[0].mean, "calls": len(alike)})  # fmt: skip
+            yield told("inputs alike", alike[0], root=root, value=alike[0].mean, calls=len(alike))
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:
@@ -229,8 +205,6 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         shifted = all(min(abs(one.mean - mean) for mean in means) > max(1.5 * high, 3 * between) for one in evaluated)
         if low > 0 and high < 2 * low and (apart or shifted):
             first = evaluated[0]
-            yield Probed(
-                probe="evaluated inputs", root=root, answer="yes", file=first.file, line=first.line,
-                evidence={"mean": sum(means) / len(means), "std": stds[len(stds) // 2], "mean_evaluated": first.mean,
-                          "std_evaluated": first.std},
-            )  # fmt: skip
+            seen: dict[str, Any] = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}
+            seen |= {"mean_evaluated": first.mean, "std_evaluated": first.std}
+            yield told("evaluated inputs", first, root=root, **seen)

@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import replayed, rows_of
 from anybatch.doctor.ask.tape import Slot, Tape
-from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -27,18 +28,7 @@ _MOST_POWERS = 4  # of ten
 
 
 def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> Probed:
-    """Whether a batch is learned at another rate and not at that of the run.
-
-    Args:
-        kept: of the run.
-        tape: of a step.
-        number: of its optimizer.
-        run: its facts.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether a batch is learned at another rate and not at that of the run."""
     rows_of(tape)
     facts, rates = run.optimizers.get(number), [max(one.lrs) for one in run.of(Stepped) if one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
@@ -67,11 +57,11 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
             if gained(toward**power) < max(gains.values()):
                 break
     best = max(gains, key=lambda one: gains[one])
-    told = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
-    evidence = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
-                "after": first - gains[1.0], "other_after": first - gains[best],
-                "steps": min(counts[1.0], counts[best])}  # fmt: skip
-    return Probed(probe="rate", root=-1, answer="yes" if told else "no", evidence=evidence)
+    blames = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
+    seen: dict[str, Any] = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
+            "after": first - gains[1.0], "other_after": first - gains[best],
+            "steps": min(counts[1.0], counts[best])}  # fmt: skip
+    return told("rate", answer="yes" if blames else "no", **seen)
 
 
 def _fitted(

@@ -3,11 +3,12 @@
 import inspect
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.ask.trials import FAILURES, tensors
+from anybatch.doctor.ask.trials import FAILURES, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -16,28 +17,16 @@ _MOST_FUNCTIONS = 8
 
 
 class Function(NamedTuple):
-    """A function of the user's, with what its forward left for its backward.
-
-    Args:
-        cls: its class.
-        context: has the tensors and attributes of the node of the graph, as copies.
-        shapes: of the gradients that come in.
-        dtype: of them.
-    """
+    """A function of the user's, with what its forward left for its backward."""
 
     cls: Any
-    context: Any
-    shapes: tuple[tuple[int, ...], ...]
+    context: Any  # has the tensors and attributes of the node of the graph, as copies
+    shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
     dtype: torch.dtype
 
 
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
-    """The functions of the user's own in the graph of a loss that were not seen before.
-
-    Args:
-        loss: whose backward has not run.
-        known: classes that were seen; new ones are added.
-    """
+    """The functions of the user's own in the graph of a loss that were not seen before."""
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node: Any = waiting.pop()
@@ -57,17 +46,12 @@ def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
 
 
 def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
-    """Whether a backward gives the opposite for the opposite of what comes in.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a backward gives the opposite for the opposite of what comes in."""
     for one in kept.functions:
         answer, why = _asked(one)
+        found = told("function gradient", answer=answer, detail=why, cls=one.cls.__name__)
         file, line = _line(one.cls)
-        yield Probed(probe="function gradient", root=-1, answer=answer, file=file, line=line, detail=why,
-                     evidence={"cls": one.cls.__name__})  # fmt: skip
+        yield replace(found, file=file, line=line)
 
 
 def _asked(one: Function) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.leaks import _difference, _largest, _pairs
-from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown
+from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -30,8 +30,7 @@ def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if size != size or size == float("inf"):
         raise Unknown("the outputs are not finite")
     spread = _largest(outputs) / size if size else 0.0
-    answer = "yes" if spread < _SPREAD else "no"
-    return Probed(probe="input", root=root, answer=answer, evidence={"spread": spread, "size": size})
+    return told("input", root=root, answer="yes" if spread < _SPREAD else "no", spread=spread, size=size)
 
 
 def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
@@ -44,17 +43,9 @@ def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Prob
     if not pairs:
         raise Unknown("the model gives no tensor")
     if not any(bool(_difference(a, b).any()) for a, b in pairs):
-        return Probed(probe="modes", root=root, answer="no")
+        return told("modes", root=root, answer="no")
     guilty = _first_different(first, second)
-    return Probed(
-        probe="modes",
-        root=root,
-        answer="yes",
-        module=guilty.module if guilty is not None else "",
-        evidence={"op": guilty.name if guilty is not None else "", "largest": _largest(pairs)},
-        file=guilty.file if guilty is not None else "",
-        line=guilty.line if guilty is not None else 0,
-    )
+    return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=_largest(pairs))
 
 
 def _first_different(first: Operations, second: Operations) -> Operation | None:

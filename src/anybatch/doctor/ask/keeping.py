@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.functions import Function, functions_of
-from anybatch.doctor.ask.tape import Tape
+from anybatch.doctor.ask.tape import Operation, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.safefollowing import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
@@ -32,58 +32,35 @@ _MOST_VALUES = 400
 
 @dataclass(slots=True)
 class Given:
-    """The first tensor of numbers that a root was given.
-
-    Args:
-        mean: of it.
-        std: of it.
-        rows: of it.
-        shape: of a row.
-        step: in which.
-        file: of the line of the call.
-        line: its number.
-    """
+    """The first tensor of numbers that a root was given."""
 
     mean: float
     std: float
     rows: int
-    shape: tuple[int, ...]
-    step: int
-    file: str
+    shape: tuple[int, ...]  # of a row
+    step: int  # in which
+    file: str  # of the line of the call
     line: int
 
 
 @dataclass(slots=True)
 class State:
-    """What a net was like when it was first called.
-
-    Args:
-        module: it.
-        root: the number of its root.
-        name: of it within its root.
-        values: for each of its parameters and buffers by name what tells its values from others.
-        modes: whether it was called in training mode, and whether in evaluation mode.
-        last: the same when it was last looked at.
-        buffers: the names of its buffers.
-        methods: modules of it whose class of the user's has a method ``backward``, by name.
-        inputs: for each looked at step what it was given.
-        went: the same as ``values`` at each of the first looked at steps.
-        steps: steps before its first call.
-        within: the part of the net that this is of.
-    """
+    """What a net was like when it was first called."""
 
     module: "weakref.ref[torch.nn.Module]"
-    root: int
-    name: str
-    values: dict[str, Any]
-    last: dict[str, Any]
-    buffers: set[str]
-    methods: dict[str, type]
+    root: int  # the number of its root
+    name: str  # of it within its root
+    values: dict[str, Any]  # for each of its parameters and buffers by name what tells its values from others
+    last: dict[str, Any]  # the same when it was last looked at
+    buffers: set[str]  # the names of its buffers
+    methods: dict[str, type]  # modules of it whose class of the user's has a method ``backward``, by name
+    # whether it was called in training mode, and whether in evaluation mode
     modes: set[bool] = field(default_factory=set)
-    inputs: dict[int, set[Any]] = field(default_factory=dict)
+    inputs: dict[int, set[Any]] = field(default_factory=dict)  # for each looked at step what it was given
+    # the same as ``values`` at each of the first looked at steps
     went: dict[int, dict[str, Any]] = field(default_factory=dict)
-    steps: int = 0
-    within: str = ""
+    steps: int = 0  # steps before its first call
+    within: str = ""  # the part of the net that this is of
 
     @property
     def weights(self) -> set[str]:
@@ -93,39 +70,23 @@ class State:
 
 @dataclass(slots=True)
 class Plateau:
-    """The values that a ``ReduceLROnPlateau`` was given.
+    """The values that a ``ReduceLROnPlateau`` was given."""
 
-    Args:
-        mode: ``"min"`` or ``"max"``.
-        file: of the line of the first call.
-        line: its number.
-        values: in order.
-        rates: the first learning rate after each.
-    """
-
-    mode: str
-    file: str
+    mode: str  # ``"min"`` or ``"max"``
+    file: str  # of the line of the first call
     line: int
-    values: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # in order
+    rates: list[float] = field(default_factory=list)  # the first learning rate after each
 
 
 @dataclass(slots=True)
 class Own:
-    """A state that was loaded into the module that its tensors belong to.
+    """A state that was loaded into the module that its tensors belong to."""
 
-    Args:
-        name: of the class.
-        count: of the tensors.
-        step: when.
-        file: of the line.
-        line: its number.
-    """
-
-    name: str
-    count: int
-    step: int
-    file: str
+    name: str  # of the class
+    count: int  # of the tensors
+    step: int  # when
+    file: str  # of the line
     line: int
 
 
@@ -154,7 +115,7 @@ class Kept:
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
-        self.nan: tuple[str, str, int] | None = None
+        self.nan: Operation | None = None
         self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
@@ -173,12 +134,7 @@ class Kept:
         self._bytes, self._rows = 0, -1
 
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
-        """Has two functions seen that no other hook looks at in this way.
-
-        Args:
-            wrap: has the calls of a function seen.
-            guarded: makes a function one that never raises.
-        """
+        """Has two functions seen that no other hook looks at in this way."""
         note_value, note_state = guarded(self._valued), guarded(self._loads)
 
         def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,8 +286,7 @@ class Kept:
             return
         self._left.append(tape)
         self.leave()
-        if tape.nan is not None and self.nan is None:
-            self.nan = tape.nan.name, tape.nan.file, tape.nan.line
+        self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
 
@@ -389,11 +344,7 @@ def _numbers(value: Any) -> Iterator[torch.Tensor]:
 
 @unseen
 def mark(tensor: torch.Tensor) -> Any:
-    """What tells the values of a tensor from others.
-
-    Args:
-        tensor: with values.
-    """
+    """What tells the values of a tensor from others."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_numbers(tensor)
     if not is_plain or not tensor.numel() or tensor.is_complex():
         return tuple(tensor.shape)
@@ -415,11 +366,7 @@ def _versions(module: torch.nn.Module) -> dict[str, Any]:
 
 @unseen
 def marks(module: torch.nn.Module) -> dict[str, Any]:
-    """For each parameter and buffer what tells its values from others.
-
-    Args:
-        module: that has them.
-    """
+    """For each parameter and buffer what tells its values from others."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     return {name: mark(one) for name, one in tensors if one.layout is torch.strided and not one.is_meta}
 

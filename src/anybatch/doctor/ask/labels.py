@@ -13,7 +13,7 @@ from torch import nn
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.training import fresh
-from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 
 _LEAST = 240
@@ -24,17 +24,7 @@ _NEIGHBOURS = 7
 
 
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
-    """Whether labels of classes are related to what the model is given.
-
-    Args:
-        kept: of the run.
-        module: the root.
-        root: whose batches are asked.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether labels of classes are related to what the model is given."""
     inputs, labels, width = _pairs(kept, root)
     count = len(labels)
     classes = int(labels.max()) + 1
@@ -44,7 +34,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     agreement, error = _neighbours(inputs, labels, expected)
     evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
     if agreement - expected > 3.5 * error:
-        return Probed(probe="labels", root=root, answer="no", evidence=evidence)
+        return told("labels", root=root, answer="no", **evidence)
     if module is None:
         raise Unknown("the model is gone")
     guess = float(-(share.clamp_min(1e-12).log() * share).sum())
@@ -52,7 +42,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     evidence |= {"held_out": best, "guess": guess}
     noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
     answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
-    return Probed(probe="labels", root=root, answer=answer, evidence=evidence)
+    return told("labels", root=root, answer=answer, **evidence)
 
 
 def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:

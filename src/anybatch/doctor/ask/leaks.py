@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors
+from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors, told
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -39,7 +39,7 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not verdict:
         raise Unknown("no output has a row for each sample")
     if all(verdict):
-        return Probed(probe="batch", root=root, answer="no", evidence={"rows": rows})
+        return told("batch", root=root, answer="no", rows=rows)
     guilty = _first_beyond(first, second, row, rows)
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
@@ -48,16 +48,7 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     reason = _may_be_meant(trial, run, op, inputs)
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
-    return Probed(
-        probe="batch",
-        root=root,
-        answer="unknown" if reason else "yes",
-        module=guilty.module if guilty is not None else "",
-        evidence=evidence,
-        detail=reason,
-        file=guilty.file if guilty is not None else "",
-        line=guilty.line if guilty is not None else 0,
-    )
+    return told("batch", guilty, root=root, answer="unknown" if reason else "yes", detail=reason, **evidence)
 
 
 def _time_is_first(trial: Trial, run: Run, root: int) -> bool:
@@ -127,12 +118,8 @@ def _may_be_meant(trial: Trial, run: Run, op: str, inputs: Inputs) -> str:
         sequential = _time_first(trial, inputs)
         return f"dim 0 may be the time: {sequential}" if sequential and not _rows_are_samples(run, inputs) else ""
     if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
-        if (
-            inputs.dim == 0
-            and _rows_are_samples(run, inputs)
-            and inputs.by_rows()[0].dim() > 2
-            and _time_first(trial, inputs)
-        ):
+        batched = inputs.dim == 0 and _rows_are_samples(run, inputs) and inputs.by_rows()[0].dim() > 2
+        if batched and _time_first(trial, inputs):
             return ""
         return f"{op} runs along dim {inputs.dim}, which may be the time"
     if op in _MOVING | _ALONG:
@@ -283,17 +270,9 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not verdicts:
         raise Unknown("no output has a place for each token")
     if all(verdicts):
-        return Probed(probe="time", root=root, answer="no", evidence={"length": length})
+        return told("time", root=root, answer="no", length=length)
     guilty = _first_early(first, second, length, cut)
-    return Probed(
-        probe="time",
-        root=root,
-        answer="yes",
-        module=guilty.module if guilty is not None else "",
-        evidence={"length": length, "position": cut, "op": guilty.name if guilty is not None else ""},
-        file=guilty.file if guilty is not None else "",
-        line=guilty.line if guilty is not None else 0,
-    )
+    return told("time", guilty, root=root, length=length, position=cut, op="" if guilty is None else guilty.name)
 
 
 def _counted(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:

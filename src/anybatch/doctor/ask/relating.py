@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, slots
-from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, rebuilt, slots
+from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
 _LEAST_ROWS = 8
@@ -42,30 +42,19 @@ _TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where what parameters make meets what they do not make.
+    """Where what parameters make meets what they do not make."""
 
-    Args:
-        index: of the operation.
-        slot: of what they do not make.
-    """
-
-    index: int
-    slot: Slot
+    index: int  # of the operation
+    slot: Slot  # of what they do not make
 
 
 @dataclass(frozen=True, slots=True)
 class Risen:
-    """What other orders of the rows do to a number.
+    """What other orders of the rows do to a number."""
 
-    Args:
-        own: with the rows as they are.
-        gain: by how much it rises on average.
-        spread: how far the orders differ.
-    """
-
-    own: float
-    gain: float
-    spread: float
+    own: float  # with the rows as they are
+    gain: float  # by how much it rises on average
+    spread: float  # how far the orders differ
 
     @property
     def answer(self) -> str:
@@ -78,16 +67,7 @@ class Risen:
 
 
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
-    """Whether the loss of a batch rises when its rows are compared with the targets of other rows.
-
-    Args:
-        tape: of a step; it is run with the parameters as they are now.
-        optimizer: the number of the one that stepped.
-        until: the time by ``time.perf_counter`` after which nothing is begun.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether the loss of a batch rises when its rows are compared with the targets of other rows."""
     rows, loss = rows_of(tape), tape.losses[-1]
     first = replayed(tape, loss, lambda one: one)
     found = _meetings(tape, loss, first, rows)
@@ -104,10 +84,10 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
-        "apart": [_told(tape, one, term) for one, _, term in known
+        "apart": [_same(tape, one, term) for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
     }  # fmt: skip
-    return Probed(probe="related", root=-1, answer=answer, file=operation.file, line=operation.line, evidence=evidence)
+    return told("related", operation, answer=answer, **evidence)
 
 
 def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float) -> Probed:
@@ -130,13 +110,13 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
             raise Unknown("there was no time left, or the loss is not finite")
         risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
     best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
-    evidence = {"optimizer": optimizer, "rows": rows, "loss": best.own, "others": best.own + best.gain,
-                "spread": best.spread, "inputs": len(given)}  # fmt: skip
+    seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
+    seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    return Probed(probe="related inputs", root=-1, answer=answer, file=loss.file, line=loss.line, evidence=evidence)
+    return told("related inputs", loss, answer=answer, **seen)
 
 
-def _told(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:
+def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:
     """A term of the loss that is the same with the targets of other rows."""
     one = tape.operations[where.index]
     return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
@@ -198,21 +178,9 @@ def _exchanged(tape: Tape, loss: Loss, where: Meeting, order: torch.Tensor) -> t
     behind = tape.operations[where.index]
     fresh = Slot(1 + max([*tape.leaves, *(out for one in tape.operations for out in one.outs)]))
     moving = Operation("index_select", lambda one: one[order.to(one.device)], (where.slot,), {}, (fresh,))
-    moved = replace(behind, args=_with(behind.args, where.slot, fresh), kwargs=_with(behind.kwargs, where.slot, fresh))
+    both = rebuilt((behind.args, behind.kwargs), lambda one: fresh if type(one) is Slot and one == where.slot else one)
+    moved = replace(behind, args=both[0], kwargs=both[1])
     other = Tape()
     other.leaves, other.parameters = tape.leaves, tape.parameters
     other.operations = [*tape.operations[: where.index], moving, moved, *tape.operations[where.index + 1 :]]
     return other, replace(loss, before=loss.before + 1)
-
-
-def _with(value: Any, old: Slot, new: Slot) -> Any:
-    """Arguments with one slot in place of another."""
-    if isinstance(value, Slot):
-        return new if value == old else value
-    if isinstance(value, slice):
-        return slice(*[_with(one, old, new) for one in (value.start, value.stop, value.step)])
-    if type(value) in (list, tuple):
-        return type(value)([_with(one, old, new) for one in value])
-    if type(value) is dict:
-        return {key: _with(one, old, new) for key, one in value.items()}
-    return value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, replay, slots
-from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import FAILURES, Unknown, told
 from anybatch.records.lossfacts import Probed
 
 MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
@@ -24,14 +24,7 @@ Pattern = tuple[int, int]
 
 
 def torn(tape: Tape) -> Probed:
-    """Whether a loss changes when rows and labels are permuted together, and what tears them apart.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether a loss changes when rows and labels are permuted together, and what tears them apart."""
     rows = rows_of(tape)
     order = _order(rows)
     inverse = torch.argsort(order)
@@ -49,9 +42,9 @@ def torn(tape: Tape) -> Probed:
     one, two = (float(run.values[loss.slot].double().sum()) for run in (first, second))
     if not math.isfinite(one) or not math.isfinite(two):
         raise Unknown("the loss is not finite")
-    evidence = {"rows": rows, "loss": one, "permuted": two}
+    seen: dict[str, Any] = {"rows": rows, "loss": one, "permuted": two}
     if abs(one - two) <= _SAME * max(abs(one), abs(two)) + 1e-7:
-        return Probed(probe="rows", root=-1, answer="no", evidence=evidence)
+        return told("rows", answer="no", **seen)
     again = float(replayed(tape, loss, lambda one: one).values[loss.slot].double().sum())
     if abs(one - again) > 1e-5 * max(abs(one), abs(again)):
         raise Unknown("two runs of the step differ")
@@ -59,19 +52,11 @@ def torn(tape: Tape) -> Probed:
     if guilty is None:
         raise Unknown("rows have roles, or what changes the loss was not found")
     operation, why = guilty
-    return Probed(probe="rows", root=-1, answer="yes", file=operation.file, line=operation.line,
-                  evidence=evidence | {"op": operation.name}, detail=why)  # fmt: skip
+    return told("rows", operation, detail=why, op=operation.name, **seen)
 
 
 def rows_of(tape: Tape) -> int:
-    """The rows of the batch of a step that can be run again.
-
-    Args:
-        tape: of the step.
-
-    Raises:
-        Unknown: it can't be run again.
-    """
+    """The rows of the batch of a step that can be run again."""
     if tape.failed or not tape.losses:
         raise Unknown(tape.failed or "no step with a loss was written down")
     if tape.rows < 4:
@@ -86,12 +71,7 @@ def rows_of(tape: Tape) -> int:
 
 
 def slots_of(tape: Tape, loss: Loss) -> set[Slot]:
-    """The slots that a loss is made of.
-
-    Args:
-        tape: of its step.
-        loss: it.
-    """
+    """The slots that a loss is made of."""
     needed = {loss.slot}
     for operation in reversed(tape.operations[: loss.before]):
         if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
@@ -119,18 +99,7 @@ def _numbers_rows(one: torch.Tensor, rows: int) -> bool:
 def replayed(
     tape: Tape, loss: Loss, change: Any, number: Any = lambda n: n, held: Mapping[Slot, torch.Tensor] | None = None
 ) -> Replay:
-    """Runs a step again as far as a loss, without random numbers of its own.
-
-    Args:
-        tape: of the step.
-        loss: it.
-        change: takes what came from outside, and gives what is there in its place.
-        number: takes each number in the arguments, and gives another one.
-        held: other parameters than those of the models.
-
-    Raises:
-        Unknown: it did not run.
-    """
+    """Runs a step again as far as a loss, without random numbers of its own."""
     torch.manual_seed(0)
     try:
         return replay(tape, loss.before, change, number, held or {})
@@ -213,14 +182,7 @@ _SIZING = frozenset({"pow", "__pow__", "square", "abs", "__abs__", "norm", "mul"
 
 
 def of_itself(tape: Tape) -> Probed:
-    """Whether a term of the loss compares what the model gives with itself.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether a term of the loss compares what the model gives with itself."""
     rows_of(tape)
     loss = tape.losses[-1]
     run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
@@ -244,7 +206,7 @@ def of_itself(tape: Tape) -> Probed:
                     return _itself(operation)
         elif operation.name in _SIZING and (guilty := next((differences[g] for g in given if g in differences), None)):
             return _itself(guilty)
-    return Probed(probe="itself", root=-1, answer="no")
+    return told("itself", answer="no")
 
 
 def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
@@ -256,19 +218,11 @@ def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
 
 
 def _itself(operation: Operation) -> Probed:
-    return Probed(probe="itself", root=-1, answer="yes", file=operation.file, line=operation.line,
-                  evidence={"op": operation.name.strip("_")})  # fmt: skip
+    return told("itself", operation, op=operation.name.strip("_"))
 
 
 def mixed_sums(tape: Tape) -> Probed:
-    """Whether a loss adds a mean over the batch and a sum over it.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether a loss adds a mean over the batch and a sum over it."""
     rows = rows_of(tape)
     loss = tape.losses[-1]
     needed = slots_of(tape, loss)
@@ -292,13 +246,11 @@ def mixed_sums(tape: Tape) -> Probed:
         found.append(_mixed(tape, loss, first, second, rows))
     if not found:
         raise Unknown("the step did not run with each row twice")
-    evidence: dict[str, Any] = {"rows": rows}
     guilty = found[0]
     if guilty is None or None in found:  # a number of the rows may be one in the code, which is not told from others
-        return Probed(probe="sums", root=-1, answer="no", evidence=evidence)
+        return told("sums", answer="no", rows=rows)
     operation, ratio = guilty
-    return Probed(probe="sums", root=-1, answer="yes", file=operation.file, line=operation.line,
-                  evidence=evidence | {"ratio": ratio})  # fmt: skip
+    return told("sums", operation, rows=rows, ratio=ratio)
 
 
 def _mixed(tape: Tape, loss: Loss, first: Replay, second: Replay, rows: int) -> tuple[Operation, float] | None:

@@ -4,8 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
+from anybatch.doctor.ask.trials import told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -17,12 +19,7 @@ _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", r
 
 
 def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a ``ReduceLROnPlateau`` is given values that get better in the direction that it takes for worse.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a ``ReduceLROnPlateau`` is given values that get better in the direction that it takes for worse."""
     for one in kept.plateaus.values():
         values = one.values
         if len(values) < 4:
@@ -36,15 +33,13 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
         ranked = _share_of_worse(values, sign)
         bounded = all(0 <= value <= 1 for value in values) or all(0 <= value <= 100 for value in values)
         silent = not name or not (better or other)
-        told = bool(better and not other and worse) or bool(silent and bounded and worse and ranked > 0.75)
+        wrong = bool(better and not other and worse) or bool(silent and bounded and worse and ranked > 0.75)
         if one.mode == "max" and silent:
-            told = False  # a value that falls may simply be one that gets worse
+            wrong = False  # a value that falls may simply be one that gets worse
         fell = any(later < before for before, later in zip(one.rates, one.rates[1:], strict=False))
-        yield Probed(
-            probe="plateau", root=-1, answer="yes" if told and fell else "no", file=one.file, line=one.line,
-            evidence={"mode": one.mode, "first": first, "last": last, "name": name, "rate": one.rates[-1],
-                      "rate_first": one.rates[0], "values": len(values)},
-        )  # fmt: skip
+        seen: dict[str, Any] = {"mode": one.mode, "first": first, "last": last, "name": name, "values": len(values)}
+        seen |= {"rate": one.rates[-1], "rate_first": one.rates[0]}
+        yield told("plateau", one, answer="yes" if wrong and fell else "no", **seen)
 
 
 def _share_of_worse(values: list[float], sign: int) -> float:
@@ -69,24 +64,12 @@ def _named(one: Plateau) -> str:
 
 
 def about_own_states(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a state was loaded that was never a copy, so that nothing was put back.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a state was loaded that was never a copy, so that nothing was put back."""
     for one in kept.own[:1]:
-        yield Probed(probe="own state", root=-1, answer="yes", file=one.file, line=one.line, evidence={"cls": one.name,
-                     "tensors": one.count, "loads": len(kept.own)})  # fmt: skip
+        yield told("own state", one, cls=one.name, tensors=one.count, loads=len(kept.own))
 
 
 def about_nan(kept: Kept, run: Run) -> Iterator[Probed]:
-    """The first operation of a forward that gave NaN though it was given none.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """The first operation of a forward that gave NaN though it was given none."""
     if kept.nan is not None:
-        name, file, line = kept.nan
-        yield Probed(probe="first nan", root=-1, answer="yes", file=file, line=line, evidence={"op": name})
+        yield told("first nan", kept.nan, op=kept.nan.name)

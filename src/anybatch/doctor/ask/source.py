@@ -23,12 +23,7 @@ _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accel
 
 
 def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing."""
     for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
         try:
             tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -42,10 +37,6 @@ def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
 
 def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
     """Names of the ends of episodes, and of masks, that are assigned in the scope of a backward and read nowhere.
-
-    Args:
-        tree: of the file.
-        lines: of the backwards.
 
     Example:
         >>> text = "def learn(batch):\\n  s, r, done = batch\\n  y = r + GAMMA * q(s)\\n  loss(y).backward()"
@@ -138,12 +129,7 @@ def _loaded_by(statement: Any) -> set[str]:
 
 
 def about_methods(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a module of the user's defines a ``backward`` that takes a gradient, which nothing calls.
-
-    Args:
-        kept: of the run.
-        run: its facts.
-    """
+    """Whether a module of the user's defines a ``backward`` that takes a gradient, which nothing calls."""
     seen: set[type] = set()
     for state in list(kept.states.values()):
         for name, cls in state.methods.items():

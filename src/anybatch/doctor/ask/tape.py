@@ -31,7 +31,7 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__"})
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "is_floating_point", "dim"})
+_NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
 
 
 _BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
@@ -44,45 +44,26 @@ class Slot(int):
 
 @dataclass(slots=True)
 class Operation:
-    """An operation of the step.
+    """An operation of the step."""
 
-    Args:
-        name: of the function.
-        func: it.
-        args: with slots in place of tensors.
-        kwargs: likewise.
-        outs: the slots of the tensors that it gave.
-        grad: whether with a graph.
-        file: of the user's line.
-        line: its number.
-        drawn: what it drew, for one that draws random numbers.
-    """
-
-    name: str
+    name: str  # of the function
     func: Any
-    args: Any
-    kwargs: Any
-    outs: tuple[Slot, ...] = ()
-    grad: bool = True
-    file: str = ""
+    args: Any  # with slots in place of tensors
+    kwargs: Any  # likewise
+    outs: tuple[Slot, ...] = ()  # the slots of the tensors that it gave
+    grad: bool = True  # whether with a graph
+    file: str = ""  # of the user's line
     line: int = 0
-    drawn: tuple[torch.Tensor, ...] | None = None
+    drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
 
 
 @dataclass(slots=True)
 class Loss:
-    """A tensor whose backward ran.
-
-    Args:
-        slot: of it.
-        before: how many operations had run.
-        file: of the line of the backward.
-        line: its number.
-    """
+    """A tensor whose backward ran."""
 
     slot: Slot
-    before: int
-    file: str
+    before: int  # how many operations had run
+    file: str  # of the line of the backward
     line: int
 
 
@@ -174,7 +155,7 @@ class Tape(TorchFunctionMode):
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         given: tuple[Any, Any] | None = None
         try:
-            given = self._encoded(args), self._encoded(kwargs)
+            given = rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded)
         except Exception as error:  # noqa: BLE001 - the run goes on as it would
             self._give_up(error)
         result = func(*args, **kwargs)
@@ -217,16 +198,10 @@ class Tape(TorchFunctionMode):
         return slot
 
     def _encoded(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            known = self._slots.get(id(value))
-            return self._leaf(value) if known is None else known
-        if isinstance(value, slice):
-            return slice(*[self._encoded(one) for one in (value.start, value.stop, value.step)])
-        if type(value) in (list, tuple):
-            return type(value)([self._encoded(one) for one in value])
-        if type(value) is dict:
-            return {key: self._encoded(one) for key, one in value.items()}
-        return value
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self._slots.get(id(value))
+        return self._leaf(value) if known is None else known
 
     @unseen
     def _leaf(self, tensor: torch.Tensor) -> Slot:
@@ -235,8 +210,10 @@ class Tape(TorchFunctionMode):
             self.parameters[slot] = tensor
             if isinstance(tensor, torch.nn.Parameter):
                 return slot
+        if _is_freed(tensor):
+            raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
-        self.leaves[slot] = tensor.detach().clone()
+        self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
         return slot
@@ -247,14 +224,7 @@ hidden(Tape._run)
 
 
 def reissued(message: Any) -> bool:
-    """Shows a warning that came while a tape was on as of the line that it would be of without one.
-
-    Args:
-        message: a ``warnings.WarningMessage``.
-
-    Returns:
-        Whether it was of a line between the tape and the user's call, and was issued again.
-    """
+    """Shows a warning that came while a tape was on as of the line that it would be of without one."""
     if not message.filename.startswith(HIDDEN) and not message.filename.endswith(_BETWEEN):
         return False
     frame: Any = sys._getframe(1)
@@ -277,11 +247,7 @@ def _is_between(file: str) -> bool:
 
 
 def slots(value: Any) -> Iterable[Slot]:
-    """The slots in nested arguments.
-
-    Args:
-        value: of any kind.
-    """
+    """The slots in nested arguments."""
     if isinstance(value, Slot):
         yield value
     elif isinstance(value, slice):
@@ -303,8 +269,15 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing; to read it would end the process."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    return any(one.is_cpu and one.is_floating_point() and one.numel() and bool(one.isnan().any()) for one in found)
+    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
+    return any(bool(one.isnan().any()) for one in read)
 
 
 Values = dict[Slot, torch.Tensor]
@@ -312,15 +285,10 @@ Values = dict[Slot, torch.Tensor]
 
 @dataclass(slots=True)
 class Replay:
-    """The step, run again.
+    """The step, run again."""
 
-    Args:
-        values: of all slots, as they were last.
-        results: for each operation copies of what it gave.
-    """
-
-    values: Values = field(default_factory=dict)
-    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    values: Values = field(default_factory=dict)  # of all slots, as they were last
+    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # for each operation copies of what it gave
 
 
 def replay(
@@ -330,18 +298,7 @@ def replay(
     number: Callable[[Any], Any],
     held: Mapping[Slot, torch.Tensor],
 ) -> Replay:
-    """Runs the operations of a tape again.
-
-    Args:
-        tape: of the step.
-        until: how many of the operations.
-        change: takes what came from outside or was drawn, and gives what is there in its place.
-        number: takes each number in the arguments, and gives another one.
-        held: other parameters than those of the models.
-
-    Returns:
-        What came out; what an operation of the user's raises is raised.
-    """
+    """Runs the operations of a tape again."""
     values: Values = {}
     for slot, leaf in tape.leaves.items():
         values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()
@@ -351,8 +308,12 @@ def replay(
         elif slot not in tape.leaves:
             values[slot] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     done = Replay(values)
+
+    def filled(one: Any) -> Any:
+        return values[one] if type(one) is Slot else number(one) if type(one) in (int, float) else one
+
     for operation in tape.operations[:until]:
-        args, kwargs = _filled(operation.args, values, number), _filled(operation.kwargs, values, number)
+        args, kwargs = rebuilt((operation.args, operation.kwargs), filled)
         with torch.set_grad_enabled(operation.grad):
             result = _again(operation, args, kwargs, change)
         found = list(_tensors(result))
@@ -394,17 +355,14 @@ def _checked(name: str, args: Any) -> Any:
     return (*args[:5], 0.0, *args[6:])
 
 
-def _filled(value: Any, values: Mapping[Slot, torch.Tensor], number: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Slot):
-        return values[value]
-    if type(value) in (int, float):
-        return number(value)
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments of an operation with something else in the place of each leaf."""
     if isinstance(value, slice):
-        return slice(*[_filled(one, values, number) for one in (value.start, value.stop, value.step)])
+        return slice(*[rebuilt(one, change) for one in (value.start, value.stop, value.step)])
     if isinstance(value, torch.Size):
-        return torch.Size([number(int(one)) for one in value])
+        return torch.Size([change(int(one)) for one in value])
     if type(value) in (list, tuple):
-        return type(value)([_filled(one, values, number) for one in value])
+        return type(value)([rebuilt(one, change) for one in value])
     if type(value) is dict:
-        return {key: _filled(one, values, number) for key, one in value.items()}
-    return value
+        return {key: rebuilt(one, change) for key, one in value.items()}
+    return change(value)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from anybatch.doctor.ask.ignoring import zeroed
-from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors
+from anybatch.doctor.ask.trials import FAILURES, Trial, Unknown, tensors, told
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
@@ -35,14 +35,7 @@ class Loss:
         self.trial = trial
 
     def __call__(self, outputs: Any) -> torch.Tensor:
-        """The loss.
-
-        Args:
-            outputs: of the copy.
-
-        Raises:
-            Unknown: it can't be rebuilt.
-        """
+        """The loss."""
         found = tensors(outputs)
         if self._call is None:
             scalars = [one for one in found if one.dim() == 0 and one.is_floating_point()]
@@ -65,14 +58,7 @@ class Loss:
 
 
 def fresh(module: nn.Module) -> nn.Module:
-    """A copy with new weights.
-
-    Args:
-        module: whose layers know how to reset themselves.
-
-    Raises:
-        Unknown: some can't.
-    """
+    """A copy with new weights."""
     other = copy.deepcopy(module)
     reset: set[int] = set()
     for one in other.modules():
@@ -102,9 +88,7 @@ def prior(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     expected = math.log(calls[0].classes) if calls[0].function != "binary_cross_entropy_with_logits" else math.log(2)
     value = _value(trial, fresh(trial.module), Loss(trial, root, doctor), trial.inputs)
     near = math.isfinite(value) and abs(value - expected) <= _NEAR * expected
-    return Probed(
-        probe="prior", root=root, answer="yes" if near else "no", evidence={"initial": value, "prior": expected}
-    )
+    return told("prior", root=root, answer="yes" if near else "no", initial=value, prior=expected)
 
 
 def one_batch(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
@@ -115,33 +99,18 @@ def one_batch(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     except Unknown:
         module = copy.deepcopy(trial.module)
     before, after, steps = trained(trial, module, loss, lambda p: torch.optim.Adam(p, lr=3e-3), _STEPS)
-    evidence = {"before": before, "after": after, "steps": steps}
     answer = "unknown"
     if math.isfinite(after) and after <= _FITTED * before:
         answer = "yes"
     elif steps == _STEPS and before > 0 and not after <= _STUCK * before:
         answer = "no"
-    return Probed(probe="one batch", root=root, answer=answer, evidence=evidence)
+    return told("one batch", root=root, answer=answer, before=before, after=after, steps=steps)
 
 
 def trained(
     trial: Trial, module: nn.Module, loss: Loss, optimizer: Callable[[Any], torch.optim.Optimizer], steps: int
 ) -> tuple[float, float, int]:
-    """Trains a copy on the last input.
-
-    Args:
-        trial: that the input is of.
-        module: the copy.
-        loss: of it.
-        optimizer: makes one for some parameters.
-        steps: at most.
-
-    Returns:
-        The first loss, the last loss, and the steps that were done.
-
-    Raises:
-        Unknown: it can't be trained.
-    """
+    """Trains a copy on the last input."""
     module.train()
     for one in module.modules():
         if isinstance(one, nn.modules.dropout._DropoutNd):
@@ -179,7 +148,7 @@ def zeroed_input(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not math.isfinite(real) or not math.isfinite(empty):
         raise Unknown("the loss is not finite")
     answer = "yes" if empty <= real * 1.01 else "no"
-    return Probed(probe="zeroed input", root=root, answer=answer, evidence={"loss": real, "zeroed": empty})
+    return told("zeroed input", root=root, answer=answer, loss=real, zeroed=empty)
 
 
 PROBES: list[tuple[str, Callable[[Trial, Run, int, Any], Probed]]] = [

@@ -18,6 +18,7 @@ from anybatch.batch.trees import opened
 from anybatch.doctor.crashing.live import whose
 from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
+from anybatch.records.lossfacts import Probed
 from anybatch.tensors.randomness import RandomState
 
 MOST_BYTES = 2 * 2**30
@@ -34,22 +35,22 @@ class Unknown(Exception):
     """Why a question could not be answered."""
 
 
+def told(
+    probe: str, place: Any = None, /, *, root: int = -1, answer: str = "yes", detail: str = "", **seen: Any
+) -> Probed:
+    """An answer, at the line of the operation that it is about; what else is given is its evidence."""
+    where = {name: getattr(place, name) for name in ("module", "file", "line") if hasattr(place, name)}
+    return Probed(probe=probe, root=root, answer=answer, detail=detail, evidence=seen, **where)
+
+
 class Operation(NamedTuple):
-    """An operation of a forward.
+    """An operation of a forward."""
 
-    Args:
-        name: of the function.
-        module: the innermost module that ran.
-        file: of the user's line.
-        line: its number.
-        results: copies of what it gave.
-    """
-
-    name: str
-    module: str
-    file: str
+    name: str  # of the function
+    module: str  # the innermost module that ran
+    file: str  # of the user's line
     line: int
-    results: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]  # copies of what it gave
 
 
 class Operations(TorchFunctionMode):
@@ -85,19 +86,12 @@ class Operations(TorchFunctionMode):
 
 @dataclass(slots=True)
 class Inputs:
-    """What a model is given.
-
-    Args:
-        args: of it.
-        kwargs: of it.
-        rows: how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first.
-        dim: of the samples.
-    """
+    """What a model is given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int
-    dim: int = 0
+    rows: int  # how many samples it has: the size of dim 0 of its first tensor, or of dim 1 where the time comes first
+    dim: int = 0  # of the samples
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> "Inputs":
@@ -136,11 +130,7 @@ class Trial:
         module: the user's.
         args: of its last call.
         kwargs: of it.
-        until: the time by ``time.perf_counter`` after which no question is asked.
-
-    Raises:
-        Unknown: the model can't be copied.
-    """
+        until: the time by ``time.perf_counter`` after which no question is asked."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until
@@ -164,17 +154,7 @@ class Trial:
         self._random = RandomState({p.device for p in self._parameters})
 
     def forward(self, inputs: Inputs, *, grad: bool = False, watch: Any = None, again: bool = False) -> Any:
-        """What the copy gives; its buffers and attributes are as before afterwards.
-
-        Args:
-            inputs: of it.
-            grad: whether with a graph.
-            watch: a mode that is entered.
-            again: whether random numbers go on from those drawn before.
-
-        Raises:
-            Unknown: the time is over, or the model can't take the inputs.
-        """
+        """What the copy gives; its buffers and attributes are as before afterwards."""
         if time.perf_counter() > self.until:
             raise Unknown("there was no time left")
         given = inputs.changed(lambda one: one) if grad else inputs.changed(lambda one: one.clone())
@@ -201,11 +181,7 @@ class Trial:
         return self.forward(inputs, watch=watch, again=again), watch
 
     def few_rows(self, dim: int = 0) -> Inputs:
-        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run.
-
-        Args:
-            dim: along which the samples lie.
-        """
+        """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
         inputs = self.inputs.along(dim) if dim else self.inputs
         sizes = {size for one in inputs.tensors() for dim, size in enumerate(one.shape) if dim != inputs.dim}
         for rows in _ROWS:

@@ -8,23 +8,13 @@ import torch
 
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
-from anybatch.doctor.ask.trials import Unknown
+from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "mm"})
 _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"})
-_SCALING = _BETWEEN | {
-    "div",
-    "__truediv__",
-    "mul",
-    "__mul__",
-    "__rmul__",
-    "add",
-    "__add__",
-    "masked_fill",
-    "masked_fill_",
-}
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
+_SCALING = _BETWEEN | {"div", "__truediv__", "mul", "__mul__", "__rmul__", "add", "__add__", *_HIDING}
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
 _SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
@@ -33,14 +23,7 @@ _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
 
 
 def softmax_axis(tape: Tape) -> Probed:
-    """Whether values are summed over another axis than the one along which their weights sum to 1.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told.
-    """
+    """Whether values are summed over another axis than the one along which their weights sum to 1."""
     rows_of(tape)
     run, needed = replayed(tape, tape.losses[-1], lambda one: one), slots_of(tape, tape.losses[-1])
     weights: dict[Slot, tuple[Operation, int]] = {}
@@ -57,9 +40,8 @@ def softmax_axis(tape: Tape) -> Probed:
             made, dim = weights[given[0]]
             last = run.values[given[0]].dim() - 1
             if dim != last:
-                return Probed(probe="softmax axis", root=-1, answer="yes", file=made.file, line=made.line,
-                              evidence={"dim": dim, "dims": last + 1, "summed": last})  # fmt: skip
-    return Probed(probe="softmax axis", root=-1, answer="no")
+                return told("softmax axis", made, dim=dim, dims=last + 1, summed=last)
+    return told("softmax axis", answer="no")
 
 
 def _is_of_pairs(tape: Tape, slot: Slot) -> bool:
@@ -76,14 +58,7 @@ def _is_of_pairs(tape: Tape, slot: Slot) -> bool:
 
 
 def hidden_tokens(tape: Tape) -> Probed:
-    """Whether scores are hidden where tokens are, and not where padding is.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: it can't be told, or nothing is hidden.
-    """
+    """Whether scores are hidden where tokens are, and not where padding is."""
     rows = rows_of(tape)
     run = replayed(tape, tape.losses[-1], lambda one: one)
     paddings = [one for leaf in tape.leaves.values() if (one := padding_of(leaf)) is not None and len(leaf) == rows]
@@ -95,17 +70,12 @@ def hidden_tokens(tape: Tape) -> Probed:
         mask = run.values[found[1]]
         small = mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask
         if any(small.shape == one.shape and bool((small == ~one).all()) for one in paddings):
-            return Probed(probe="hidden tokens", root=-1, answer="yes", file=operation.file, line=operation.line,
-                          evidence={"op": operation.name})  # fmt: skip
-    return Probed(probe="hidden tokens", root=-1, answer="no")
+            return told("hidden tokens", operation, op=operation.name)
+    return told("hidden tokens", answer="no")
 
 
 def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
-    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``.
-
-    Args:
-        tokens: of a batch, or another tensor.
-    """
+    """Where tokens are one value that stands only at the ends of rows, which makes them equally long; else ``None``."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape[1] < 3:
         return None
     same = tokens == tokens[:, -1].mode().values
@@ -116,14 +86,7 @@ def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:
 
 
 def rewarded(tape: Tape) -> Probed:
-    """Whether a step makes what was rewarded less likely: the loss rises with a log-probability times its reward.
-
-    Args:
-        tape: of a step.
-
-    Raises:
-        Unknown: no such product was seen.
-    """
+    """Whether a step makes what was rewarded less likely: the loss rises with a log-probability times its reward."""
     loss = tape.losses[-1]
     if tape.failed:
         raise Unknown(tape.failed)
@@ -139,9 +102,7 @@ def rewarded(tape: Tape) -> Probed:
     if not found:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
-    answer = "yes" if rises > 0 else "no"
-    return Probed(probe="rewarded", root=-1, answer=answer, file=operation.file, line=operation.line,
-                  evidence={"slope": rises, "products": len(found)})  # fmt: skip
+    return told("rewarded", operation, answer="yes" if rises > 0 else "no", slope=rises, products=len(found))
 
 
 def _products(tape: Tape) -> Iterator[Operation]:

@@ -3,19 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from anybatch.doctor.fixes.scene import (
-    Change,
-    Scene,
-    each,
-    edits_of,
-    inner_loop,
-    last_name,
-    methods,
-    only,
-    primary,
-    within,
-)
-from anybatch.doctor.fixes.source import Edit, UnclearEdit, UserSource
+from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, methods, primary, within
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, last_name, only, receiver
 
 _NO_GRADIENT = ("no_grad", "inference_mode")
 
@@ -66,9 +55,7 @@ def not_detached_on_the_way(scene: Scene) -> Iterator[Edit]:
 
 def _without_call(source: UserSource, call: ast.Call) -> list[Change]:
     """``x.detach()`` becomes ``x``."""
-    if not isinstance(call.func, ast.Attribute):
-        raise UnclearEdit("the call is no method")
-    return [Change(source.end(call.func.value), source.end(call), "")]
+    return [Change(source.end(receiver(call)), source.end(call), "")]
 
 
 def _without_no_grad(source: UserSource, statement: ast.With) -> list[Change]:
@@ -217,9 +204,8 @@ def not_in_place(scene: Scene) -> Iterator[Edit]:
         call = statement.value
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.attr[-1] == "_":
             name, text = call.func.value.id, source.of(statement)
-            yield source.edit(
-                [source.replaced(statement, f"{name} = {text.replace(call.func.attr, call.func.attr[:-1], 1)}")]
-            )
+            made = text.replace(call.func.attr, call.func.attr[:-1], 1)
+            yield source.edit([source.replaced(statement, f"{name} = {made}")])
     for call in source.calls(source.tree):
         if any(one.arg == "inplace" and source.of(one.value) == "True" for one in call.keywords):
             yield source.edit([source.keyword(call, "inplace", "False")])
@@ -239,6 +225,5 @@ def step_behind_both(scene: Scene) -> Iterator[Edit]:
 def mean_of_the_loss(scene: Scene) -> Iterator[Edit]:
     """``loss.backward()`` becomes ``loss.mean().backward()``."""
     source = scene.source
-    call = source.one_call(scene.statement, "backward")
-    if isinstance(call.func, ast.Attribute):
-        yield source.edit([source.replaced(call.func.value, f"{primary(source, call.func.value)}.mean()")])
+    loss = receiver(source.one_call(scene.statement, "backward"))
+    yield source.edit([source.replaced(loss, f"{primary(source, loss)}.mean()")])

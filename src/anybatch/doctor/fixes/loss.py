@@ -3,10 +3,11 @@
 import ast
 from collections.abc import Iterator
 
-from anybatch.doctor.fixes.scene import Change, Scene, each, edits_of, last_name, nn_name, only, primary
-from anybatch.doctor.fixes.source import Edit, UnclearEdit, UserSource
+from anybatch.doctor.fixes.scene import Scene, each, edits_of, nn_name, primary
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, last_name, only, receiver
 
 _ACTIVATIONS = ("softmax", "Softmax", "sigmoid", "Sigmoid", "log_softmax", "LogSoftmax", "softmax2d", "Softmax2d")
+_LIBRARIES = ("torch", "F", "nn", "functional")
 _INFINITE = ('-float("inf")', "-float('inf')", 'float("-inf")', "float('-inf')", "-torch.inf", "-math.inf", "-np.inf")
 
 
@@ -33,19 +34,12 @@ def _without_activation(source: UserSource, call: ast.Call) -> list[Change]:
             return [Change(source.end(holder[at - 1]), source.end(call), "")]
         return [Change(source.start(call), source.start(holder[1]), "")]
     function = call.func
-    library = isinstance(function, ast.Name) or ast.unparse(function).split(".")[0] in (
-        "torch",
-        "F",
-        "nn",
-        "functional",
-    )
+    library = isinstance(function, ast.Name) or ast.unparse(function).split(".")[0] in _LIBRARIES
     if library or ast.unparse(function).startswith("self."):
         if not call.args:
             raise UnclearEdit("the activation is given nothing in place")
         return [source.replaced(call, primary(source, call.args[0]))]
-    if not isinstance(function, ast.Attribute):
-        raise UnclearEdit("it is not clear what is activated")
-    return [Change(source.end(function.value), source.end(call), "")]
+    return [Change(source.end(receiver(call)), source.end(call), "")]
 
 
 @edits_of("SOFTMAX_DIM")
@@ -140,9 +134,7 @@ def argument_kept_from_zero(scene: Scene) -> Iterator[Edit]:
         raise UnclearEdit("no logarithm and no root made it")
     source = scene.source
     call = only(source.calls(scene.statement, name) or source.calls(source.tree, name), f"calls of {name}")
-    value = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
-    if value is None:
-        raise UnclearEdit("it is not clear what goes in")
+    value = call.args[0] if call.args else receiver(call)
     text = f"{primary(source, value)}.clamp(min=1e-8)" if name == "log" else f"({source.of(value)} + 1e-8)"
     yield source.edit([source.replaced(value, text)])
 
@@ -163,13 +155,12 @@ def shuffled(scene: Scene) -> Iterator[Edit]:
     """The loader that the training goes through shuffles."""
     source = scene.source
     own = ("sampler", "batch_sampler")  # an order that was asked for
-    loaders = [
-        one
-        for one in source.calls(source.tree, "DataLoader")
-        if not any(
-            word.arg in own or (word.arg == "shuffle" and source.of(word.value) != "False") for word in one.keywords
-        )
-    ]
+
+    def is_ordered(loader: ast.Call) -> bool:
+        words = loader.keywords
+        return any(one.arg in own or (one.arg == "shuffle" and source.of(one.value) != "False") for one in words)
+
+    loaders = [one for one in source.calls(source.tree, "DataLoader") if not is_ordered(one)]
     yield from each(source, loaders, lambda one: [source.keyword(one, "shuffle", "True")])
 
 
@@ -209,12 +200,8 @@ def converted_before_the_call(scene: Scene) -> Iterator[Edit]:
 def means_of_both(scene: Scene) -> Iterator[Edit]:
     """A term that is summed over the batch becomes a mean, or is summed over the last dim alone."""
     source, scope = scene.source, scene.source.scope(scene.statement)
-    reduced = [
-        word
-        for call in source.calls(scope)
-        for word in call.keywords
-        if word.arg == "reduction" and source.of(word.value)[1:-1] == "sum"
-    ]
+    words = [word for call in source.calls(scope) for word in call.keywords if word.arg == "reduction"]
+    reduced = [word for word in words if source.of(word.value)[1:-1] == "sum"]
     yield from each(source, reduced, lambda one: [source.replaced(one.value, '"mean"')])
     sums = [one for one in source.calls(scope, "sum") if not one.keywords and len(one.args) == (not _is_method(one))]
     for behind in ("", ".mean()"):

@@ -4,8 +4,8 @@ import ast
 import contextlib
 from collections.abc import Iterator
 
-from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, last_name, only, primary
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Edit, UnclearEdit, UserSource
+from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, primary
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, Edit, UnclearEdit, UserSource, last_name, only, receiver
 from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
 
 
@@ -73,9 +73,9 @@ def unscaled_before_the_clip(scene: Scene) -> Iterator[Edit]:
     """``scaler.unscale_(optimizer)`` comes before the clipping."""
     source, clipping = _line_of(scene, Clipped)
     where, _, call = _scaler_step(scene)
-    if where.path != source.path or not isinstance(call.func, ast.Attribute) or len(call.args) != 1:
+    if where.path != source.path or len(call.args) != 1:
         raise UnclearEdit("clipping and step of the scaler are in different files")
-    code = f"{where.of(call.func.value)}.unscale_({where.of(call.args[0])})"
+    code = f"{where.of(receiver(call))}.unscale_({where.of(call.args[0])})"
     yield source.edit([source.inserted(clipping, code)])
 
 
@@ -83,8 +83,7 @@ def unscaled_before_the_clip(scene: Scene) -> Iterator[Edit]:
 def scaler_updated(scene: Scene) -> Iterator[Edit]:
     """``scaler.update()`` follows the step of the scaler."""
     source, step, call = _scaler_step(scene)
-    if isinstance(call.func, ast.Attribute):
-        yield source.edit([source.inserted(step, f"{source.of(call.func.value)}.update()", after=True)])
+    yield source.edit([source.inserted(step, f"{source.of(receiver(call))}.update()", after=True)])
 
 
 @edits_of("UNSCALE_TWICE")
@@ -166,10 +165,7 @@ def window_from_one(scene: Scene) -> Iterator[Edit]:
 def divided(scene: Scene) -> Iterator[Edit]:
     """The loss is divided by the number of its micro-batches, as the script names it."""
     source, backward = scene.backward()
-    call = source.one_call(backward, "backward")
-    if not isinstance(call.func, ast.Attribute):
-        raise UnclearEdit("the backward is no method")
-    loss = call.func.value
+    loss = receiver(source.one_call(backward, "backward"))
     number = _windows_name(scene, source, source.statement(backward.lineno)) or f"{scene.number('backwards'):.0f}"
     if isinstance(loss, ast.Call) and last_name(loss) == "scale" and len(loss.args) == 1:
         loss = loss.args[0]

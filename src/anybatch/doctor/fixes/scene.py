@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, last_name, only
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
@@ -20,11 +20,7 @@ MAKERS: dict[str, list[Maker]] = {}
 
 
 def edits_of(*names: str) -> Callable[[Maker], Maker]:
-    """Puts a function into the table.
-
-    Args:
-        names: of the findings that it makes edits for.
-    """
+    """Puts a function into the table."""
 
     def registered(make: Maker) -> Maker:
         for name in names:
@@ -49,11 +45,7 @@ class Scene:
         self.read = read
 
     def number(self, name: str) -> float:
-        """A number of the evidence.
-
-        Raises:
-            UnclearEdit: there is none.
-        """
+        """A number of the evidence."""
         value = self.finding.evidence.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UnclearEdit(f"the evidence has no {name}")
@@ -63,6 +55,12 @@ class Scene:
     def source(self) -> UserSource:
         """The file of the finding."""
         return self.read(self.finding.place.file)
+
+    @property
+    def files(self) -> list[str]:
+        """The file of the finding, and those of the models."""
+        every = (self.finding.place.file, *(root.file for root in self.run.roots.values()))
+        return [one for one in dict.fromkeys(every) if one]
 
     @property
     def statement(self) -> ast.stmt:
@@ -121,11 +119,10 @@ class Scene:
         number = self.optimizer().optimizer
         source, statement = self.commonest(one for one in self.run.of(Stepped) if one.optimizer == number)
         call = source.one_call(statement, "step")
-        if not isinstance(call.func, ast.Attribute):
-            raise UnclearEdit("the step is no method")
+        stepped = receiver(call)
         if call.args and isinstance(call.args[0], ast.Name | ast.Attribute):  # scaler.step(optimizer)
             return source, statement, source.of(call.args[0])
-        return source, statement, source.of(call.func.value)
+        return source, statement, source.of(stepped)
 
     def backward(self) -> tuple[UserSource, ast.stmt]:
         """Where the backward is called from most often."""
@@ -142,17 +139,7 @@ class Scene:
 
 
 def edits(finding: Finding, run: Run, read: Callable[[str], UserSource], most: int = 4) -> Iterator[Edit]:
-    """The edits that may mend what was found, the likeliest first.
-
-    Args:
-        finding: what was found.
-        run: its facts.
-        read: gives a file of the user by its path; raises ``UnclearEdit`` for one that is not the user's.
-        most: how many at most.
-
-    Yields:
-        Edits, each different from the others.
-    """
+    """The edits that may mend what was found, the likeliest first."""
     seen: set[str] = set()
     for make in MAKERS.get(finding.name, ()):
         made = make(Scene(finding, run, read))
@@ -167,13 +154,7 @@ def edits(finding: Finding, run: Run, read: Callable[[str], UserSource], most: i
 
 
 def each(source: UserSource, things: Iterable[_T], change: Callable[[_T], Iterable[Change]]) -> Iterator[Edit]:
-    """An edit for each of some things, but for those that can't be edited.
-
-    Args:
-        source: the file.
-        things: nodes, as a rule.
-        change: gives the changes for one, or raises ``UnclearEdit``.
-    """
+    """An edit for each of some things, but for those that can't be edited."""
     for one in things:
         try:
             yield source.edit(change(one))
@@ -182,12 +163,7 @@ def each(source: UserSource, things: Iterable[_T], change: Callable[[_T], Iterab
 
 
 def reader(is_users: Callable[[str], bool], edited: dict[str, str]) -> Callable[[str], UserSource]:
-    """What reads the files of a user, as they are after edits.
-
-    Args:
-        is_users: whether a file is the user's.
-        edited: texts that take the place of those on disk, by path.
-    """
+    """What reads the files of a user, as they are after edits."""
 
     @functools.cache  # nodes of one text can be compared
     def read(path: str) -> UserSource:
@@ -232,6 +208,13 @@ def nn_name(source: UserSource) -> str:
     raise UnclearEdit("the file does not import torch.nn")
 
 
+def assigned(source: UserSource, name: str) -> list[tuple[ast.Assign, ast.Attribute]]:
+    """The assignments to an attribute of some name, with what they assign to."""
+    found = [one for one in ast.walk(source.tree) if isinstance(one, ast.Assign)]
+    pairs = [(one, one.targets[0]) for one in found]
+    return [(one, to) for one, to in pairs if isinstance(to, ast.Attribute) and to.attr == name]
+
+
 def methods(source: UserSource, name: str) -> list[ast.Call]:
     """The calls of a method without arguments, such as ``.detach()``."""
     found = source.calls(source.tree, name)
@@ -242,7 +225,3 @@ def within(source: UserSource, outer: ast.AST, calls: Iterable[ast.Call]) -> lis
     """Those calls that are in a node."""
     inside = set(ast.walk(outer))
     return [one for one in calls if one in inside]
-
-
-__all__ = ["MAKERS", "Change", "Scene", "each", "edits", "edits_of", "inner_loop", "last_name", "methods", "nn_name",
-           "only", "primary", "reader", "within"]  # fmt: skip

@@ -4,8 +4,8 @@ import ast
 import itertools
 from collections.abc import Iterator
 
-from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, last_name, only
-from anybatch.doctor.fixes.source import LOOPS, Change, Edit, UnclearEdit, UserSource
+from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop
+from anybatch.doctor.fixes.source import LOOPS, Change, Edit, UnclearEdit, UserSource, last_name, only
 
 _ADAPTIVE = 1e-3
 _PLAIN = 1e-2
@@ -101,8 +101,7 @@ def _inside_a_module(source: UserSource, statement: ast.stmt) -> None:
 def momentum_of_torch(scene: Scene) -> Iterator[Edit]:
     """The momentum of a batch norm as torch means it: one less that of other libraries."""
     wrong = scene.number("momentum") if "momentum" in scene.finding.evidence else scene.number("value")
-    files = dict.fromkeys((scene.finding.place.file, *(root.file for root in scene.run.roots.values())))
-    for source in (scene.read(file) for file in files if file):
+    for source in map(scene.read, scene.files):
         found = [
             (call, word) for call in source.calls(source.tree) for word in call.keywords
             if word.arg == "momentum" and "BatchNorm" in last_name(call) and isinstance(word.value, ast.Constant)

@@ -25,34 +25,21 @@ class UnclearEdit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes that take the place of others.
+    """Bytes that take the place of others."""
 
-    Args:
-        start: offset of the first byte that goes.
-        end: offset behind the last one; ``start`` to insert.
-        text: that comes.
-    """
-
-    start: int
-    end: int
-    text: str
+    start: int  # offset of the first byte that goes
+    end: int  # offset behind the last one; ``start`` to insert
+    text: str  # that comes
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One file, changed.
+    """One file, changed."""
 
-    Args:
-        path: of the file, absolute.
-        before: its text.
-        after: its text with the edit.
-        lines: those that are new; where some only went, what went.
-    """
-
-    path: str
-    before: str
-    after: str
-    lines: str = ""
+    path: str  # of the file, absolute
+    before: str  # its text
+    after: str  # its text with the edit
+    lines: str = ""  # those that are new; where some only went, what went
 
 
 class UserSource:
@@ -60,11 +47,7 @@ class UserSource:
 
     Args:
         path: of the file.
-        text: what is in it, ``None`` to read it.
-
-    Raises:
-        UnclearEdit: it can't be read, or is no Python in UTF-8.
-    """
+        text: what is in it, ``None`` to read it."""
 
     def __init__(self, path: str, text: str | None = None) -> None:
         self.path = path
@@ -114,11 +97,7 @@ class UserSource:
         return self._data[self.start(node) : self.end(node)].decode()
 
     def statement(self, line: int) -> ast.stmt:
-        """The innermost statement that a line belongs to.
-
-        Raises:
-            UnclearEdit: there is none.
-        """
+        """The innermost statement that a line belongs to."""
         found: ast.stmt | None = None
         for node in ast.walk(self.tree):  # goes outside in
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
@@ -145,11 +124,7 @@ class UserSource:
         return sorted(found, key=self.start)
 
     def one_call(self, node: ast.AST, *names: str) -> ast.Call:
-        """The only call of some names in a node.
-
-        Raises:
-            UnclearEdit: there is none, or there are several.
-        """
+        """The only call of some names in a node."""
         return only(self.calls(node, *names), f"calls of {' or '.join(names)}")
 
     def replaced(self, node: ast.expr | ast.stmt | ast.keyword, text: str) -> Change:
@@ -173,11 +148,7 @@ class UserSource:
         return Change(at, at, lines)
 
     def keyword(self, call: ast.Call, name: str, value: str) -> Change:
-        """A keyword of a call with another value, or a new one behind its arguments.
-
-        Raises:
-            UnclearEdit: keywords come from a mapping that may have it already.
-        """
+        """A keyword of a call with another value, or a new one behind its arguments."""
         for one in call.keywords:
             if one.arg == name:
                 return self.replaced(one.value, value)
@@ -197,11 +168,7 @@ class UserSource:
         return self.behind(last, f", {name}={value}")
 
     def without_keyword(self, call: ast.Call, name: str) -> Change:
-        """A call that loses a keyword, with the comma before it.
-
-        Raises:
-            UnclearEdit: it has none of this name.
-        """
+        """A call that loses a keyword, with the comma before it."""
         gone = only([one for one in call.keywords if one.arg == name], f"keywords {name}")
         both: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         given = sorted(both, key=self.start)
@@ -211,22 +178,14 @@ class UserSource:
         return Change(self.start(gone), self.start(given[1]) if len(given) > 1 else self.end(gone), "")
 
     def removed(self, statement: ast.stmt) -> Change:
-        """A statement that goes, with its lines.
-
-        Raises:
-            UnclearEdit: it stands alone in its block, or shares a line.
-        """
+        """A statement that goes, with its lines."""
         if len(self.block(statement)) == 1:
             raise UnclearEdit("nothing else stands in the block of the statement")
         start, end = self._whole_lines(statement)
         return Change(start, end, "")
 
     def moved(self, statement: ast.stmt, target: ast.stmt, *, after: bool = False) -> list[Change]:
-        """A statement that goes before another one, or after it.
-
-        Raises:
-            UnclearEdit: see ``removed``.
-        """
+        """A statement that goes before another one, or after it."""
         self._without_long_strings(statement)
         start, _ = self._whole_lines(statement)
         own = self._data[start : self._first(statement)].decode()
@@ -251,14 +210,7 @@ class UserSource:
             raise UnclearEdit("the statement holds a string of several lines")
 
     def edit(self, changes: Iterable[Change]) -> Edit:
-        """The file with some changes.
-
-        Args:
-            changes: none of which overlap.
-
-        Raises:
-            UnclearEdit: they overlap, nothing changes, or the result is no Python.
-        """
+        """The file with some changes."""
         ordered = sorted(changes, key=lambda one: (one.start, one.end))
         if any(one.end > next_.start for one, next_ in pairwise(ordered)):
             raise UnclearEdit("the changes overlap")
@@ -310,25 +262,22 @@ def last_name(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def only(found: Sequence[_T], what: str) -> _T:
-    """The one element.
+def receiver(call: ast.Call) -> ast.expr:
+    """What a method is called of: ``optimizer`` of ``optimizer.step()``."""
+    if not isinstance(call.func, ast.Attribute):
+        raise UnclearEdit(f"{last_name(call) or 'what is called'} is no method")
+    return call.func.value
 
-    Raises:
-        UnclearEdit: there is none, or there are several.
-    """
+
+def only(found: Sequence[_T], what: str) -> _T:
+    """The one element."""
     if len(found) != 1:
         raise UnclearEdit(f"{len(found)} {what} where one is needed")
     return found[0]
 
 
 def unified(before: dict[str, str], after: dict[str, str], folder: str) -> str:
-    """The patch between two states of some files, as git and patch take it.
-
-    Args:
-        before: for the path of each file its text.
-        after: the same with the edits.
-        folder: where the patch is applied; files outside of it are named by their whole path.
-    """
+    """The patch between two states of some files, as git and patch take it."""
     parts = []
     for path, text in after.items():
         if text == before[path]:

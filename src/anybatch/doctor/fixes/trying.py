@@ -34,21 +34,13 @@ _SLOWER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A run of a script on trial.
+    """A run of a script on trial."""
 
-    Args:
-        diagnosis: of the run.
-        run: its facts.
-        refused: what it wanted to do that a trial may not; empty for a run that was whole.
-        late: whether it was stopped because its time was over.
-        code: its exit code, 0 too if it was ended after its steps.
-    """
-
-    diagnosis: Diagnosis
-    run: Run
-    refused: str = ""
-    late: bool = False
-    code: int = 0
+    diagnosis: Diagnosis  # of the run
+    run: Run  # its facts
+    refused: str = ""  # what it wanted to do that a trial may not; empty for a run that was whole
+    late: bool = False  # whether it was stopped because its time was over
+    code: int = 0  # its exit code, 0 too if it was ended after its steps
 
     @property
     def unusable(self) -> str:
@@ -60,17 +52,11 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the fix of one finding.
+    """What became of the fix of one finding."""
 
-    Args:
-        edit: that was tried and is good, ``None`` without.
-        said: what the trial has shown, or why there is none.
-        trial: the run with the edit, ``None`` without.
-    """
-
-    edit: Edit | None
-    said: str
-    trial: Tried | None = None
+    edit: Edit | None  # that was tried and is good, ``None`` without
+    said: str  # what the trial has shown, or why there is none
+    trial: Tried | None = None  # the run with the edit, ``None`` without
 
 
 Start = Callable[[Edit | None], Tried]
@@ -79,9 +65,6 @@ Start = Callable[[Edit | None], Tried]
 
 def steps_for(findings: Iterable[Finding]) -> int:
     """After how many steps a trial of some findings may end.
-
-    Args:
-        findings: whose symptoms have to show.
 
     Example:
         >>> steps_for([Finding("late.", step=200)]), steps_for([Finding("early.", step=0)])
@@ -100,19 +83,7 @@ def with_edits(diagnosis: Diagnosis) -> list[Finding]:
 def tried(
     finding: Finding, run: Run, read: Callable[[str], UserSource], without: Callable[[], Tried], start: Start, most: int
 ) -> Outcome:
-    """Tries the edits of one finding until one is good.
-
-    Args:
-        finding: what was found.
-        run: the facts that it was found in.
-        read: gives a file of the user.
-        without: gives the run on trial without the edit, which is only made where there is something to try.
-        start: runs the script with an edit.
-        most: how many edits at most.
-
-    Returns:
-        The first edit that is good, with what it has shown; otherwise why there is none.
-    """
+    """Tries the edits of one finding until one is good."""
     reasons: list[str] = []
     good: list[Outcome] = []
     for edit in edits(finding, run, read, most):
@@ -152,13 +123,7 @@ def _end(outcome: Outcome) -> float:
 
 
 def worse(finding: Finding, before: Tried, after: Tried) -> str:
-    """Why an edit is no good; empty if it is.
-
-    Args:
-        finding: that it was made for.
-        before: the run without it.
-        after: the run with it.
-    """
+    """Why an edit is no good; empty if it is."""
     if after.unusable:
         return after.unusable
     if after.code != 0:
@@ -202,13 +167,7 @@ def _fall(values: Course) -> float:
 
 
 def shown(finding: Finding, before: Tried, after: Tried) -> str:
-    """What a good trial has shown.
-
-    Args:
-        finding: that is gone.
-        before: the run without the edit.
-        after: the run with it.
-    """
+    """What a good trial has shown."""
     steps, was, now = after.run.steps, course(before.run), course(after.run)
     if before.code != 0:
         without = "without: the script fails"

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, nn_name, only, primary
-from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource
+from anybatch.doctor.fixes.scene import Scene, assigned, edits_of, inner_loop, nn_name, primary
+from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Loaded
 
 
@@ -16,10 +16,8 @@ def whole_model(scene: Scene) -> Iterator[Edit]:
     if not call.args:
         raise UnclearEdit("the optimizer is given no parameters in place")
     given = only([one for one in source.calls(call.args[0], "parameters") if not one.args], "calls of parameters()")
-    if not isinstance(given.func, ast.Attribute):
-        raise UnclearEdit("parameters is no method")
     roots = {one.variable for one in scene.run.roots.values() if one.variable}
-    part: ast.expr = given.func.value
+    part = receiver(given)
     while isinstance(part, ast.Attribute | ast.Subscript):
         part = part.value
         if source.of(part) in roots:
@@ -62,8 +60,7 @@ def registered(scene: Scene) -> Iterator[Edit]:
 
 def _file_with_class(scene: Scene, name: str) -> UserSource:
     """The file of the finding, or of its model, that defines a class."""
-    for file in dict.fromkeys((scene.finding.place.file, *(root.file for root in scene.run.roots.values()),
-                               *(one.file for root in scene.run.roots.values() for one in root.modules))):  # fmt: skip
+    for file in (*scene.files, *(one.file for root in scene.run.roots.values() for one in root.modules)):
         try:
             source = scene.read(file)
         except UnclearEdit:
@@ -78,14 +75,9 @@ def module_made_ready(scene: Scene) -> Iterator[Edit]:
     """``super().__init__()`` becomes the first line of the constructor."""
     head, _, of_class = scene.finding.fix.partition("  # the first line of ")
     source = _file_with_class(scene, of_class.partition(".")[0])
-    constructors = [
-        one
-        for body in ast.walk(source.tree)
-        if isinstance(body, ast.ClassDef) and body.name == of_class.partition(".")[0]
-        for one in body.body
-        if isinstance(one, ast.FunctionDef) and one.name == "__init__"
-    ]
-    made = only(constructors, "constructors")
+    bodies = [one for one in ast.walk(source.tree) if isinstance(one, ast.ClassDef)]
+    inside = [one for body in bodies if body.name == of_class.partition(".")[0] for one in body.body]
+    made = only([one for one in inside if isinstance(one, ast.FunctionDef) and one.name == "__init__"], "constructors")
     first = made.body[1] if ast.get_docstring(made) is not None and len(made.body) > 1 else made.body[0]
     if any(isinstance(one.func, ast.Attribute) for one in source.calls(made, "__init__")):
         raise UnclearEdit("the constructor calls another one, too late")
@@ -118,8 +110,6 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
     changes = source.moved(statement, last, after=True)
     if renamed:
         given = only(source.calls(call, "parameters"), "calls of parameters()")
-        if not isinstance(given.func, ast.Attribute):
-            raise UnclearEdit("parameters is no method")
         gone, comes = changes
         text = comes.text.replace(source.of(given), f"{renamed}.parameters()")
         changes = [gone, replace(comes, text=text)]
@@ -170,20 +160,12 @@ def schedule_of_the_new_optimizer(scene: Scene) -> Iterator[Edit]:
 def frozen_by_the_method(scene: Scene) -> Iterator[Edit]:
     """``module.requires_grad = False`` becomes ``module.requires_grad_(False)``."""
     last = scene.finding.place.module.rpartition(".")[2]
-    for file in dict.fromkeys((scene.finding.place.file, *(root.file for root in scene.run.roots.values()))):
-        source = scene.read(file)
-        found = [
-            one for one in ast.walk(source.tree)
-            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
-            and one.targets[0].attr == "requires_grad" and len(one.targets) == 1
-            and ast.unparse(one.targets[0].value).rpartition(".")[2] == last
-        ]  # fmt: skip
+    for source in map(scene.read, scene.files):
+        found = [(one, to) for one, to in assigned(source, "requires_grad")
+                 if len(one.targets) == 1 and ast.unparse(to.value).rpartition(".")[2] == last]  # fmt: skip
         if found:
-            one = only(found, "such assignments")
-            target = one.targets[0]
-            if isinstance(target, ast.Attribute):
-                text = f"{source.of(target.value)}.requires_grad_({source.of(one.value)})"
-                yield source.edit([source.replaced(one, text)])
+            one, to = only(found, "such assignments")
+            yield source.edit([source.replaced(one, f"{source.of(to.value)}.requires_grad_({source.of(one.value)})")])
             return
 
 
@@ -192,12 +174,8 @@ def frozen_the_other_way(scene: Scene) -> Iterator[Edit]:
     """``requires_grad = "bn" in name`` is asked the other way round."""
     files = dict.fromkeys((scene.finding.place.file, *(one.file for one in scene.run.optimizers.values())))
     for source in (scene.read(file) for file in files if file):
-        found = [
-            one.value for one in ast.walk(source.tree)
-            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
-            and one.targets[0].attr == "requires_grad" and isinstance(one.value, ast.Compare)
-            and len(one.value.ops) == 1 and isinstance(one.value.ops[0], ast.In)
-        ]  # fmt: skip
+        found = [one.value for one, _ in assigned(source, "requires_grad") if isinstance(one.value, ast.Compare)
+                 and len(one.value.ops) == 1 and isinstance(one.value.ops[0], ast.In)]  # fmt: skip
         value = only(found, "conditions of this kind")
         text = f"{source.of(value.left)} not in {source.of(value.comparators[0])}"
         yield source.edit([source.replaced(value, text)])
@@ -212,11 +190,7 @@ def first_factor_at_random(scene: Scene) -> Iterator[Edit]:
         raise UnclearEdit("the finding is not of two factors")
     for file in dict.fromkeys(root.file for root in scene.run.roots.values()):
         source = scene.read(file)
-        found = [
-            one for one in ast.walk(source.tree)
-            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Attribute)
-            and one.targets[0].attr == names[0]
-        ]  # fmt: skip
+        found = [one for one, _ in assigned(source, names[0])]
         if not found:
             continue
         zeros = source.one_call(only(found, "assignments of the factor"), "zeros")
@@ -244,12 +218,10 @@ def rate_behind_the_checkpoint(scene: Scene) -> Iterator[Edit]:
     asked = repr(scene.number("asked")) if rate is None else source.of(rate)
     loads = {(one.file, one.line) for one in scene.run.of(Loaded) if one.into == "optimizer" and one.file}
     file, line = only(sorted(loads), "lines that load an optimizer")
-    loading, name = scene.read(file).statement(line), scene.stepping()[2]
+    loading = scene.read(file).statement(line)
     if file != source.path or (source.scope(made) is not scene.read(file).scope(loading) and rate is not None):
         asked = repr(scene.number("asked"))
     target = scene.read(file)
-    call = target.one_call(loading, "load_state_dict")
-    if isinstance(call.func, ast.Attribute):
-        name = primary(target, call.func.value)
+    name = primary(target, receiver(target.one_call(loading, "load_state_dict")))
     code = f'for group in {name}.param_groups:\n    group["lr"] = {asked}'
     yield target.edit([target.inserted(loading, code, after=True)])

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.containers import entries_of
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
-from anybatch.tensors.dispatch import item_of
+from anybatch.tensors.dispatch import item_of, unseen
 
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("dropout", (nn.modules.dropout._DropoutNd,)),
@@ -149,6 +149,7 @@ def config_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if type(value) in _PLAIN}
 
 
+@unseen
 def constants(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, bool]]:
     """For each tensor the value that all entries have, or ``None``; and whether a matrix has all rows equal.
 
@@ -290,4 +291,8 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
     Args:
         optimizer: or ``None``.
     """
-    return tuple([plain_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())])
+    groups: Sequence[Any] = getattr(optimizer, "param_groups", ())
+    if len(groups) == 1:
+        rate = groups[0].get("lr")
+        return (rate if type(rate) is float else plain_rate(rate),)
+    return tuple([plain_rate(group.get("lr")) for group in groups])

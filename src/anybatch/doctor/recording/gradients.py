@@ -1,16 +1,12 @@
 """Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
 
 import weakref
-from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from anybatch.doctor.recording.numbering import Numbering
-from anybatch.records.events import Cleared, Stepped
 from anybatch.tensors.dispatch import has_numbers, unseen
-
-_TRIED = 4  # gradients whose first entry is looked at
 
 
 class Came(NamedTuple):
@@ -25,18 +21,6 @@ class Came(NamedTuple):
     kept: tuple[int, ...]
 
 
-class Done(Protocol):
-    """What was done to gradients that nobody has looked at since: they were added onto, cleared, or used by a step."""
-
-    @property
-    def fact(self) -> Any:
-        """A ``Backward``, ``Cleared`` or ``Stepped``."""
-
-    @property
-    def parameters(self) -> Collection[int]:
-        """Whose gradients, by number."""
-
-
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
 
@@ -47,7 +31,7 @@ class Gradients:
         numbers: of the parameters.
         present: how many of these had a gradient when last looked at.
         is_any: whether any had.
-        done: what was done to them since somebody has looked, see ``catch_up``.
+        is_aside: whether anybatch has put them aside.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -60,18 +44,17 @@ class Gradients:
         self._used: list[int] = []  # ids of the gradients that the last step used and that were not cleared since
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
-        self.is_any = False
+        self.is_any = self.is_aside = False
         self.present = 0
-        self.done: list[Done] = []
+        self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
-    def arrange(self) -> bool:
-        """Takes in parameters that were not there before; whether there are any."""
-        self.catch_up()
+    def arrange(self) -> None:
+        """Takes in parameters that were not there before."""
         if self._numbering.version == self._version:
-            return False
+            return
         self._version = self._numbering.version
         numbers, self._references = self._numbering.references()
         known = zip(self.numbers, self._ids, self._versions, self._used, self._used_versions, strict=True)
@@ -85,7 +68,6 @@ class Gradients:
             if self._ids[place] < 0:  # looked at for the first time
                 self._ids[place], self._versions[place] = 0, 0 if gradient is None else gradient._version
         self.is_any = any(self._ids)
-        return True
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [None if (tensor := reference()) is None else tensor.grad for reference in self._references]
@@ -100,13 +82,21 @@ class Gradients:
         self.present = len(self._ids) - self._ids.count(0)
         self.is_any = self.present > 0
 
+    def is_empty(self) -> bool:
+        """Whether none has a gradient, as mostly before a backward; it is the same as looking at them then."""
+        if self._numbering.version != self._version:
+            self.arrange()
+        self._before = []
+        return not self.is_any
+
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
 
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
-        self.arrange()
+        if self._numbering.version != self._version:
+            self.arrange()
         if not self.is_any:
             self._before = []
             return 0, 0
@@ -116,20 +106,15 @@ class Gradients:
             return 0, 0
         return self._cleared_by_hand(self._before)
 
-    @property
-    def is_aside(self) -> bool:
-        """Whether anybatch has put the gradients aside."""
-        return self._aside is not None
-
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
         present = zip(self.numbers, self._used, self._ids, strict=True)
-        self._aside = {number: used for number, used, gradient in present if gradient}
+        self._aside, self.is_aside = {number: used for number, used, gradient in present if gradient}, True
 
     def put_back(self) -> None:
         """Is told that they are there again, with what backwards have added since."""
         if self._aside is not None:
-            aside, self._aside = self._aside, None
+            aside, self._aside, self.is_aside = self._aside, None, False
             self._note(self._look())
             self._used = [aside.get(number, 0) for number in self.numbers]
 
@@ -213,14 +198,17 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
-        self.catch_up()
+        if self._numbering.version != self._version:
+            self.arrange()
         if not self.is_any:
             return 0, 0, 0
-        gradients = self._gradients()
         if not closely:
-            gone = sum(1 for one, old in zip(gradients, self._ids, strict=True) if one is None and old)
-            if not gone:
+            for reference, old in zip(self._references, self._ids, strict=True):
+                if old and ((tensor := reference()) is None or tensor.grad is None):
+                    break
+            else:
                 return 0, 0, 0
+        gradients = self._gradients()
         edited = sum(
             1
             for gradient, old, version in zip(gradients, self._ids, self._versions, strict=True)
@@ -229,47 +217,25 @@ class Gradients:
         cleared, had = self._cleared_by_hand(gradients)
         return cleared, had, 0 if cleared else edited
 
-    def after_step(self, numbers: frozenset[int]) -> None:
+    def after_step(self, numbers: frozenset[int], *, closely: bool) -> None:
         """Notes which gradients a step has used.
 
         Args:
             numbers: of the optimizer's parameters.
+            closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
-        gradients = self._look()
-        self._note(gradients)
-        for place, gradient in enumerate(gradients):
-            if gradient is not None and self.numbers[place] in numbers:
-                self._used[place] = self._ids[place]
-                self._used_versions[place] = self._versions[place]
-
-    def forget_repeated(self) -> None:
-        """Keeps of all that was done what was done last."""
-        self.done[:] = list({id(one): one for one in self.done[::-1]}.values())[::-1]
-
-    def catch_up(self) -> None:
-        """Looks at the gradients again after steps that were like others, in which nobody did."""
-        if not self.done:
+        if closely or numbers in self._edits or self._numbering.version != self._version:
+            before = self._versions
+            self._note(self._look())
+            if self.is_any and before != self._versions:
+                self._edits.add(numbers)
+        if len(numbers) == len(self.numbers):
+            self._used, self._used_versions = self._ids[:], self._versions[:]
             return
-        self.forget_repeated()
-        done = self.done[:]
-        self.done.clear()
-        ids, versions, looked_at = self._ids, self._versions, self.numbers
-        used = {number for number, gradient in zip(self.numbers, self._used, strict=True) if gradient}
-        for one in done:
-            used = used.union(one.parameters) if type(one.fact) is Stepped else used.difference(one.parameters)
-        self._note(self._look())
-        self._before = []
-        was_cleared = type(done[-1].fact) is Cleared
-        if not was_cleared and self.numbers == looked_at:
-            for place, old in enumerate(ids):
-                if old and not self._ids[place]:  # cleared by hand since, which the next event tells
-                    self._ids[place], self._versions[place] = old, versions[place]
-            self.is_any = any(self._ids)
-        for place, number in enumerate(self.numbers):
-            self._used[place] = self._ids[place] if number in used else 0
-            self._used_versions[place] = self._versions[place]
-        if was_cleared:
-            self._zero.update((id(one), one._version) for one in self._gradients() if one is not None)
+        for place, gradient in enumerate(self._ids):
+            if gradient and self.numbers[place] in numbers:
+                self._used[place] = gradient
+                self._used_versions[place] = self._versions[place]
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""
@@ -299,10 +265,10 @@ class Gradients:
 
 @unseen
 def _are_zero(gradients: list[torch.Tensor]) -> bool:
-    """Whether all gradients are zero; nothing waits for a device."""
-    if not all(one.layout is torch.strided and one.is_cpu and has_numbers(one) for one in gradients):
-        return False
-    dense = [one.detach() for one in gradients[::-1]]  # those of the last layers are the largest
-    if any(one.numel() and one[(0,) * one.dim()].item() for one in dense[:_TRIED]):
-        return False  # most gradients are known by their first entry
-    return bool(dense) and not any(bool(one.any()) for one in dense)
+    """Whether all gradients are zero; nothing waits for a device. Most are known by their first entries."""
+    for one in (gradients[-1], *gradients):  # that of the last layer mostly tells
+        if one.layout is not torch.strided or not one.is_cpu or not has_numbers(one):
+            return False
+        if one.numel() and one.detach().reshape(-1)[0].item():
+            return False
+    return not any(bool(one.detach().any()) for one in gradients)

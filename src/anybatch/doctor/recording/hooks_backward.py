@@ -2,35 +2,46 @@
 
 import math
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.factors import FACTORS, factor_and_top
 from anybatch.doctor.recording.gradients import Came, Gradients
-from anybatch.doctor.recording.recordings import Recording, Seen
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
 from anybatch.torch_private import in_transform, number_of_backward
 
+_MOST_FACTORS = 8
+_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+_SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor", "weight", "top")
+"""The entries of a backward that are the same where it comes again."""
+
 
 class _Begun(NamedTuple):
-    """A backward that is about to run and is like one before.
+    """A backward that is about to run.
 
     Args:
-        seen: the one before.
-        value: of the loss, ``None`` where it has to be waited for.
+        same: the entries that ``_SAME`` names.
+        scale: of its loss, ``None`` for one that no ``GradScaler`` has scaled.
         loss: it.
-        unscale: what its value is multiplied by.
+        value: of the loss, ``None`` where it has to be waited for, or where there is none.
     """
 
-    seen: Seen
-    value: float | None
+    same: tuple[Any, ...]
+    scale: float | None
     loss: torch.Tensor
-    unscale: float
+    value: float | None
+
+    def unscaled(self, value: float) -> float:
+        """The value of the loss as it was before it was scaled."""
+        return value if self.scale is None else value / self.scale if self.scale else value
+
+
+_NONE = Came((), ())
 
 
 class BackwardHooks:
@@ -52,50 +63,22 @@ class BackwardHooks:
         self.takes, self.gave = recording.guarded(self._takes), recording.guarded(self._gave)
         self._last: dict[tuple[str, int], Came] = {}
         self._weighed: list[Backward] = []  # of the gradient that is being taken
-        self._keys: dict[tuple[str, int], list[Any]] = {}
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
-        recording, gradients = self._recording, self._gradients
-        before, after = recording.guarded(self._before), recording.guarded(self._after)
-        known, threads, counter, journal = recording.known, recording.threads, recording.counter, recording.journal
-        like, calls, done = self._like, recording.loss_calls, gradients.done
+        noted = self._recording.around(self._before, self._after, "backward")
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+            noted_backward = noted(original)
+
             def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
                 if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
                     return original(tensors, *args, **kwargs)
-                me = get_ident()
-                was, is_other = threads.inside, threads.ident != me
-                if is_other and not threads.admits("backward"):
-                    return original(tensors, *args, **kwargs)
-                threads.inside, known.key = True, None
-                try:
-                    begun = like(tensors, args, kwargs) if known.usable else None
-                    if begun is not None:
-                        result = original(tensors, *args, **kwargs)
-                        counter.at = at = counter.at + 1
-                        row = [begun.seen.fact, at, counter.step, begun.value, tuple(calls)]
-                        journal.rows.append(row)
-                        calls.clear()
-                        known.state = begun.seen.state
-                        done.append(begun.seen)
-                        if begun.value is None:
-                            journal.later(row, 3, begun.loss, lambda value: value * begun.unscale)
-                        return result
-                    key = known.take_key()
-                    seen = before(tensors, args, kwargs)
-                    result = original(tensors, *args, **kwargs)
-                    if seen is not None:
-                        after(seen, key)
-                    return result
-                finally:
-                    if threads.ident == me:
-                        threads.inside = was and not is_other
+                return noted_backward(tensors, *args, **kwargs)
 
             return run_backward
 
-        recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+        self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
 
     def _takes(self) -> None:
         """Anybatch is about to put gradients aside, until ``gave``."""
@@ -111,124 +94,126 @@ class BackwardHooks:
     def _look_for_clearing(self) -> None:
         cleared, had = self._gradients.before_backward()
         if cleared:
-            fact = Cleared(by="hand", parameters=cleared, of=had)
-            self._recording.emit(fact)
-            self._recording.known.passed(fact, cleared, had)
+            self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
 
-    def _like(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
-        """Looks at a loss whose backward may be like one before; ``None`` where it is not."""
+    def _before(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
         recording = self._recording
-        try:
-            loss = tensors[0] if len(tensors) == 1 else None
-            if type(loss) is not torch.Tensor or self._is_weighted or recording.counter.step == 0:
-                return None
-            given = args[0][0] if type(args[0]) is tuple and args[0] else None
-            node = loss.grad_fn
-            if given is None or getattr(given, WEIGHT, 1.0) != 1.0 or node is None:
-                return None
-            scale, factor, top = recording.scaled.scale_of(loss) if recording.scaled.pending else None, 1.0, node.name()
-            if top in FACTORS:
-                factor, top = factor_and_top(loss, scaled=scale is not None)
-            into_grad, unscale, known = kwargs.get("accumulate_grad", True), 1.0, recording.known
-            seen = known.find(("backward", top, factor, args[1:3], scale is not None, into_grad, known.state))
-            if seen is None:
-                return None
-            value: Any
-            last, version, value = recording.last_loss
-            if last() is not loss or loss._version != version:
-                if loss.numel() != 1 or loss.is_complex():
-                    return None
-                unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
-                value = item_of(loss) * unscale if loss.is_cpu else None
-                if value is not None and not math.isfinite(value):
-                    return None
-            if scale is not None:
-                recording.scaled.drop(loss)
-            if into_grad and recording.counter.step % MARKED == 0:
-                self._samplers.like_backward(loss)
-            self._samplers.follow(loss, value)
-            return _Begun(seen, value, loss, unscale)
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-            return None
-
-    def _before(self, tensors: Any, args: Any, kwargs: Any) -> Backward | None:
         losses = [one for one in tensors if isinstance(one, torch.Tensor)]
         if not losses or type(losses[0]).__name__ in NUMBERLESS:  # a compiler looks at the backward
             return None
-        loss = losses[0]
-        recording = self._recording
-        retain, create = (*args[1:3], False, False)[:2]
-        into_grad = bool(kwargs.get("accumulate_grad", True))
-        scale = recording.scaled.scale_of(loss)
-        recording.scaled.drop(loss)
+        loss, into_grad = losses[0], bool(kwargs.get("accumulate_grad", True))
+        scale = recording.scaled.scale_of(loss) if recording.scaled.pending else None
+        if scale is not None:
+            recording.scaled.drop(loss)
         factor, top = factor_and_top(loss, scaled=scale is not None)
+        retain, create = args[1:3] if len(args) > 2 else (False, False)
+        numel = loss.numel()
+        value = item_of(loss) if numel == 1 and loss.is_cpu and not loss.is_complex() else None
         weight = self._given(args)
-        if len(losses) > 1:  # which of them is meant can't be said
-            top = ""
-        fact = Backward(
-            function="backward" if into_grad else "grad", is_leaf=loss.grad_fn is None, numel=loss.numel(),
-            retain=bool(retain), create=bool(create), scaled=scale is not None, factor=factor * weight,
-            weight=weight, top=top, **recording.place(),
+        same = (
+            "backward" if into_grad else "grad", loss.is_leaf, numel, bool(retain), bool(create),
+            scale is not None, factor * weight, weight, top if len(losses) == 1 else "",
         )  # fmt: skip
-        if into_grad:
+        if into_grad and not self._gradients.is_empty():
             self._look_for_clearing()
-        if loss.numel() == 1 and not loss.is_complex():
-            unscale = 1.0 if scale is None else 1.0 / scale if scale else 1.0
-            recording.journal.later(fact, "value", loss, lambda value: value * unscale)
-        self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
-        return fact
-
-    @staticmethod
-    def _announced(args: Any) -> float | None:
-        """The weight that anybatch gives a loss; ``None`` where it is not anybatch that differentiates."""
-        given = args[0] if args else None
-        return getattr(given[0], WEIGHT, None) if isinstance(given, (tuple, list)) and given else None
+        if recording.looks or (value is not None and not math.isfinite(value)):
+            self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
+        else:
+            if into_grad and recording.counter.step % MARKED == 0:
+                self._samplers.like_backward(loss)
+            self._samplers.follow(loss, value)
+        return _Begun(same, scale, loss, value)
 
     def _given(self, args: Any) -> float:
         """The plain number that a scalar loss was given as its gradient; 1 where it would have to be waited for."""
-        weight = self._announced(args)
-        if weight is not None:
-            self._is_weighted = self._is_weighted or weight != 1.0
-            return weight
-        if not self._recording.sampled and not self._is_weighted:
-            return 1.0  # as on all sampled steps so far
-        given = list(args[0]) if args and isinstance(args[0], (tuple, list)) else []
-        plain = [one for one in given if type(one) is torch.Tensor and one.numel() == 1 and not one.is_complex()]
-        if not plain or len(plain) < len(given):
-            return 1.0
-        if any(one.is_meta or (one.device.type != "cpu" and not self._recording.sampled) for one in plain):
-            return 1.0
-        values = {float(one.detach()) for one in plain}
-        self._is_weighted = self._is_weighted or values != {1.0}
-        return values.pop() if len(values) == 1 else 1.0
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+        weight = getattr(given[0], WEIGHT, None) if given else None  # which anybatch gives it
+        if weight is None:
+            if not self._recording.sampled and not self._is_weighted:
+                return 1.0  # as on all sampled steps so far
+            plain = [one for one in given if type(one) is torch.Tensor and one.numel() == 1 and not one.is_complex()]
+            if not plain or len(plain) < len(given):
+                return 1.0
+            if any(one.is_meta or (one.device.type != "cpu" and not self._recording.sampled) for one in plain):
+                return 1.0
+            values = {float(item_of(one)) for one in plain}
+            self._is_weighted = self._is_weighted or values != {1.0}
+            return values.pop() if len(values) == 1 else 1.0
+        self._is_weighted = self._is_weighted or weight != 1.0
+        return float(weight)
 
-    def _after(self, fact: Backward, key: Any) -> None:
-        recording, known, numbering = self._recording, self._recording.known, self._recording.numbering
-        object.__setattr__(fact, "loss_calls", tuple(recording.loss_calls))
-        recording.loss_calls.clear()
-        if fact.function == "backward":
-            self._fill(fact, self._gradients.after_backward())
-        recording.emit(fact)
-        if self._gradients.is_aside:
-            self._weighed.append(fact)
-        key = None if self._gradients.is_aside else key
-        touched = self._last[fact.file, fact.line].touched if fact.function == "backward" else ()
-        known.passed(fact, fact.touched_count, fact.kept_count, numbering.version, key=key, parameters=touched)
-        if key is not None:
-            self._keys.setdefault((fact.file, fact.line), []).append(key)
-        self._samplers.after_backward()
-        self._on_backward()
+    def _after(self, tensors: Any, begun: _Begun) -> None:
+        recording, place, same, gradients = self._recording, user_place(6), begun.same, self._gradients
+        calls, value = tuple(recording.loss_calls), begun.value
+        if calls:
+            recording.loss_calls.clear()
+        if value is not None and begun.scale is not None:
+            value = begun.unscaled(value)
+        came = gradients.after_backward() if same[0] == "backward" else _NONE
+        is_as_last = came is _NONE or self._last.get(place) == came  # what was touched is read from the last one there
+        key = "backward", place, len(came.touched), len(came.kept), same
+        noted: Any = recording.again(key, value, calls) if is_as_last and not gradients.is_aside else None
+        if noted is None:
+            noted = Backward(
+                value=value, touched_count=len(came.touched), kept_count=len(came.kept), loss_calls=calls,
+                touched=None if is_as_last else came.touched, kept=None if is_as_last else came.kept, file=place[0],
+                line=place[1], **dict(zip(_SAME, same, strict=True)),
+            )  # fmt: skip
+            if not is_as_last:
+                self._last[place] = came
+                self._samplers.had_gradient.update(came.touched)
+            if gradients.is_aside:
+                recording.emit(noted)
+                self._weighed.append(noted)
+            else:
+                recording.learn(key, noted)
+        if value is None and begun.loss.numel() == 1 and not begun.loss.is_complex():
+            recording.journal.later(noted, 3 if isinstance(noted, list) else "value", begun.loss, begun.unscaled)
+        if recording.looks:
+            self._samplers.after_backward()
+        if recording.counter.step == 0:
+            self._on_backward()
 
-    def _fill(self, fact: Backward, came: Came) -> None:
-        """Says what was touched, by number where it is not what the last backward from the same line has touched."""
-        place = fact.file, fact.line
-        object.__setattr__(fact, "touched_count", len(came.touched))
-        object.__setattr__(fact, "kept_count", len(came.kept))
-        if self._last.get(place) != came:
-            self._last[place] = came
-            for key in self._keys.pop(place, ()):  # a repetition is read with what was touched before it from its line
-                self._recording.known.forget(key)
-            self._samplers.had_gradient.update(came.touched)
-            object.__setattr__(fact, "touched", came.touched)
-            object.__setattr__(fact, "kept", came.kept)
+
+def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
+    """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them.
+
+    Args:
+        loss: that is about to be differentiated.
+        scaled: whether a ``GradScaler`` has multiplied it by its scale.
+
+    Example:
+        >>> factor_and_top(torch.ones(3, requires_grad=True).sum() / 4, scaled=False)
+        (0.25, 'SumBackward0')
+    """
+    node, factor = loss.grad_fn, 1.0
+    for _ in range(_MOST_FACTORS):
+        kind = "" if node is None else node.name()
+        if kind not in _FACTORS or node is None:
+            return factor, kind
+        number = _plain_factor(node, loss.dtype)
+        if number is None and scaled:
+            scaled = False  # the product with the scale, a tensor
+        elif number is None:
+            return factor, kind
+        else:
+            factor = factor * number if kind == "MulBackward0" else factor / number if number else factor
+        node = next((after for after, _ in node.next_functions if after is not None), None)
+    return factor, "" if node is None else node.name()
+
+
+def _plain_factor(node: Any, dtype: torch.dtype) -> float | None:
+    """The plain number that a product or quotient has on its right; a tensor of the loss's own kind is none."""
+    following = node.next_functions
+    if len(following) != 2 or following[0][0] is None or following[1][0] is not None:
+        return None
+    try:
+        other = node._saved_other
+    except RuntimeError:  # freed by an earlier backward
+        return None
+    if other is None or other.dim() or other.device.type != "cpu":
+        return None
+    plain = other.dtype in (torch.float64, torch.int64) and not (
+        other.dtype is dtype and other.dtype is not torch.float64
+    )
+    return float(item_of(other)) if plain else None

@@ -1,8 +1,8 @@
 """Sees the user's code call a model."""
 
-import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -13,17 +13,37 @@ from torch.nn.parameter import is_lazy
 from anybatch.doctor.recording.arguments import without_graph
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
+from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Forward
-from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import is_jit_tracing, number_of_backward, stands_in
 
 _MOST_NAMES = 20
-_UNKNOWN: Any = (lambda: None), -1, []
 _training = attrgetter("training")
+
+
+@dataclass(slots=True)
+class _Called:
+    """What is known of a module that the user's code calls.
+
+    Args:
+        module: it, weakly.
+        root: the number of its root.
+        name: of it within its root.
+        names: of its dropouts and batch norms.
+        modules: these.
+        is_looked_at: whether more was done with the call that runs than to note it.
+    """
+
+    module: "weakref.ref[torch.nn.Module]"
+    root: int
+    name: str
+    names: list[str]
+    modules: list[Any]
+    is_looked_at: bool = False
 
 
 class ForwardHooks:
@@ -45,10 +65,10 @@ class ForwardHooks:
         self._calls: set[Any] = set()
         self._is_searching = False
         self._choose: Callable[[set[Any] | None], None] = lambda chosen: None
-        self._before, self._after = recording.guarded(self._begin), recording.guarded(self._end)
+        self._before, self._after = recording.guarded(self._begin), recording.guarded(samplers.after_forward)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
-        self._known: dict[int, tuple[weakref.ref[torch.nn.Module], int, list[Any]]] = {}
+        self._known: dict[int, _Called] = {}
         self._seen: set[int] = set()
 
     def attach(self) -> None:
@@ -82,8 +102,8 @@ class ForwardHooks:
     def _wrapped(self, original: Any) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
         is_traced, flags = torch.compiler.is_dynamo_compiling, vars(torch.compiler)
-        recording, chosen, clock, again = self._recording, self._chosen, time.perf_counter, self._again
-        threads, known, grad_enabled = recording.threads, recording.known, torch.is_grad_enabled
+        recording, chosen, threads = self._recording, self._chosen, self._recording.threads
+        before, after, grad_enabled = self._before, self._after, torch.is_grad_enabled
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -102,25 +122,19 @@ class ForwardHooks:
             if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
                 return original(module, *args, **kwargs)
             threads.inside = True
-            if known.usable and again(module, args, kwargs):
-                recording.running = module
-                try:
-                    return original(module, *args, **kwargs)
-                finally:
-                    if threads.ident == me:
-                        recording.running, threads.inside = None, was and not is_other
-            begun = None if in_backward() else self._before(module, args, kwargs)
+            begun = None if number_of_backward() != -1 else before(module, args, kwargs)
             if begun is None:
                 threads.inside = was
                 return original(module, *args, **kwargs)
-            recording.running, started = module, clock()
+            recording.running = module
             try:
                 return original(module, *args, **kwargs)
             finally:
                 if threads.ident == me:
                     recording.running = recording.innermost = None
                     threads.inside = was and not is_other
-                self._after(module, begun, clock() - started)
+                if begun.is_looked_at:
+                    after(module, begun.root)
 
         return call
 
@@ -135,42 +149,39 @@ class ForwardHooks:
         finally:
             recording.innermost = outer
 
-    def _again(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
-        """Records a call that is like one before, with the seconds that that one took; whether it is."""
-        recording, known = self._recording, self._recording.known
-        known.key = None
-        try:
-            reference, root, modules = self._known.get(id(module), _UNKNOWN)
-            if reference() is not module or number_of_backward() >= 0:
-                return False
-            first: Any = args[0] if len(args) == 1 else None
-            is_plain = type(first) is torch.Tensor and not kwargs
-            rows = first.size(0) if is_plain and first.dim() else rows_of(args, kwargs)
-            grad = torch.is_grad_enabled() or (None if torch.is_inference_mode_enabled() else False)
-            modes = tuple(map(_training, modules)) if modules else ()
-            seen = known.find(("forward", id(module), rows, module.training, grad, modes, known.state))
-            if seen is None:
-                return False
-            counter = recording.counter
-            counter.at = at = counter.at + 1
-            recording.journal.rows.append([seen.fact, at, counter.step, seen.fact.seconds])
-            recording.root = root
-            if grad:
-                known.state = seen.state
-                if not is_plain or first.requires_grad:
-                    args, kwargs = without_graph(args), without_graph(kwargs)
-                recording.arguments = args, kwargs
-                if recording.kept == root:
-                    self._samplers.last_inputs[root] = module, args, kwargs
-                else:
-                    self._samplers.keep(root, module)
-            return True
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-            return False
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> "_Called | None":
+        """Notes a call; ``None`` where it is none of a model that trains."""
+        recording = self._recording
+        called = self._known.get(id(module))
+        if called is None or called.module() is not module:
+            called = self._number(module)
+            if called is None:
+                return None
+        grad, place, root = torch.is_grad_enabled(), user_place(5), called.root
+        first: Any = args[0] if len(args) == 1 and not kwargs else None
+        is_plain = type(first) is torch.Tensor and first.dim() > 0
+        rows = first.size(0) if is_plain else rows_of(args, kwargs)
+        inference = torch.is_inference_mode_enabled()
+        same = root, called.name, module.training, grad, inference, tuple(map(_training, called.modules)), rows
+        key = "forward", same, place
+        row = recording.again(key, 0.0)
+        at = recording.learn(key, self._fact(called, same, place)).at if row is None else row[1]
+        recording.root = root
+        if grad:
+            is_clean = is_plain and not first.requires_grad
+            recording.arguments = (args, kwargs) if is_clean else (without_graph(args), without_graph(kwargs))
+            if recording.kept == root:
+                self._samplers.last_inputs[root] = (module, *recording.arguments)
+            else:
+                self._samplers.keep(root, module)
+        called.is_looked_at = recording.looks or row is None
+        if called.is_looked_at:
+            self._samplers.before_forward(module, root, at, args, kwargs)
+        return called
 
-    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Forward | None:
-        numbering, known = self._recording.numbering, self._recording.known
+    def _number(self, module: torch.nn.Module) -> "_Called | None":
+        """What is known of a module from its first call on."""
+        numbering = self._recording.numbering
         number = numbering.root_of(module)
         is_part = number is None and (number := numbering.part_of(module)) is not None and not numbering.is_root(module)
         if number is None:
@@ -179,47 +190,26 @@ class ForwardHooks:
             number = numbering.root(module)
             self._modes.clear()
             self._known.clear()
-            self._recording.known.forget()
         self.follow(module)
         model = self.last = numbering.models[number]
-        if model.in_evaluation and torch.is_grad_enabled():
-            numbering.look_at_modes(model)
-        trained = evaluated = 0
-        evaluating: list[str] = []
-        for name, one in self._moded(model, module, is_part=is_part):
-            if one.training:
-                trained += 1
-            else:
-                evaluated += 1
-                if evaluated <= _MOST_NAMES:
-                    evaluating.append(name)
-        fact = Forward(
-            root=number, training=module.training, grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(), evaluating=tuple(evaluating), trained=trained,
-            evaluated=evaluated, rows=rows_of(args, kwargs), module=self._name(model, module, is_part=is_part),
-            **self._recording.place(),
+        name = self._name(model, module, is_part=is_part)
+        moded = self._moded(model, module, is_part=is_part)
+        called = _Called(weakref.ref(module), number, name, [name for name, _ in moded], [one for _, one in moded])
+        if not is_part:  # the next one is another object
+            self._known[id(module)] = called
+        return called
+
+    def _fact(self, called: "_Called", same: Any, place: tuple[str, int]) -> Forward:
+        root, name, training, grad, inference, modes, rows = same
+        model = self.last = self._recording.numbering.models[root]
+        if model.in_evaluation and grad:
+            self._recording.numbering.look_at_modes(model)
+        evaluating = [one for one, trains in zip(called.names, modes, strict=True) if not trains]
+        return Forward(
+            root=root, training=training, grad=grad, inference=inference, evaluating=tuple(evaluating[:_MOST_NAMES]),
+            trained=len(modes) - len(evaluating), evaluated=len(evaluating), rows=rows, module=name, file=place[0],
+            line=place[1],
         )  # fmt: skip
-        at = self._recording.emit(fact)
-        if is_part:  # the next one is another object
-            known.key = None
-            self._passed(fact)
-            self._samplers.before_forward(module, number, at, args, kwargs)
-            return fact
-        self._passed(fact)
-        self._known[id(module)] = weakref.ref(module), number, [one for _, one in self._moded(model, module)]
-        self._samplers.before_forward(module, number, at, args, kwargs)
-        return fact
-
-    def _passed(self, fact: Forward) -> None:
-        """Others come after it, but not after calls without gradient, of which there may be hundreds."""
-        known = self._recording.known
-        state, key = known.state, known.take_key()
-        known.passed(fact, fact.root, fact.training, fact.module, key=key)
-        known.state = known.state if fact.grad else state
-
-    def _end(self, module: torch.nn.Module, fact: Forward, seconds: float) -> None:
-        object.__setattr__(fact, "seconds", seconds)
-        self._samplers.after_forward(module, fact.root)
 
     def _look_at(self, module: torch.nn.Module) -> None:
         """Adopts a module that runs inside of a root which does not hold it."""
@@ -231,7 +221,6 @@ class ForwardHooks:
             self._recording.numbering.adopt(model, module, type(module).__name__)
             self._modes.clear()
             self._known.clear()
-            self._recording.known.forget()
 
     @staticmethod
     def _name(model: Model, module: torch.nn.Module, *, is_part: bool) -> str:

@@ -1,32 +1,67 @@
 """Sees optimizers made, and their steps."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import get_ident
-from types import SimpleNamespace
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.compiling import stay_uncompiled
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.recordings import Recording, Seen
+from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.stepping import LastStep, are_zero, depth_of_steps, lengths_of
+from anybatch.doctor.recording.sampling import FIRST
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
-from anybatch.tensors.dispatch import functions_unseen, is_asked
+from anybatch.tensors.dispatch import functions_unseen, has_numbers, is_asked, unseen
 from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
-_REVIEWED = 5  # steps of which one has its record written, if it is time, where they are all alike
-_NONE = 0, 0, 0
-_NOT_BEGUN = -1, False
+_REVIEWED = 5  # steps of which one is followed by a look at whether the record is to be written
+_TORCHS_FILE = optimizers.__file__
+_STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
+_STEP_NAMES = frozenset({"wrapper", "doctored_step"})
+_MOST_FRAMES = 40  # between two steps that run within each other
+_UNKNOWN: tuple[int, tuple[int, ...], int] = (0, (), -1)
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
+
+
+class _Known(NamedTuple):
+    """What is known of an optimizer, which groups may be added to."""
+
+    optimizer: Any  # a weak reference
+    number: int
+    ends: tuple[int, int]  # how many groups it has, and how many parameters the last one
+    parameters: frozenset[int]
+
+
+class _Begun(NamedTuple):
+    """A step that has begun.
+
+    Args:
+        known: of its optimizer.
+        done: how many steps came before it.
+        step: the number by which it is decided whether it is sampled.
+        sampled: whether it is.
+        closure: whether it was given a function that takes the gradient.
+        edited: gradients that the user's code has changed before it.
+    """
+
+    known: _Known
+    done: int
+    step: int
+    sampled: bool
+    closure: bool
+    edited: int
 
 
 class OptimizerHooks:
@@ -46,19 +81,15 @@ class OptimizerHooks:
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
-        self._begun: tuple[int, bool] = _NOT_BEGUN
-        self._nested = False  # whether a step within another one was seen since the last one that was not
+        self._begun: _Begun | None = None
+        self._nested = False  # whether a step within it was seen
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
-        self._known: dict[int, LastStep] = {}
-        self._hand = _NONE
-        self._like: Seen | None = None  # what the step that has begun is like
-        self._key: Any = None
+        self._known: dict[int, _Known] = {}
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
-        self._usual, self._threads = recording.known, recording.threads
-        self._before_step = recording.guarded(self._before)
-        self._after_step = recording.guarded(self._after)
+        self._threads = recording.threads
+        self._before_step, self._after_step = recording.guarded(self._before), recording.guarded(self._after)
 
     def __reduce__(self) -> Any:
         """Nothing, in a pickle with the code of a step, as ``cloudpickle`` makes one: torch's hooks come with it."""
@@ -143,104 +174,81 @@ class OptimizerHooks:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
-            return
-        if self._threads.ident != get_ident() and not self._threads.admits("updates", optimizer):
-            return
-        usual = self._usual
-        usual.key = None
-        closure = (len(args) > 1 and args[1] is not None) or bool(kwargs and kwargs.get("closure"))
-        if closure:  # what runs within a step is recorded in full: gradients are cleared and made before its end
-            usual.usable, self.has_closure = False, True
-        if usual.usable and self._begun[0] < 0 and not self._nested:
-            try:  # all of it in here: in each step a function that is called costs most
-                known: Any = self._known.get(id(optimizer))
-                groups = optimizer.param_groups
-                own = groups[0]["params"]
-                is_like = known is not None and known.reference() is optimizer and known.count < known.due
-                if is_like and known.lengths == ((len(own),) if len(groups) == 1 else lengths_of(groups)):
-                    seen = usual.find(("step", known.number, closure, self._recording.in_scaler, usual.state))
-                    if seen is not None and (own[0].grad is None) is known.lacks:
-                        self._begun, self._like = known.begun, seen
-                        return
-            except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-                self._recording.gave_up(error)
-        if self._begun[0] >= 0 and depth_of_steps() > 1:
-            self._nested = True
-        elif depth_of_steps() <= 1:
-            self._key, self._like = usual.take_key(), None
+        elif self._threads.ident == get_ident() or self._threads.admits("updates", optimizer):
             self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
-            return
-        if self._threads.ident != get_ident() and self._threads.elsewhere():
-            return
-        if self._nested or not self._usual.usable:
-            if depth_of_steps() > 1:
-                return
-            self._nested = False
-        if self._like is None:
-            self._after_step(optimizer, args, kwargs)
-            return
-        try:  # all of it in here, as above
-            recording, known, seen, self._like = self._recording, self._known[id(optimizer)], self._like, None
-            self._begun, recording.stepped = _NOT_BEGUN, known.reference
-            number, groups, counter = known.number, optimizer.param_groups, recording.counter
-            count, rate = self.counts[number], groups[0]["lr"] if len(groups) == 1 else None
-            counter.at = at = counter.at + 1
-            lrs = (rate,) if type(rate) is float else rates_of(optimizer)
-            recording.journal.rows.append([seen.fact, at, counter.step, count, lrs])
-            self._usual.state = seen.state
-            self._gradients.done.append(seen)
-            self.counts[number] = count = count + 1
-            known.count = step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
-            if count > counter.step:
-                counter.step = count
-            if self._samplers.matters:
-                self._samplers.like_step()
-            if step >= known.due or step % _REVIEWED == 0 or self._samplers.matters:
-                self._on_step(step)
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.gave_up(error)
-
-    def _know(self, optimizer: Any, number: int) -> None:
-        """Takes note of what the next step is compared with."""
-        known = self._known.get(id(optimizer))
-        if known is None or known.reference() is not optimizer:
-            known = self._known[id(optimizer)] = LastStep(optimizer, number)
-        known.lengths = lengths_of(optimizer.param_groups)
-        first = next((tensor for group in optimizer.param_groups[:1] for tensor in group["params"]), None)
-        known.lacks = None if first is None else first.grad is None
-
-    def _counts_on(self, optimizer: Any, number: int, count: int) -> None:
-        self.counts[number] = count + 1
-        known = self._known[id(optimizer)]
-        known.count = step = self._sampling_step(number)
-        every = self._recording.sampling.every
-        known.due = -(-step // every) * every if step > _LOOKS_AROUND[-1] else 0
-        counter = self._recording.counter
-        counter.step = max(counter.step, count + 1)
-        self._on_step(self._sampling_step(number))
+        elif self._threads.ident == get_ident() or not self._threads.elsewhere():
+            self._after_step(optimizer)
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        number = self.numbered(optimizer)
-        count = self.counts.get(number, 0)
+        recording, begun = self._recording, self._begun
+        if (begun is not None or recording.looks) and _depth_of_steps() > 1:  # else the one that has begun has raised
+            self._nested = self._nested or begun is not None
+            return
+        known, groups = self._known.get(id(optimizer)), optimizer.param_groups
+        ends = len(groups), len(groups[-1]["params"]) if groups else 0
+        if known is None or known.optimizer() is not optimizer or known.ends != ends:
+            known = self._know(optimizer)
+        number, count, every = known.number, self.counts.get(known.number, 0), recording.sampling.every
         if count in _LOOKS_AROUND:
             self._look_around(number)
-        sampled = self._recording.sampling.wants(self._sampling_step(number))
-        self._hand = self._gradients.at_step(closely=self._recording.sampled or self.has_closure)
-        if self._hand[0]:
-            fact = Cleared(by="hand", parameters=self._hand[0], of=self._hand[1])
-            self._recording.emit(fact)
-            self._usual.passed(fact, *self._hand)
-        self._samplers.before_step(optimizer, number, sampled=sampled)
-        self._begun = number, sampled
+        step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
+        sampled = (recording.looks or step < FIRST or not step % every) and recording.sampling.wants(step)
+        closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+        self.has_closure = self.has_closure or closure
+        closely = recording.looks or self.has_closure
+        cleared, had, edited = self._gradients.at_step(closely=closely)
+        if cleared:
+            recording.emit(Cleared(by="hand", parameters=cleared, of=had))
+        self._nested, self._begun = False, _Begun(known, count, step, sampled, closure, edited)
+        if recording.looks or sampled:
+            self._samplers.before_step(optimizer, number, sampled=sampled)
 
-    def _sampling_step(self, number: int) -> int:
-        """Each of the first optimizers has its own first steps; one that is made each epoch anew has none."""
-        return self.counts.get(number, 0) if number < _MOST_BEGINNINGS else sum(self.counts.values())
+    def _after(self, optimizer: Any) -> None:
+        recording, begun = self._recording, self._begun
+        if self._nested or recording.looks:
+            if _depth_of_steps() > 1:
+                return
+            self._nested = False
+        if begun is None or begun.known.optimizer() is not optimizer:
+            return  # its beginning was not seen
+        self._begun, place, known = None, user_place(5), begun.known
+        number, count, sampled = known.number, begun.done, begun.sampled
+        with_grad, without, of = self._without.get(number, _UNKNOWN)
+        changed = False
+        if sampled or of != self._gradients.present:
+            with_grad, without, changed = self._counted(optimizer, number)
+        zero = _are_zero(optimizer) if sampled else None
+        rates = rates_of(optimizer)
+        key = "stepped", number, with_grad, len(without), zero, begun.closure, recording.in_scaler, begun.edited, place
+        if changed or recording.again(key, count, rates) is None:
+            fact = Stepped(
+                optimizer=number, number=count, lrs=rates, with_grad=with_grad, without=without if changed else None,
+                without_count=len(without), zero=zero, closure=begun.closure,
+                by="scaler" if recording.in_scaler else "step", edited=begun.edited, file=place[0], line=place[1],
+            )  # fmt: skip
+            recording.learn(key, fact)
+        recording.stepped = known.optimizer
+        if recording.looks or sampled or self._samplers.matters:
+            self._samplers.after_step(optimizer, number, count, sampled=sampled)
+        self.counts[number] = count + 1
+        recording.counter.step = max(recording.counter.step, count + 1)
+        closely, step = recording.looks or self.has_closure, begun.step + 1
+        if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
+            self._on_step(step)
+        self._gradients.after_step(known.parameters, closely=closely)
+
+    def _know(self, optimizer: Any) -> "_Known":
+        """What is known of an optimizer, as its groups are now."""
+        number, groups = self.numbered(optimizer), optimizer.param_groups
+        ends = len(groups), len(groups[-1]["params"]) if groups else 0
+        known = _Known(weakref.ref(optimizer), number, ends, self._parameter_numbers(number))
+        self._known[id(optimizer)] = known
+        return known
 
     def _look_around(self, number: int) -> None:
         """Looks for the models of parameters that no module which was called has: ``forward`` is called itself, say."""
@@ -260,47 +268,16 @@ class OptimizerHooks:
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
 
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        recording = self._recording
-        number, sampled = self._begun
-        if number < 0 or number != recording.numbering.known_optimizer(optimizer):
-            return  # its beginning was not seen
-        self._begun = _NOT_BEGUN
-        count = self.counts.get(number, 0)
-        present = self._gradients.present
-        known = self._without.get(number)
-        if known is None or sampled or present != known[2]:
-            with_grad, without = self._counted(optimizer)
-            changed = known is None or known[1] != without
-            self._without[number] = with_grad, without, present
-        else:
-            with_grad, without, _ = known
-            changed = False
-        fact = Stepped(
-            optimizer=number, number=count, lrs=rates_of(optimizer),
-            with_grad=with_grad, without=without if changed else None, without_count=len(without),
-            zero=are_zero(optimizer) if sampled else None,
-            closure=bool(args[1:] and args[1] is not None) or kwargs.get("closure") is not None,
-            by="scaler" if recording.in_scaler else "step", edited=self._hand[2], **recording.place(),
-        )  # fmt: skip
-        recording.emit(fact)
-        recording.stepped = weakref.ref(optimizer)
-        key, self._key = self._key, None
-        key = None if changed or sampled or fact.edited or fact.closure else key
-        used = self._parameter_numbers(number)
-        recording.known.passed(fact, number, with_grad, len(without), key=key, owner=optimizer, parameters=used)
-        self._know(optimizer, number)
-        self._samplers.after_step(optimizer, number, count, sampled=sampled)
-        self._counts_on(optimizer, number, count)
-        self._gradients.after_step(self._parameter_numbers(number))
-
-    def _counted(self, optimizer: Any) -> tuple[int, tuple[int, ...]]:
-        """How many parameters of an optimizer have a gradient, and which have none though they require one."""
+    def _counted(self, optimizer: Any, number: int) -> tuple[int, tuple[int, ...], bool]:
+        """How many parameters have a gradient, which have none though they require one, and whether that is new."""
+        known = self._without.get(number, _UNKNOWN)
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         missing = [tensor for tensor in parameters if tensor.grad is None]
-        known = self._recording.numbering.known
-        numbers = [known(tensor) for tensor in missing if tensor.requires_grad]
-        return len(parameters) - len(missing), tuple([number for number in numbers if number is not None])
+        numbers = map(self._recording.numbering.known, [tensor for tensor in missing if tensor.requires_grad])
+        without = tuple([one for one in numbers if one is not None])
+        with_grad = len(parameters) - len(missing)
+        self._without[number] = with_grad, without, self._gradients.present
+        return with_grad, without, known is _UNKNOWN or known[1] != without
 
     def _parameter_numbers(self, number: int) -> frozenset[int]:
         groups = self._recording.numbering.optimizer_table(number).groups
@@ -308,3 +285,28 @@ class OptimizerHooks:
         if known is None or known[0] is not groups:
             known = self._numbers[number] = groups, frozenset(one for group in groups for one in group.parameters)
         return known[1]
+
+
+@unseen
+def _are_zero(optimizer: Any) -> bool | None:
+    """Whether all gradients of an optimizer are zero, ``None`` where there are none or that can't be said."""
+    gradients = [t.grad for group in optimizer.param_groups for t in group["params"] if t.grad is not None]
+    dense = [one for one in gradients if one.layout is torch.strided and has_numbers(one)]
+    if not gradients or len(dense) < len(gradients):
+        return None
+    dense.sort(key=torch.Tensor.numel)  # the smallest first, which mostly say it
+    return not any(bool(one.detach().any()) for one in dense)
+
+
+def _depth_of_steps() -> int:
+    """How many steps of optimizers are running within each other: a class that calls ``super().step()`` has two."""
+    frame: FrameType | None = sys._getframe(2)
+    depth = 0
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_name in _STEP_NAMES and (code.co_filename, code.co_name) in _STEP_FRAMES:
+            depth += 1
+        frame = frame.f_back
+    return depth

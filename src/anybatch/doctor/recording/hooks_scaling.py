@@ -8,8 +8,9 @@ import torch
 
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.scaledlosses import Scaled
 from anybatch.records.events import Scaler
 from anybatch.tensors.dispatch import item_of
 
@@ -60,12 +61,10 @@ class ScalingHooks:
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             def scale(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if not scaler.is_enabled() or self._inside:
-                    return original(scaler, *args, **kwargs)
-                if threads.ident != get_ident() and not threads.admits("updates"):
-                    return original(scaler, *args, **kwargs)
                 result = original(scaler, *args, **kwargs)
-                was_scaled(scaler, result)
+                is_seen = scaler.is_enabled() and not self._inside
+                if is_seen and (threads.ident == get_ident() or threads.admits("updates")):
+                    was_scaled(scaler, result)
                 return result
 
             return scale
@@ -73,36 +72,29 @@ class ScalingHooks:
         return wrapped
 
     def _around(self, call: str) -> Callable[..., Any]:
-        recording, known = self._recording, self._recording.numbering.known_optimizer
-        threads, usual, again = recording.threads, recording.known, self._again
-        before, after = recording.guarded(self._begins), recording.guarded(self._ended)
-        losses, counts = self._losses, self._optimizers.counts
+        recording = self._recording
+
+        def before(scaler: Any, args: Any, kwargs: Any) -> _Begun:
+            return self._begins(scaler, args[0] if args and call != "update" else None)
+
+        noted = recording.around(before, lambda scaler, begun: self._ended(scaler, call, begun), "updates")
 
         def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scaler_call(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if not scaler.is_enabled() or self._inside:
-                    return original(scaler, *args, **kwargs)
-                if threads.ident != get_ident() and not threads.admits("updates"):
-                    return original(scaler, *args, **kwargs)
-                optimizer = args[0] if args else None
-                number = known(optimizer) if call != "update" else -1
-                if usual.usable and (number >= 0 or call == "update"):
-                    begun = _Begun(optimizer, number, losses.scale, counts.get(number, 0))
-                else:
-                    begun = before(scaler, call, optimizer, number)
+            def within(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
                 self._inside += 1
                 recording.in_scaler = call == "step"
                 try:
-                    result = original(scaler, *args, **kwargs)
+                    return original(scaler, *args, **kwargs)
                 finally:
                     self._inside -= 1
                     recording.in_scaler = False
-                if begun is None:
-                    return result
-                now = self._changed(scaler, call, begun)
-                if not (usual.usable and again(scaler, call, begun.number, now)):
-                    after(scaler, call, begun.number, now)
-                return result
+
+            call_noted = noted(hidden(within))
+
+            def scaler_call(scaler: Any, /, *args: Any, **kwargs: Any) -> Any:
+                if not scaler.is_enabled() or self._inside:
+                    return original(scaler, *args, **kwargs)
+                return call_noted(scaler, *args, **kwargs)
 
             return scaler_call
 
@@ -125,65 +117,35 @@ class ScalingHooks:
         elif scale.is_cpu or self._recording.sampled:
             self._losses.scale = float(item_of(scale))
 
-    def _begins(self, scaler: Any, call: str, optimizer: Any, number: int) -> _Begun:
-        if call != "update" and optimizer is not None:
-            number = self._optimizers.numbered(optimizer)
+    def _begins(self, scaler: Any, optimizer: Any) -> _Begun:
+        number = -1 if optimizer is None else self._optimizers.numbered(optimizer)
         self._read_scale(scaler)
         return _Begun(optimizer, number, self._losses.scale, self._optimizers.counts.get(number, 0))
 
-    def _changed(self, scaler: Any, call: str, begun: _Begun) -> Scaled:
-        """What a call has done, of which note is taken."""
-        losses = self._losses
+    def _ended(self, scaler: Any, call: str, begun: _Begun) -> None:
+        recording, losses, place = self._recording, self._losses, user_place(2)
         skipped: torch.Tensor | bool = False
-        try:
-            if call == "unscale_":
-                self.unscaled.add(id(begun.optimizer))
-            elif call == "update":
-                losses.updated()
-                self.unscaled.clear()
-                self._read_scale(scaler)
-            else:
-                skipped = self._optimizers.counts.get(begun.number, 0) == begun.steps or _overflow(scaler, begun)
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.gave_up(error)
-        return Scaled(begun.scale, losses.scale, skipped)
-
-    def _again(self, scaler: Any, call: str, number: int, now: Scaled) -> bool:
-        """Records a call that is like one before; whether it is."""
-        recording = self._recording
-        try:
-            recording.known.key = None
-            if now.skipped is True:
-                return False
-            seen = recording.known.find(("scaler", call, number, recording.known.state))
-            if seen is None or seen.owner() is not scaler:
-                return False
-            recording.counter.at = at = recording.counter.at + 1
-            row = [seen.fact, at, recording.counter.step, now.before, now.after, now.skipped]
-            if isinstance(now.skipped, torch.Tensor):
-                row[5] = None
-                recording.journal.later(row, 5, now.skipped, bool)
-            recording.journal.rows.append(row)
-            recording.known.state = seen.state
-            if call == "unscale_" and not self._gradients.done:
-                self._gradients.changed_on_purpose()
-            return True
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            recording.gave_up(error)
-            return False
-
-    def _ended(self, scaler: Any, call: str, number: int, now: Scaled) -> None:
-        if call == "unscale_" and not self._gradients.done:
+        if call == "unscale_":
+            self.unscaled.add(id(begun.optimizer))
             self._gradients.changed_on_purpose()
-        fact = Scaler(
-            call=call, optimizer=number, scale=now.before, after=now.after, skipped=now.skipped is True,
-            **self._recording.place(),
-        )  # fmt: skip
-        self._recording.emit(fact)
-        if isinstance(now.skipped, torch.Tensor):
-            self._recording.journal.later(fact, "skipped", now.skipped, bool)
-        key = self._recording.known.take_key() if now.skipped is not True else None
-        self._recording.known.passed(fact, call, number, now.skipped is True, key=key, owner=scaler)
+        elif call == "update":
+            losses.updated()
+            self.unscaled.clear()
+            self._read_scale(scaler)
+        else:
+            skipped = self._optimizers.counts.get(begun.number, 0) == begun.steps or _overflow(scaler, begun)
+        waits = isinstance(skipped, torch.Tensor)
+        values = begun.scale, losses.scale, skipped is True
+        key = "scaler", call, begun.number, place
+        noted: Any = recording.again(key, *values[:2], None if waits else values[2])
+        if noted is None:
+            fact = Scaler(
+                call=call, optimizer=begun.number, scale=values[0], after=values[1], skipped=values[2], file=place[0],
+                line=place[1],
+            )  # fmt: skip
+            noted = recording.learn(key, fact)
+        if isinstance(skipped, torch.Tensor):
+            recording.journal.later(noted, 5 if isinstance(noted, list) else "skipped", skipped, bool)
 
 
 def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:

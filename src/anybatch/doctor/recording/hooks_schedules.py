@@ -3,7 +3,6 @@
 import inspect
 import weakref
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -13,7 +12,7 @@ from torch.utils.data import dataloader as loaders
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.recording.patches import HIDDEN
+from anybatch.doctor.recording.patches import HIDDEN, hidden
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Epoch, Scheduled
 
@@ -32,10 +31,8 @@ class ScheduleHooks:
         self._recording, self._optimizers = recording, optimizers
         self._inside = 0
         self._counts: dict[int, int] = {}
-        self._stepping: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._made: dict[int, tuple[str, int]] = {}
         self._classes: set[type] = set()
-        self._before, self._after = recording.guarded(self._begins), recording.guarded(self._ended)
 
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
@@ -64,63 +61,38 @@ class ScheduleHooks:
         self._made[id(scheduler)] = user_place(2)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        known, threads = self._recording.known, self._recording.threads
-
-        def scheduler_step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or (threads.ident != get_ident() and not threads.admits("updates")):
-                return original(scheduler, *args, **kwargs)
-            is_known = known.usable and id(scheduler) in self._stepping
-            before = rates_of(scheduler.optimizer) if is_known else None
-            if before is None and not _is_first_step():
-                before = self._before(scheduler)
+        def within(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             self._inside += 1
             try:
-                result = original(scheduler, *args, **kwargs)
+                return original(scheduler, *args, **kwargs)
             finally:
                 self._inside -= 1
-            if before is not None and not (is_known and known.usable and self._again(scheduler, before)):
-                self._after(scheduler, before)
-            return result
+
+        def before(scheduler: Any, *_: Any) -> tuple[float, ...]:
+            return rates_of(getattr(scheduler, "optimizer", None))
+
+        noted = self._recording.around(before, self._ended, "updates")(hidden(within))
+
+        def scheduler_step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or _is_first_step():
+                return original(scheduler, *args, **kwargs)
+            return noted(scheduler, *args, **kwargs)
 
         return scheduler_step
 
-    def _begins(self, scheduler: Any) -> tuple[float, ...]:
-        return rates_of(getattr(scheduler, "optimizer", None))
-
-    def _again(self, scheduler: Any, before: tuple[float, ...]) -> bool:
-        """Records a step that is like one before; whether it is."""
-        try:
-            reference, number = self._stepping[id(scheduler)]
-            recording = self._recording
-            seen = (
-                recording.known.find(("schedule", id(scheduler), recording.known.state))
-                if reference() is scheduler
-                else None
-            )
-            if seen is None:
-                return False
-            recording.counter.at = at = recording.counter.at + 1
-            after = rates_of(scheduler.optimizer)
-            recording.journal.rows.append([seen.fact, at, recording.counter.step, self._counts[number], before, after])
-            self._counts[number] += 1
-            return True
-        except BaseException as error:  # noqa: BLE001 - the user's run goes on; Ctrl-C is raised again
-            self._recording.gave_up(error)
-            return False
-
     def _ended(self, scheduler: Any, before: tuple[float, ...]) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
+        recording, place, optimizer = self._recording, user_place(2), getattr(scheduler, "optimizer", None)
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
-        place = self._made.pop(id(scheduler), None)
-        number = self._recording.numbering.scheduler(scheduler, place=place)
+        number = recording.numbering.scheduler(scheduler, place=self._made.pop(id(scheduler), None))
         count = self._counts.get(number, 0)
         self._counts[number] = count + 1
-        after = rates_of(optimizer)
-        fact = Scheduled(scheduler=number, number=count, before=before, after=after, **self._recording.place())
-        self._recording.emit(fact)
-        self._recording.known.passed(fact, number, key=self._recording.known.take_key())
-        self._stepping[id(scheduler)] = weakref.ref(scheduler), number
+        after, key = rates_of(optimizer), ("scheduled", number, place)
+        if recording.again(key, count, before, after) is None:
+            fact = Scheduled(
+                scheduler=number, number=count, before=before, after=after, file=place[0], line=place[1]
+            )  # fmt: skip
+            recording.learn(key, fact)
 
 
 def scheduler_classes() -> list[type]:

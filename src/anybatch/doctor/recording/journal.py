@@ -33,8 +33,6 @@ _SIZE_IN_MEMORY = 160  # bytes that a fact is counted as that was not written
 _SIZE_OF_ROW = 64
 _BATCH = 1024
 _SECONDS = 0.5
-_WAITS = 0.5  # seconds until facts are made that may be made later
-_MOST_UNMADE = 32
 
 
 class _File:
@@ -103,8 +101,6 @@ class Journal:
         self._pid = os.getpid()
         self._written = time.perf_counter()
         self._waiting: list[tuple[Fact | list[Any], Any, torch.Tensor, Callable[[float], Any]]] = []
-        self._unmade: list[tuple[int, int, Callable[[], Fact | None]]] = []
-        self._unmade_since = 0.0
         self.lost = ""
         self._file = None if path is None else _File(path)
 
@@ -129,32 +125,6 @@ class Journal:
             if self._file is None:
                 self._size += _SIZE_IN_MEMORY
         return counter.at
-
-    def emit_later(self, make: Callable[[], Fact | None], *, waits: bool = True) -> None:
-        """Numbers a fact that is made a little later, so that others of its kind are made right before it.
-
-        Args:
-            make: the fact, from copies; without a fact the number is left out.
-            waits: whether it may be made later.
-        """
-        if not self._unmade:
-            self._unmade_since = time.perf_counter()
-        self.counter.at += 1
-        self._unmade.append((self.counter.at, self.counter.step, make))
-        if not waits or len(self._unmade) >= _MOST_UNMADE:
-            self._make()
-
-    @unseen
-    def _make(self) -> None:
-        unmade, self._unmade = self._unmade, []
-        for at, step, make in unmade:
-            fact = make()
-            if fact is not None:
-                object.__setattr__(fact, "at", at)
-                object.__setattr__(fact, "step", step)
-                self._facts.append(fact)
-                if self._file is None:
-                    self._size += _SIZE_IN_MEMORY
 
     def later(
         self, fact: Fact | list[Any], name: Any, value: torch.Tensor, read: Callable[[float], Any] = float
@@ -192,17 +162,11 @@ class Journal:
                 _enter(fact, name, read(item_of(value)))
             self._waiting.clear()
 
-    def flush(self, *, at_once: bool = False) -> None:
-        """Writes what is in memory to the file, in this process only.
-
-        Args:
-            at_once: whether this goes for facts too that may be made later, or only for those that have waited enough.
-        """
+    def flush(self) -> None:
+        """Writes what is in memory to the file, in this process only."""
         if self._file is None or os.getpid() != self._pid:
             return
         self.resolve()
-        if self._unmade and (at_once or time.perf_counter() - self._unmade_since > _WAITS):
-            self._make()
         texts = [to_line(fact) for fact in self._facts]
         if self.rows:
             texts.append(line_of(by_steps(self.rows)))
@@ -224,7 +188,6 @@ class Journal:
         Args:
             ended: the last fact.
         """
-        self._make()
         self.emit(ended)
         self.resolve()
         if self._file is not None:
@@ -235,8 +198,7 @@ class Journal:
         """Everything that was recorded so far."""
         if os.getpid() == self._pid:
             self.resolve()
-            self._make()
-            self.flush(at_once=True)
+            self.flush()
         if self.path is not None and not self.lost:
             return load_run(self.path)
         again = [repeated(like, at, step, values) for like, at, step, *values in self.rows]

@@ -59,16 +59,34 @@ def user_place(depth: int = 1) -> tuple[str, int]:
     Returns:
         The file and the number of the line.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # nobody's code calls, as at the end of a process
+        frame = sys._getframe(1)
     of_library: FrameType | None = None
     while frame is not None:
-        whose = whose_file(frame.f_code.co_filename)
+        file = frame.f_code.co_filename
+        whose = WHOSE[file] if file in WHOSE else whose_file(file)
         if whose == USERS:
-            return frame.f_code.co_filename, frame.f_lineno
+            break
         if whose == _LIBRARYS and of_library is None:
             of_library = frame
         frame = frame.f_back
-    return ("", 0) if of_library is None else (of_library.f_code.co_filename, of_library.f_lineno)
+    frame = frame or of_library
+    if frame is None:
+        return "", 0
+    code = frame.f_code
+    known = _PLACES.get((id(code), frame.f_lasti))
+    if known is None:
+        if len(_PLACES) >= _MOST_FILES:
+            _PLACES.clear()
+        known = _PLACES[id(code), frame.f_lasti] = code, (code.co_filename, frame.f_lineno)
+    return known[1]
+
+
+_PLACES: dict[tuple[int, int], tuple[CodeType, tuple[str, int]]] = {}
+"""Lines that were met, by the code, which is kept so that its ``id`` stays its own, and the place in it."""
 
 
 def variable_of(thing: Any) -> str:

@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from anybatch.doctor.samples.suspicion import Suspicion
 from anybatch.doctor.samples.walking import LiveGraphs, Walker
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
+from anybatch.records.samples import InputSample
 
 MARKED = 8
 """Steps that are not sampled of which one has its graphs followed."""
@@ -50,7 +50,7 @@ class Samplers:
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
         follow: takes note of a loss that is known to be finite, and of its value.
-        matters: whether steps that are not sampled have to be told, see ``like_step``.
+        matters: whether steps that are not sampled have to be told too.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -78,7 +78,7 @@ class Samplers:
         self._is_measuring = False
         self._left_seconds = 0.0
         self._loss_calls: losscalls.Calls | None = None
-        self._draws, self._unread = Draws(recording), list[inputs.Given]()
+        self._draws = Draws(recording)
         self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled_much, lambda: recording.saw_mode)
 
     @property
@@ -128,20 +128,15 @@ class Samplers:
         """Is shown the call of a root."""
         name = self._recording.numbering.models[root].names.get(id(module), "")
         self._safely("kept", self.kept.forward, module, root, name, args, kwargs)
-        self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
+        if torch.is_grad_enabled():
+            if module.training:
+                self._replicas.called(module, root)
+            if self._recording.sampled:
+                self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
         self._safely("kept", self.kept.begin, module, root)
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
-        recording.root = root
-        if not torch.is_grad_enabled():
-            return
-        if module.training:
-            self._replicas.called(module, root)
-        recording.arguments = without_graph(args), without_graph(kwargs)
-        self.keep(root, module)
-        if not recording.sampled:
-            return
         calls, trains = self._sampled_roots.get(root, (0, False))
         if calls and (calls < _MOST_CALLS or (module.training and not trains)):
             self._look_again(module, root, forward, args, kwargs)
@@ -152,7 +147,7 @@ class Samplers:
             self._emit(self._safely("ties", self._ties.sample))
         if recording.numbering.models[root].module() is not module:
             return
-        seen = self._safely("inputs", inputs.look, recording.numbering, module, args, kwargs, self._unread) or []
+        seen = self._safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
         self._is_measuring = True
         self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         sampler = None
@@ -174,8 +169,8 @@ class Samplers:
         self._sampled_roots[root] = calls + 1, trains or module.training
         numbering = self._recording.numbering
         if numbering.models[root].module() is module:
-            for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs, self._unread) or []:
-                self._emit_input(one, forward, self._first_layers.get(root, ""))
+            for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs) or []:
+                self._emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -184,26 +179,25 @@ class Samplers:
             self._is_measuring = False
             self._safely("activations", self._running.pop_all().close)
 
-    def _measured(self, sampler: ActivationSampler | None, root: int, forward: int, seen: list[inputs.Given]) -> None:
+    def _measured(
+        self, sampler: ActivationSampler | None, root: int, forward: int, seen: list[InputSample]
+    ) -> None:  # fmt: skip
         first = "" if sampler is None else sampler.first
         self._first_layers[root] = first or self._first_layers.get(root, "")
         for one in seen:
-            self._emit_input(one, forward, first)
+            self._emit(dataclasses.replace(one, forward=forward, first=first))
         for drawn in self._draws.take():
             self._emit(drawn)
-        if sampler is not None and (later := self._safely("activations", sampler.later, forward)) is not None:
-            self._recording.journal.emit_later(partial(self._safely, "activations", later), waits=later.waits)
-
-    def _emit_input(self, given: inputs.Given, forward: int, first: str) -> None:
-        make = partial(self._safely, "inputs", given.facts, forward=forward, first=first)
-        self._recording.journal.emit_later(make, waits=given.waits)
+        if sampler is not None:
+            self._emit(self._safely("activations", sampler.result, forward))
 
     def keep(self, root: int, module: torch.nn.Module) -> None:
         """Keeps the arguments of the last forward as those of a root."""
+        recording = self._recording
         known = root in self.last_inputs
-        self._recording.kept = root
+        recording.kept = root
         self.last_inputs.pop(root, None)
-        self.last_inputs[root] = (module, *self._recording.arguments)
+        self.last_inputs[root] = (module, *recording.arguments)
         if not known:
             for number, (other, _, _) in list(self.last_inputs.items()):
                 if number != root and sys.getrefcount(other) <= 3:  # nobody else holds it any more
@@ -233,7 +227,7 @@ class Samplers:
                     self._walks.append(walk)
 
     def like_backward(self, loss: torch.Tensor) -> None:
-        """Is shown a loss in one of ``MARKED`` steps that are not sampled, whose backward is like one before."""
+        """Is shown a loss in one of ``MARKED`` steps that are not sampled."""
         self._live.add(loss, self._recording.counter.step, steps=MARKED)
 
     def after_backward(self) -> None:
@@ -279,16 +273,10 @@ class Samplers:
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
 
-    def like_step(self) -> None:
-        """Is told that an optimizer has stepped as before, on a step that is not sampled, where that ``matters``."""
-        self._suspicion.after_step(self._walks, self._never)
-        self.next_step()
-        self.matters = bool(self._never or self._suspicion.is_busy)
-
     @property
     def is_following(self) -> bool:
-        """Whether operations of this step are followed."""
-        return self._suspicion.following
+        """Whether operations of this step are followed or written down."""
+        return bool(self._suspicion._why) or self.kept._tape is not None
 
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""

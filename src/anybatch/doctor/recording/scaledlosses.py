@@ -1,25 +1,10 @@
 """Losses that a ``GradScaler`` has multiplied by its scale."""
 
 import weakref
-from typing import NamedTuple
 
 import torch
 
 _MOST_LOSSES = 64
-
-
-class Scaled(NamedTuple):
-    """What a call of a ``GradScaler`` has done.
-
-    Args:
-        before: the scale before it.
-        after: the scale after it.
-        skipped: of a step: whether it changed nothing, or a tensor that knows.
-    """
-
-    before: float
-    after: float
-    skipped: torch.Tensor | bool
 
 
 class ScaledLosses:

@@ -120,6 +120,17 @@ def loss_sign(
             cause="An optimizer minimises, and what is expected of the rewards is to be large.",
             since=probed,
         )
+    for probed in answers(run, "helped"):
+        generator, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
+        yield Found(
+            text=f"A step of {generator} changes the critic's score of what is generated as a step of {critic} does: "
+            "the generator helps the critic to tell it from data.",
+            fix="bce(critic(fake), torch.ones_like(...))  # the label of data; -critic(fake).mean() in a WGAN",
+            cause="The loss of the generator has the sign, or the labels, of that of the critic.",
+            since=probed,
+            optimizer=int(probed.evidence["optimizer"]),
+            evidence=probed.evidence,
+        )
     if not adversarial(run):
         yield from _turned(run)
         yield from _likelihood(run)

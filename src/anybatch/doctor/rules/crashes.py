@@ -22,12 +22,7 @@ OF_OTHER_FAMILIES = ("LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "CKPT_NO_INPUT_GRAD", "NA
 
 
 def crashed(run: Run, name: str) -> Iterator[Found]:
-    """What is said of the crashes that bear a name, at the line that has to be changed.
-
-    Args:
-        run: the facts.
-        name: of the finding.
-    """
+    """What is said of the crashes that bear a name, at the line that has to be changed."""
     for crash in run.of(Crashed):
         unknown = crash.name not in CRASHES + OF_OTHER_FAMILIES
         if name == crash.name or (unknown and name == "UNCLASSIFIED"):

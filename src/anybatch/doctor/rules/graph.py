@@ -117,12 +117,7 @@ def _evaluating(run: Run, numbers: list[int]) -> bool:
 
 
 def followed_cuts(run: Run, lost: set[int] | frozenset[int]) -> list[Cut]:
-    """The cuts that an iteration followed operation by operation has shown for some parameters, by place.
-
-    Args:
-        run: the facts.
-        lost: numbers of the parameters.
-    """
+    """The cuts that an iteration followed operation by operation has shown for some parameters, by place."""
     numbers = {name: number for number in lost for name in run.parameters[number].names}
     stops = {
         numbers[name]: (stop, one)
@@ -171,9 +166,6 @@ _STEPS = {
 
 def stepwise(kind: str) -> str:
     """The operation of a node whose gradient is zero everywhere; empty for other nodes.
-
-    Args:
-        kind: the name of a node.
 
     Example:
         >>> stepwise("RoundBackward0"), stepwise("AddmmBackward0")

@@ -12,17 +12,6 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
 
-def _told(run: Run, probed: Probed, text: str, fix: str, cause: str, severity: str = "") -> Found:
-    return Found(
-        text=text,
-        fix=fix,
-        cause=cause,
-        since=probed,
-        step=probed,
-        severity=severity,
-    )
-
-
 def _detail(probed: Probed) -> str:
     return f" ({probed.detail})" if probed.detail else ""
 
@@ -32,16 +21,16 @@ def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch"):
         where, op = f" in {probed.module}" if probed.module else "", probed.evidence.get("op")
-        yield _told(
-            run,
-            probed,
-            f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other samples "
-            f"of the batch{_detail(probed)}.",
-            f"nn.{str(op).upper()}(..., batch_first=True)  # the samples are along its first dim"
+        yield Found(
+            text=f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other "
+            f"samples of the batch{_detail(probed)}.",
+            fix=f"nn.{str(op).upper()}(..., batch_first=True)  # the samples are along its first dim"
             if op in ("lstm", "gru")
             else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
-            "A reshape that tears samples apart, or an operation over dim 0.",
-            "info" if _is_one_set(run, probed) else "",
+            cause="A reshape that tears samples apart, or an operation over dim 0.",
+            since=probed,
+            step=probed,
+            severity="info" if _is_one_set(run, probed) else "",
         )
 
 
@@ -71,22 +60,18 @@ def time_leak(run: Run) -> Iterator[Found]:
     """Outputs that depend on later inputs in a model of the next token."""
     for probed in answers(run, "time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
         where = f" through {probed.module}" if probed.module else ""
-        yield _told(
-            run,
-            probed,
-            f"{root_variable(run, probed.root)} is trained to predict the next token and sees "
-            f"it{where}{_detail(probed)}.",
-            "F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
-            "Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
+        yield Found(
+            text=f"{root_variable(run, probed.root)} is trained to predict the next token and sees it"
+            f"{where}{_detail(probed)}.",
+            fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
+            cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
+            since=probed,
+            step=probed,
         )
 
 
 def ignores_input(probed: Probed) -> bool:
-    """Whether a question has shown that the output does not depend on the input.
-
-    Args:
-        probed: any question.
-    """
+    """Whether a question has shown that the output does not depend on the input."""
     if probed.probe != "input" or probed.answer == "unknown":
         return False
     spread = probed.evidence.get("spread")

@@ -60,55 +60,37 @@ class Limit(float):
 
 
 def limits_of(judge: Callable[..., Any]) -> dict[str, Limit]:
-    """The thresholds of a rule by name.
-
-    Args:
-        judge: its function.
-    """
+    """The thresholds of a rule by name."""
     every = inspect.signature(judge).parameters.values()
     return {one.name: one.default for one in every if isinstance(one.default, Limit)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a rule has seen; the names, the place and the code of the finding are made from it.
+    """What a rule has seen; the names, the place and the code of the finding are made from it."""
 
-    Args:
-        text: what is wrong, in a sentence.
-        fix: what to change.
-        cause: how this comes about.
-        since: the first event that was not as it should be, or its number; an answer holds from the first backward on.
-        step: at which the evidence was complete, a number or a fact; that of ``since`` if it is left out.
-        where: what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else
-            the optimizer. A call of a loss function, an answer and a place also tell the module.
-        parameters: numbers, or names.
-        optimizer: its number, or what it is called.
-        group: the index of a group of it.
-        module: the number of a root and the name of a module in it, or a qualified name; the innermost module that
-            has all the parameters if it is left out.
-        evidence: numbers and names that show it; those of the answer if they are left out.
-        severity: another one than that of the rule.
-    """
-
-    text: str
-    fix: str = ""
-    cause: str = ""
+    text: str  # what is wrong, in a sentence
+    fix: str = ""  # what to change
+    cause: str = ""  # how this comes about
+    # the first event that was not as it should be, or its number; an answer holds from the first backward on
     since: Fact | int
+    # at which the evidence was complete, a number or a fact; that of ``since`` if it is left out
     step: Fact | int | None = None
+    # what has the user's line: a fact, or a file and a number; ``since`` if it is left out and has one, else the
+    # optimizer. A call of a loss function, an answer and a place also tell the module.
     where: Located | tuple[str, int] | None = None
-    parameters: Iterable[int] | tuple[str, ...] = ()
-    optimizer: int | str = -1
-    group: int | None = None
+    parameters: Iterable[int] | tuple[str, ...] = ()  # numbers, or names
+    optimizer: int | str = -1  # its number, or what it is called
+    group: int | None = None  # the index of a group of it
+    # the number of a root and the name of a module in it, or a qualified name; the innermost module that has all the
+    # parameters if it is left out
     module: tuple[int, str] | str | None = None
+    # numbers and names that show it; those of the answer if they are left out
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    severity: Severity | str = ""
+    severity: Severity | str = ""  # another one than that of the rule
 
     def place(self, run: Run) -> Place:
-        """Where it is, in the user's names.
-
-        Args:
-            run: the facts.
-        """
+        """Where it is, in the user's names."""
         numbers = [one for one in self.parameters if isinstance(one, int)]
         where, module, optimizer = self.where, self.module, self.optimizer
         if isinstance(optimizer, int):
@@ -136,12 +118,7 @@ class Found:
         return self.since if isinstance(self.since, Located) else None
 
     def finding(self, run: Run, rule: "Rule") -> Finding:
-        """The finding.
-
-        Args:
-            run: the facts.
-            rule: that has seen it.
-        """
+        """The finding."""
         asked = self.since if isinstance(self.since, Probed) else None
         since = self.since if asked is None else began(run)
         seen = since if self.step is None else self.step
@@ -164,25 +141,17 @@ Judge = Callable[..., Iterable[Found | Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule.
+    """A rule."""
 
-    Args:
-        code: stable, such as ``"AB101"``; never given to another rule.
-        name: such as ``"OPT_PARAM_MISSING"``.
-        severity: of its findings unless they say otherwise.
-        explains: names of findings that may follow from this one; where both are found, and this one is not later,
-            those hang under it.
-        judge: the function.
-        needs: kinds of facts without each of which it says nothing.
-        slows: whether a model only learns less or later for it, so that it weighs less where the model learned well.
-    """
+    code: str  # stable, such as ``"AB101"``; never given to another rule
+    name: str  # such as ``"OPT_PARAM_MISSING"``
+    severity: Severity  # of its findings unless they say otherwise
+    # names of findings that may follow from this one; where both are found, and this one is not later, those hang under
 
-    code: str
-    name: str
-    severity: Severity
     explains: tuple[str, ...]
-    judge: Judge
-    needs: tuple[type[Fact], ...] = ()
+    judge: Judge  # the function
+    needs: tuple[type[Fact], ...] = ()  # kinds of facts without each of which it says nothing
+    # whether a model only learns less or later for it, so that it weighs less where the model learned well
     slows: bool = False
 
     @property
@@ -210,12 +179,7 @@ class Rule:
         return limits_of(self.judge)
 
     def findings(self, run: Run, **limits: float) -> list[Finding]:
-        """What it finds in a run, the earliest first.
-
-        Args:
-            run: the facts.
-            limits: other thresholds than its own, by name.
-        """
+        """What it finds in a run, the earliest first."""
         if any(next(run.of(kind), None) is None for kind in self.needs):
             return []
         found = [
@@ -245,20 +209,7 @@ def rule(
     needs: tuple[type[Fact], ...] = (),
     slows: bool = False,
 ) -> Callable[[Judge], Judge]:
-    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package.
-
-    Args:
-        code: see ``Rule``.
-        name: see ``Rule``.
-        severity: see ``Rule``.
-        explains: see ``Rule``.
-        needs: see ``Rule``.
-        slows: see ``Rule``.
-
-    Returns:
-        A decorator for the function that takes a run and yields what it has seen. Its thresholds are keyword arguments
-        whose defaults are ``Limit``.
-    """
+    """Declares a rule; its title and its page are the file ``pages/<code>.md`` beside this package."""
 
     def declared(judge: Judge) -> Judge:
         if name in _RULES or any(code == one.code for one in _RULES.values()):

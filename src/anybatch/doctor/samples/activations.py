@@ -17,7 +17,6 @@ from anybatch.doctor.values import tensors_in
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import is_recomputing
-from anybatch.torch_private import stands_in
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -66,41 +65,6 @@ class _Made:
     axis: int = field(default=-1)
 
 
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """Copies of the outputs of one forward, and what is to be computed from them."""
-
-    units: Units
-    seen: list[_Seen]
-    about: dict[str, Any]
-    unread: "list[_Reading]"  # of the sampler, in order, which are read all at once
-    found: dict[int, Figures] | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it may be computed later: not on devices with streams, and not of tensors of a transform."""
-        return all(one.output.sample.is_cpu and not stands_in(one.output.sample) for one in self.seen)
-
-    def __call__(self) -> Activations | None:
-        if self.found is None:
-            together = self.unread[:] if self in self.unread else [self]
-            self.unread.clear()
-            taken = [
-                {(one.name, one.call, side): part for one in reading.seen for side, part in _sides(one) if part}
-                for reading in together
-            ]
-            try:
-                with torch.no_grad():
-                    found = self.units.read(*taken)
-            except RuntimeError:  # of tensors of a transform such as vmap, which has ended
-                return None
-            for reading, parts, figures in zip(together, taken, found, strict=True):
-                reading.found = {id(part): figures[key] for key, part in parts.items()}
-        of = self.found or {}
-        modules = tuple([_sample(order, one, of) for order, one in enumerate(self.seen)])
-        return Activations(modules=modules, **self.about)
-
-
 class ActivationSampler:
     """Looks at forwards of one root, one at a time.
 
@@ -136,7 +100,7 @@ class ActivationSampler:
         self._draws = draws
         self._numbering, self._root = numbering, weakref.ref(root_module)
         self._called: set[int] = set()
-        self._units, self._unread = Units(), list[_Reading]()
+        self._units = Units()
         self._names: dict[int, str] = {}
         self._key: list[int] = []
         self._hooked: list[weakref.ref[torch.nn.Module]] = []
@@ -175,13 +139,8 @@ class ActivationSampler:
                 handle.remove()
             self._made = {}
 
-    def result(self) -> Activations | None:
-        """What was seen in the forward that has just run; ``None`` if nothing was."""
-        later = self.later()
-        return None if later is None else later()
-
-    def later(self, forward: int = -1) -> "_Reading | None":
-        """What gives that from copies, later on and in the order of the forwards; ``None`` if nothing was seen.
+    def result(self, forward: int = -1) -> Activations | None:
+        """What was seen in the forward that has just run; ``None`` if nothing was.
 
         Args:
             forward: its number.
@@ -193,11 +152,17 @@ class ActivationSampler:
         number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
-        about = {"root": -1 if number is None else number, "forward": forward, "uncalled": uncalled}
-        reading = _Reading(self._units, seen, about | {"hidden": self._padding.result}, self._unread)
-        if reading.waits:
-            self._unread.append(reading)
-        return reading
+        taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part}
+        try:
+            with torch.no_grad():
+                figures = self._units.read(taken)
+        except RuntimeError:  # of tensors of a transform such as vmap, which has ended
+            return None
+        found = {id(part): figures[key] for key, part in taken.items()}
+        return Activations(
+            root=-1 if number is None else number, forward=forward, uncalled=uncalled, hidden=self._padding.result,
+            modules=tuple([_sample(order, one, found) for order, one in enumerate(seen)]),
+        )  # fmt: skip
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""

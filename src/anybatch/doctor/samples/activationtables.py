@@ -1,7 +1,5 @@
 """Figures of many outputs at once: those of one shape are stacked, so that few operations do for all of them."""
 
-import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,47 +193,43 @@ class Units:
     _single: dict[Any, torch.Tensor] = field(default_factory=dict)
     _counts: dict[Any, int] = field(default_factory=dict)
 
-    def read(self, *samples: Mapping[Any, Taken]) -> list[dict[Any, Figures]]:
-        """Adds samples, which takes hardly longer for several than for one.
+    def read(self, taken: Mapping[Any, Taken]) -> dict[Any, Figures]:
+        """Adds a sample.
 
         Args:
-            samples: of tensors, in order, by keys that are the same in each sample.
+            taken: of tensors, by keys that are the same in each sample.
 
         Returns:
-            The figures of each tensor, for each sample.
+            The figures of each tensor.
         """
-        taken = {(number, key): one for number, sample in enumerate(samples) for key, one in sample.items()}
         _divide(taken.values())
-        found: dict[tuple[int, Any], Figures] = {}
+        found: dict[Any, Figures] = {}
         for group in _alike({key: one.sample for key, one in taken.items()}).values():
             found.update(zip(group, _figures([taken[key] for key in group]), strict=True))
         for kind, group in _alike({key: one.high for key, one in taken.items()}).items():
             self._look_at_ends(kind, group, taken, found)
-        return [{key: found[number, key] for key in sample} for number, sample in enumerate(samples)]
+        return found
 
     def _look_at_ends(
-        self, kind: Any, group: list[tuple[int, Any]], taken: Mapping[Any, Taken], found: dict[Any, Figures]
+        self, kind: Any, keys: list[Any], taken: Mapping[Any, Taken], found: dict[Any, Figures]
     ) -> None:  # fmt: skip
         """What the largest and smallest entries of units tell of tensors with as many units."""
-        ends = torch.stack([*[taken[key].high for key in group], *[taken[key].low for key in group]])
+        ends = torch.stack([*[taken[key].high for key in keys], *[taken[key].low for key in keys]])
         units = ends.shape[1]
-        ends = ends.view(2, len(group), units)
+        ends = ends.view(2, len(keys), units)
         largest, live = ends.abs().amax((0, 2)), (ends != 0).any(0)
-        now, start = live.sum(1, dtype=torch.float64), 0
-        for _, members in itertools.groupby(group, key=operator.itemgetter(0)):
-            keys = [key for _, key in members]
-            self._live_so_far(kind, keys, live[start : start + len(keys)])
-            start += len(keys)
+        now = live.sum(1, dtype=torch.float64)
+        self._live_so_far(kind, keys, live)
         rows = torch.stack([largest.double(), now, live.sum(1, dtype=torch.float64)], 1).tolist()
-        for place, (top, alive, ever) in zip(group, rows, strict=True):
-            one, count = found[place], self._counts.get(place[1], 0) + 1
-            self._counts[place[1]] = count
+        for key, (top, alive, ever) in zip(keys, rows, strict=True):
+            one, count = found[key], self._counts.get(key, 0) + 1
+            self._counts[key] = count
             one.absmax, one.finite = top, top - top == 0
             one.dead = (units - alive) / units
             one.always_dead = 1.0 - ever / units if count >= _LEAST_SAMPLES else 0.0
 
     def _live_so_far(self, kind: Any, keys: list[Any], live: torch.Tensor) -> None:
-        """Adds the units to those of one sample that have been live in the samples before."""
+        """Adds the units to those that have been live in the samples before."""
         known = self._groups.get(kind)
         if known is None or known[0] != keys:
             self._dissolve(kind)

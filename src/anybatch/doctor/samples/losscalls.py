@@ -5,7 +5,6 @@ import inspect
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
@@ -28,8 +27,6 @@ from anybatch.torch_private import (
     in_transform,
     is_jit_tracing,
     number_of_backward,
-    number_of_function_modes,
-    number_of_modes,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ LOSSES = (
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
-_SIMPLE = frozenset({*_NUMBERS, type(None)})
 _MOST_KINDS = 256
 _ALWAYS = frozenset(
     {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
@@ -199,8 +195,13 @@ class Calls:
             inside.depth = 0
         if not isinstance(result, torch.Tensor):
             return result
-        is_usual = recording is not None and recording.known.usable
-        if recording is None or not is_usual or not self._again(recording, name, arguments, result):
+        try:
+            is_like = self._again(name, arguments, result)
+        except BaseException as error:
+            if is_interruption(error):
+                raise
+            is_like = False  # of a transform, whose tensors have no values
+        if not is_like:
             self._own(self._loss, name, function, arguments, result)
         return result
 
@@ -226,84 +227,52 @@ class Calls:
             (name, (file, line), count, total), self._evaluation = self._evaluation, []
             self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line))
 
-    def _again(self, recording: "Recording", name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:
-        """Records a call that is like one before; whether it is."""
-        known = recording.known
-        try:
-            known.key = None
-            if self.failed is not None or name in self._with_ignored:
-                return False
-            first, second, others = arguments[0], arguments[1], arguments[2:]
-            if second.grad_fn is not None or result.numel() != 1:
-                return False
-            if not _SIMPLE.issuperset(map(type, others)):
-                others = _kind(name, arguments)
-                if others is None:
-                    return False
-            watched = number_of_modes() or number_of_function_modes() or not result.is_cpu
-            value = item_of(result) if watched else result.item()  # fewer calls
-            if not math.isfinite(value):
-                return False
-            what = (
-                "loss",
-                name,
-                first.shape,
-                second.shape,
-                recording.root,
-                recording.running is None,
-                *others,
-                known.state,
-            )
-            seen = known.find(what)
-            if seen is None:
-                return False
-            counter = recording.counter
-            counter.at = at = counter.at + 1
-            recording.journal.rows.append([seen.fact, at, counter.step, value])
-            recording.loss_calls.append(at)
-            known.state = seen.state
-            recording.last_loss = weakref.ref(result), result._version, value
-            return True
-        except BaseException as error:
-            if is_interruption(error):
-                raise
-            return False  # of a transform, whose tensors have no values
+    def _again(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:
+        """Notes a call that is like one before, with its value; whether it is."""
+        recording = self._recording
+        if recording is None or recording.sampled_much or name in self._with_ignored or self.failed is not None:
+            return False
+        value = item_of(result) if result.numel() == 1 and result.is_cpu else None
+        if value is not None and not math.isfinite(value):
+            return False
+        kind = _kind(name, arguments)
+        key = "loss", kind, recording.root, id(recording.innermost), user_place(3)
+        row = None if kind is None else recording.again(key, value)
+        if row is None:
+            return False
+        recording.loss_calls.append(row[1])
+        return True
 
     def _loss(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor
     ) -> None:  # fmt: skip
-        root = self._current_root() or NO_ROOT
-        read = self._wants_values()
-        facts = None if read else self._as_before(name, arguments, result)
-        is_like, recording = facts is not None, self._recording  # else the next one has what is not counted again
+        """Notes a call with all that it has, or, where it is not sampled, with what calls of its kind have."""
+        read, kind, root = self._wants_values(), _kind(name, arguments), self._current_root() or NO_ROOT
+        facts = None if read or name in self._with_ignored else self._known.get(kind)
+        if facts is not None and result.numel() == 1 and result.is_cpu:
+            value = item_of(result)
+            facts = facts | {"value": value} if math.isfinite(value) else None
+        is_like = facts is not None
         if facts is None:
-            named = dict(zip(parameters_of(name), arguments, strict=True))
-            with torch.no_grad():
-                facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
-                if read and result.numel() == 1:
-                    facts["guess"] = self._guesses.of(name, function, named)
-            self._remember(name, arguments, facts)
-            if read and self._keep is not None and result.requires_grad:
-                self._keep(root.root, name, named)
+            facts = self._facts(name, function, arguments, result, root)
         file, line = user_place(3)
         fact = LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts)
-        self._emit(fact)
-        if recording is not None:
-            key = recording.known.take_key()
-            recording.known.passed(fact, name, key=key if is_like and name not in self._with_ignored else None)
+        if is_like and (recording := self._recording) is not None:
+            key = "loss", kind, recording.root, id(recording.innermost), (file, line)
+            recording.loss_calls.append(recording.learn(key, fact).at)
+        else:
+            self._emit(fact)
 
-    def _as_before(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> dict[str, Any] | None:
-        """The facts of a call like one before, without those that would have to be counted; ``None`` for a new kind."""
-        facts = None if name in self._with_ignored else self._known.get(_kind(name, arguments))
-        if facts is None or result.numel() != 1 or result.device.type != "cpu":
-            return facts
-        try:
-            value = result.item()
-        except (RuntimeError, TypeError):  # of a transform
-            return None
-        return facts | {"value": value} if math.isfinite(value) else None
-
-    def _remember(self, name: str, arguments: tuple[Any, ...], facts: dict[str, Any]) -> None:
+    def _facts(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor,
+        root: CurrentRoot,
+    ) -> dict[str, Any]:  # fmt: skip
+        """All that a call says of itself; what is the same in others of its kind is remembered."""
+        named, read = dict(zip(parameters_of(name), arguments, strict=True)), self._wants_values()
+        with torch.no_grad():
+            facts = facts_of_loss(name, named, result, root.args, root.kwargs, read=read)
+            if read and result.numel() == 1:
+                facts["guess"] = self._guesses.of(name, function, named)
         if facts.get("ignored", 0) > 0:
             self._with_ignored.add(name)  # how many they are has to be counted in each call
         kind = _kind(name, arguments)
@@ -312,6 +281,9 @@ class Calls:
                 self._known.clear()
             counted = "items" if "ignored" in facts else ""
             self._known[kind] = {key: value for key, value in facts.items() if key in _ALWAYS and key != counted}
+        if read and self._keep is not None and result.requires_grad:
+            self._keep(root.root, name, named)
+        return facts
 
     def dropout(self, name: str, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a dropout; one that drops in another mode than its module's is told."""

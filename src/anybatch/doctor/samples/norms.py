@@ -2,13 +2,13 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.samples.flatcopies import ENTRIES, Buffer, norms, plain, strides
+from anybatch.doctor.samples.flatcopies import ENTRIES, Layout, norms, plain, strides
 from anybatch.records.samples import Norms
 
 if TYPE_CHECKING:
@@ -17,26 +17,29 @@ if TYPE_CHECKING:
 _STILL = 0.5  # share of entries that did not move from which on the optimizer's state is looked at by its norm
 
 
+@dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters of one precision on one device, and what was seen of them last.
+    """Parameters of one precision on one device, and what was seen of them around the last step that was looked at.
 
     Args:
         numbers: of them.
         references: to them.
-        buffer: the layout of their copies.
+        layout: of their copies.
+        begins_equal: positions of matrices that began with equal rows, which then may stay equal.
     """
 
-    def __init__(
-        self, numbers: list[int], references: "list[weakref.ref[torch.Tensor]]", buffer: Buffer
-    ) -> None:  # fmt: skip
-        self.numbers, self.references, self.buffer = numbers, references, buffer
-        self.was_stepped = False  # whether ``after`` holds what the last step that was looked at has left
-        self.parameters: list[torch.Tensor | None] = []  # these and their views are held around a step only
-        self.views: list[torch.Tensor | None] = []
-        self.versions: list[int] = []
-        self.before_versions: list[int] = []
-        self.results: dict[str, torch.Tensor] = {}
-        self.graded: list[bool] = []  # whether each has a dense gradient
+    numbers: list[int]
+    references: "list[weakref.ref[torch.Tensor]]"
+    layout: Layout
+    begins_equal: list[int]
+    parameters: list[torch.Tensor | None] = field(default_factory=list)  # held around a step only
+    views: list[torch.Tensor | None] = field(default_factory=list)
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+    before_versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    graded: list[bool] = field(default_factory=list)  # whether each has a dense gradient
+    figures: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -96,14 +99,13 @@ class NormSampler:
         with torch.no_grad():
             plan.sparse = {}
             for bucket in plan.buckets:
-                buffer, results = bucket.buffer, bucket.results
-                results.clear()
+                layout = bucket.layout
                 bucket.parameters = [reference() for reference in bucket.references]
-                bucket.views = buffer.fitting(bucket.parameters)
-                results["exact weight"] = _exact(bucket, bucket.views)  # reads all, so that single entries are near
-                buffer.fill(1, bucket.views)
-                if bucket.was_stepped:
-                    buffer.mark(1, 3, 1)
+                bucket.views = layout.fitting(bucket.parameters)
+                bucket.before = layout.copy(bucket.views)
+                bucket.figures = {"weight": _norms(layout, bucket.before, bucket.views)}
+                if bucket.after is not None:
+                    bucket.figures["moved"] = layout.changed(bucket.after, bucket.before)
                 bucket.before_versions = _versions(bucket.parameters)
                 self._gradients(plan, bucket)
             self._state_before(plan, optimizer)
@@ -121,16 +123,20 @@ class NormSampler:
         """
         plan = self._plans[id(optimizer)]
         with torch.no_grad():
-            if not plan.sparse and not any(any(bucket.graded) for bucket in plan.buckets):
-                for bucket in plan.buckets:  # a closure has made the gradients within the step
-                    self._gradients(plan, bucket)
+            is_late = not plan.sparse and not any(any(bucket.graded) for bucket in plan.buckets)
             for bucket in plan.buckets:
-                self._changes(bucket)
+                if is_late:  # a closure has made the gradients within the step
+                    self._gradients(plan, bucket)
+                layout, before = bucket.layout, bucket.before
+                after = bucket.after = layout.copy(layout.fitting(bucket.views))
+                if before is not None:
+                    bucket.figures["update"] = layout.norms(after - before)
+                    bucket.figures["changed"] = layout.changed(after, before)
             plan.others = count - plan.count > 1
             found = self._read(plan, optimizer)
         plan.count = count
         for bucket in plan.buckets:
-            bucket.parameters, bucket.views = [], []
+            bucket.parameters, bucket.views, bucket.before = [], [], None
         return found
 
     def _plan(self, optimizer: Any) -> _Plan:
@@ -168,9 +174,9 @@ class NormSampler:
             numbers = [self._numbering.parameter(tensor) for tensor, _ in pairs]
             views = [view for _, view in pairs]
             embeds = [self._numbering.facts(number).role == "embedding" for number in numbers]
-            begins = [self._begins_equal(number) for number in numbers]
-            buffer = Buffer(views, strides(views, embeds, self._entries), [n for n, flag in enumerate(begins) if flag])
-            found.append(_Bucket(numbers, [weakref.ref(tensor) for tensor, _ in pairs], buffer))
+            layout = Layout(views, strides(views, embeds, self._entries))
+            begins = [place for place, number in enumerate(numbers) if self._begins_equal(number)]
+            found.append(_Bucket(numbers, [weakref.ref(tensor) for tensor, _ in pairs], layout, begins))
         return found
 
     def _begins_equal(self, number: int) -> bool:
@@ -179,29 +185,21 @@ class NormSampler:
         return len(facts.shape) > 1 and facts.shape[0] > 1 and (facts.equal_rows or facts.constant is not None)
 
     def _gradients(self, plan: _Plan, bucket: _Bucket) -> None:
-        buffer, results = bucket.buffer, bucket.results
+        layout = bucket.layout
         grads = [one.grad if one is not None and one.is_leaf else None for one in bucket.parameters]
         for position, grad in enumerate(grads):
             if grad is not None and grad.layout is not torch.strided:
                 plan.sparse[bucket.numbers[position]] = _sparse(grad)
                 grads[position] = None
-        dense = buffer.fitting(grads)
+        dense = layout.fitting(grads)
         bucket.graded = [view is not None for view in dense]
-        if not any(bucket.graded):
-            return
-        results["exact grad"] = _exact(bucket, dense)
-        buffer.fill(0, dense)
-        results["ends"] = buffer.ends()
-        buffer.mark_zeros()
-        if buffer.rows:
-            results["rows"] = buffer.equal_rows(dense).float()
-
-    def _changes(self, bucket: _Bucket) -> None:
-        buffer = bucket.buffer
-        buffer.fill(3, buffer.fitting(bucket.views))
-        buffer.mark(2, 3, 1)
-        buffer.subtract(3, 1, 2)
-        bucket.results["figures"] = buffer.figures().reshape(-1)
+        if any(bucket.graded):
+            flat = layout.copy(dense)
+            bucket.figures["grad"] = _norms(layout, flat, dense)
+            bucket.figures["zeros"] = layout.zeros(flat)
+            bucket.figures["largest"] = flat.abs().amax()[None]
+            equal = [place for place in bucket.begins_equal if (one := dense[place]) is not None and _rows_equal(one)]
+            bucket.figures["equal"] = torch.tensor(equal, dtype=torch.float32, device=flat.device)
 
     def _state_before(self, plan: _Plan, optimizer: Any) -> None:
         tensors = self._states(plan, optimizer)
@@ -246,21 +244,19 @@ class NormSampler:
         numbers, columns = list[int](), tuple(list[Any]() for _ in range(5))
         largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
-            buffer = bucket.buffer
-            values = _fetched(bucket)
-            largest += [max(map(abs, values["ends"])) * factor] if "ends" in values else []
-            found = _columns(bucket, values["figures"], factor)
-            # of entries that do not stand for others
+            values = _fetched(bucket.figures)
+            found = _columns(bucket, values, factor)
+            # entries that do not stand for others are in the norms
+            largest += [values["largest"][0] * factor] if "largest" in values else []
             largest += [norm for norm in found[0] if norm is not None and (norm != norm or norm == math.inf)]
             for position, number in enumerate(bucket.numbers) if plan.sparse else ():
                 if number in plan.sparse:
                     found[0][position], found[4][position], top = plan.sparse[number]
                     largest.append(top)
-            shown = zip(buffer.rows, values.get("rows", ()), strict=False)
-            equal += [bucket.numbers[p] for p, flag in shown if flag and self._all_rows_equal(bucket, p)]
+            equal += [bucket.numbers[int(place)] for place in values.get("equal", ())]
             now = _versions(bucket.parameters)
-            self._since(plan, bucket, (values["figures"][4], found[3]), now, since, silent)
-            bucket.versions, bucket.was_stepped = now, True
+            self._since(plan, bucket, values.get("moved", []), found[3], now, since, silent)
+            bucket.versions = now
             numbers += bucket.numbers
             for column, part in zip(columns, found, strict=True):
                 column.extend(part)
@@ -279,12 +275,11 @@ class NormSampler:
         )  # fmt: skip
 
     def _since(
-        self, plan: _Plan, bucket: _Bucket, shares: tuple[list[float], list[float]], now: list[int],
-        since: list[int], silent: list[int],
+        self, plan: _Plan, bucket: _Bucket, moved: list[float], same: list[float], now: list[int], since: list[int],
+        silent: list[int],
     ) -> None:  # fmt: skip
         """What changed though no optimizer stepped: between two samples, or within the step of another optimizer."""
-        moved, same = shares
-        between = moved if bucket.was_stepped else [0.0] * len(moved)
+        between = moved or [0.0] * len(same)
         for position, number in enumerate(bucket.numbers):
             owned = number in plan.owned
             if owned and not between[position]:
@@ -301,21 +296,19 @@ class NormSampler:
                 if not written:
                     silent.append(number)
 
-    def _all_rows_equal(self, bucket: _Bucket, position: int) -> bool:
-        parameter = bucket.references[position]()
-        grad = plain(parameter.grad) if parameter is not None else None
-        return grad is not None and bool((grad[1:] == grad[:1]).all())
+
+def _rows_equal(grad: torch.Tensor) -> bool:
+    """Whether a matrix has equal rows that are not zero; mostly its ends tell."""
+    return torch.equal(grad[0], grad[-1]) and bool((grad[1:] == grad[:1]).all() & (grad[0] != 0).any())
 
 
-def _exact(bucket: _Bucket, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Norms of tensors that are not copied whole, side by side; zeros for those that are missing."""
-    large = [tensors[position] for position in bucket.buffer.large]
-    present = [one for one in large if one is not None]
-    if present and len(present) == len(large):
-        return norms(present)
-    found = iter(norms(present).unbind() if present else ())
-    zero = bucket.buffer.masks.new_zeros(())
-    return torch.stack([zero if one is None else next(found) for one in large]) if large else zero[None][:0]
+def _norms(layout: Layout, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The norms of tensors by position: of the copies, and of the whole where only some entries were copied."""
+    found = layout.norms(flat)
+    large = [(position, one) for position in layout.large if (one := tensors[position]) is not None]
+    if large:
+        found[[position for position, _ in large]] = norms([one for _, one in large])
+    return found
 
 
 def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
@@ -325,16 +318,19 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
-def _columns(bucket: _Bucket, figures: list[list[float]], factor: float) -> tuple[list[Any], ...]:
+def _columns(bucket: _Bucket, values: Mapping[str, list[float]], factor: float) -> tuple[list[Any], ...]:
     """Norms of gradients, weights and changes, the shares that stayed, and those that are zero, by position."""
-    grads, weights, updates, zeros, _, changed = figures
-    found: list[Any] = grads if factor == 1.0 else [norm * factor for norm in grads]
-    shares: list[Any] = zeros
-    if not all(bucket.graded):
-        found = [norm if graded else None for norm, graded in zip(found, bucket.graded, strict=True)]
-        shares = [share if graded else None for share, graded in zip(zeros, bucket.graded, strict=True)]
-    moved = [norm * scale for norm, scale in zip(updates, bucket.buffer.scales, strict=True)]
-    return found, weights, moved, [1.0 - share for share in changed], shares
+    count = len(bucket.numbers)
+    graded = bucket.graded if "grad" in values else [False] * count
+    grads: list[Any] = [norm * factor for norm in values.get("grad", [0.0] * count)]
+    zeros: list[Any] = values.get("zeros", [0.0] * count)
+    return (
+        [norm if has else None for norm, has in zip(grads, graded, strict=True)],
+        values["weight"],
+        [norm * scale for norm, scale in zip(values["update"], bucket.layout.scales, strict=True)],
+        [1.0 - share for share in values["changed"]],
+        [share if has else None for share, has in zip(zeros, graded, strict=True)],
+    )
 
 
 def _sparse(grad: torch.Tensor) -> tuple[float, float, float]:
@@ -358,19 +354,11 @@ def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[
     return found
 
 
-def _fetched(bucket: _Bucket) -> dict[str, Any]:
-    """The results in one transfer, in the order of the parameters."""
-    results, buffer = bucket.results, bucket.buffer
-    flat = torch.cat(list(results.values())).tolist()  # made the widest among them, all of which keeps each number
-    found: dict[str, Any] = {}
-    start = 0
-    for name, value in results.items():
+def _fetched(figures: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """The figures in one transfer."""
+    flat = torch.cat(list(figures.values())).tolist()  # made the widest among them, which keeps each number
+    found, start = dict[str, list[float]](), 0
+    for name, value in figures.items():
         found[name] = flat[start : start + value.numel()]
         start += value.numel()
-    count = len(buffer.shapes)
-    rows = [found["figures"][row * count : (row + 1) * count] for row in range(6)]
-    found["figures"] = figures = [buffer.by_position(row) for row in rows]
-    for row, name in enumerate(("exact grad", "exact weight")):
-        for position, norm in zip(buffer.large, found.get(name, ()), strict=False):
-            figures[row][position] = norm
     return found

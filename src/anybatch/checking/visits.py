@@ -1,10 +1,9 @@
 """What every module got and gave, sample by sample, so that the module that mixes samples can be named."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,46 +12,36 @@ from anybatch.tensors.graph import in_backward
 
 
 class Print(NamedTuple):
-    """A fingerprint of a tensor: for each dimension that may be the samples' one number and one norm an index.
+    """A fingerprint of a tensor: its shape, and for each dimension that may be the samples' two numbers an index.
 
-    Args:
-        shape: of the tensor.
-        along: by dimension, a projection on fixed numbers and the norm of every slice, each of shape ``[size]``.
+    These are a projection of every slice on fixed numbers, and its norm.
     """
 
     shape: tuple[int, ...]
     along: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass
-class Visit:
-    """One call of a module.
-
-    Attributes:
-        module: its qualified name.
-        got: fingerprints of the tensors in its arguments.
-        gave: of the tensors in its result.
-    """
+class Visit(NamedTuple):
+    """One call of a module: its name, and fingerprints of the tensors that it got and gave."""
 
     module: str
     got: list[Print]
-    gave: list[Print] = field(default_factory=list)
+    gave: list[Print]
 
 
-@dataclass
-class Recording:
-    """The visits of one forward, in the order in which the modules ended.
+class Recording(NamedTuple):
+    """Which samples went into a forward, and what was called, in the order in which it ended, by name and turn."""
 
-    Attributes:
-        rows: samples that went in.
-        visits: by the name of the module and which of its calls it is.
-    """
+    samples: Sequence[int]
+    visits: dict[tuple[str, int], Visit]
 
-    rows: int
-    visits: dict[tuple[str, int], Visit] = field(default_factory=dict)
+    @property
+    def rows(self) -> int:
+        """How many samples went in."""
+        return len(self.samples)
 
 
-class Tracer:
+class Visits:
     """Follows which module runs, and records fingerprints where it is asked to.
 
     Args:
@@ -61,9 +50,8 @@ class Tracer:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
-        self._stack: list[Visit] = []
+        self._stack: list[tuple[str, list[Print]]] = []
         self._recording: Recording | None = None
-        self._gradients: dict[str, torch.Tensor] | None = None
 
     def attached(self) -> ExitStack:
         """Hangs hooks on the modules; closing the stack takes them off."""
@@ -78,72 +66,36 @@ class Tracer:
 
     def where(self) -> str:
         """The name of the innermost module that is running, ``"loss"`` outside of all modules."""
-        return self._stack[-1].module if self._stack else "loss"
+        return self._stack[-1][0] if self._stack else "loss"
 
     def restart(self) -> None:
         """Forgets what was running, as a forward that failed leaves it behind."""
         self._stack.clear()
 
     @contextmanager
-    def recording(self, rows: int) -> Iterator[Recording]:
-        """Records one forward.
-
-        Args:
-            rows: samples in it.
-
-        Returns:
-            A context manager that gives the recording, complete at its end.
-        """
-        self._recording = Recording(rows)
+    def recording(self, samples: Sequence[int]) -> Iterator[Recording]:
+        """Gives the recording of one forward, complete at the end of the block."""
+        self._recording = Recording(samples, {})
         try:
             yield self._recording
         finally:
             self._recording = None
 
-    @contextmanager
-    def gradients(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Records the gradients that reach the results of modules, as projections on fixed numbers.
-
-        Returns:
-            A context manager that gives them by the name of the module, in the order in which the modules ended.
-        """
-        self._gradients = {}
-        try:
-            yield self._gradients
-        finally:
-            self._gradients = None
-
-    def _watch_gradients(self, name: str, result: Any, found: dict[str, torch.Tensor]) -> None:
-        found[name] = torch.zeros((), dtype=torch.float64)
-
-        def note(gradient: torch.Tensor) -> None:
-            print_of_all = _print(gradient.detach().reshape(1, -1), 1).along[0][0]
-            found[name] = found[name] + print_of_all.sum()
-
-        for _, _, leaf in leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(note)
-
     def _entering(self, name: str) -> Any:
         def enter(module: Any, args: Any, kwargs: Any) -> None:
-            if in_backward():  # a checkpoint recomputes
-                return
-            rows = self._recording.rows if self._recording else None
-            self._stack.append(Visit(name, [] if rows is None else _prints((args, kwargs), rows)))
+            if not in_backward():  # where a checkpoint recomputes
+                rows = self._recording.rows if self._recording else None
+                self._stack.append((name, [] if rows is None else _prints((args, kwargs), rows)))
 
         return enter
 
     def _leave(self, module: Any, args: Any, result: Any) -> None:
         if in_backward() or not self._stack:
             return
-        visit = self._stack.pop()
-        if self._gradients is not None:
-            self._watch_gradients(visit.module, result, self._gradients)
-        if self._recording is None:
-            return
-        visit.gave = _prints(result, self._recording.rows)
-        call = sum(1 for name, _ in self._recording.visits if name == visit.module)
-        self._recording.visits[visit.module, call] = visit
+        name, got = self._stack.pop()
+        if self._recording is not None:
+            call = sum(1 for other, _ in self._recording.visits if other == name)
+            self._recording.visits[name, call] = Visit(name, got, _prints(result, self._recording.rows))
 
 
 def _prints(value: Any, rows: int) -> list[Print]:
@@ -163,16 +115,12 @@ def _print(tensor: torch.Tensor, rows: int) -> Print:
     return Print(shape, along)
 
 
-Parts = list[tuple[list[int], Recording]]
-"""The positions of the samples of each part, and its recording."""
-
-
-def culprits(whole: Recording, parts: Parts, tolerance: float) -> dict[str, float]:
+def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> dict[str, float]:
     """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
 
     Args:
         whole: the recording of the whole batch.
-        parts: of parts.
+        parts: those of parts.
         tolerance: up to which relative difference results are the same.
 
     Returns:
@@ -187,7 +135,7 @@ def culprits(whole: Recording, parts: Parts, tolerance: float) -> dict[str, floa
     return {name: gave for name, gave in found.items() if not any(_contains(name, other) for other in found)}
 
 
-def gets_different_inputs(whole: Recording, parts: Parts, module: str, tolerance: float) -> bool:
+def gets_different_inputs(whole: Recording, parts: Sequence[Recording], module: str, tolerance: float) -> bool:
     """Whether a module already gets something else in the parts, so that samples were mixed before it."""
     return (module, 0) in whole.visits and _largest(whole, parts, (module, 0), "got") > tolerance
 
@@ -196,19 +144,19 @@ def _contains(outer: str, inner: str) -> bool:
     return outer != inner and (outer == "" or inner.startswith(outer + "."))
 
 
-def _largest(whole: Recording, parts: Parts, key: tuple[str, int], side: Literal["got", "gave"]) -> float:
+def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int], side: str) -> float:
     """The largest relative difference; NaN if nothing can be compared."""
     largest, own = math.nan, getattr(whole.visits[key], side)
-    for samples, part in parts:
+    for part in parts:
         prints = getattr(part.visits[key], side) if key in part.visits else []
         for one, other in zip(own, prints, strict=True) if len(prints) == len(own) else ():
-            difference = _difference(one, other, samples, whole.rows, part.rows)
+            difference = _difference(one, other, whole.rows, part)
             if not largest >= difference and not math.isnan(difference):
                 largest = difference
     return largest
 
 
-def _difference(whole: Print, part: Print, samples: list[int], rows: int, part_rows: int) -> float:
+def _difference(whole: Print, part: Print, rows: int, recording: Recording) -> float:
     if len(whole.shape) != len(part.shape):
         return math.nan
     differing = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
@@ -216,12 +164,9 @@ def _difference(whole: Print, part: Print, samples: list[int], rows: int, part_r
         return math.nan
     dim = differing[0]
     times = whole.shape[dim] // rows
-    if whole.shape[dim] % rows or part.shape[dim] != times * part_rows:
+    if whole.shape[dim] % rows or part.shape[dim] != times * recording.rows:
         return math.nan
     values, norms = whole.along[dim]
-    scale = max(float(norms.max()), torch.finfo(torch.float64).tiny)
-    chosen = torch.tensor(samples)
-    samples_first = values.view(rows, times)[chosen].flatten()
-    samples_last = values.view(times, rows)[:, chosen].flatten()
-    own = part.along[dim][0]
-    return min(float((own - order).abs().max()) for order in (samples_first, samples_last)) / scale
+    scale, chosen = max(float(norms.max()), torch.finfo(torch.float64).tiny), torch.tensor(list(recording.samples))
+    orders = values.view(rows, times)[chosen].flatten(), values.view(times, rows)[:, chosen].flatten()
+    return min(float((part.along[dim][0] - order).abs().max()) for order in orders) / scale

@@ -1,0 +1,128 @@
+"""How far gradients are apart, in full or of what is kept of them in few numbers."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.tensors.shards import local_of
+
+_SIZE = 1024
+"""Numbers that are kept of a large gradient: the norm of a difference is then known within ``sqrt(2 / 1024)``, 4 %."""
+_FEW = 4  # times as many entries, below which all are kept
+_AT_ONCE = 128  # rows of so many numbers that are converted at a time
+
+
+def relative(difference: float, scale: float) -> float:
+    """A difference over a scale: 0 for no difference, infinite for what is not finite."""
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
+
+
+def norm_of(values: Any) -> float:
+    """The Euclidean norm in float64, also of numbers whose squares are 0 or infinite in it."""
+    largest = float(torch.linalg.vector_norm(values, math.inf, dtype=torch.float64))
+    if not largest or not math.isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(values.double() / largest))
+
+
+def distance(ones: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None] | None = None) -> float:
+    """The norm of the difference of two gradients; a missing one is zero."""
+    pairs = zip(ones, [None] * len(ones) if others is None else others, strict=True)
+    return math.hypot(0.0, *(norm_of(found) for one, other in pairs if (found := _less(one, other)) is not None))
+
+
+def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.double() - other.double()
+
+
+def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:
+    """What is kept of a gradient of so many entries, in float64 on the CPU; 0 where there is none."""
+    kept = torch.zeros(length_of(size)) if gradient is None else _sketch_of(gradient)
+    return kept.to("cpu", torch.float64)
+
+
+def length_of(size: int) -> int:
+    """How many numbers are kept of a gradient of so many entries."""
+    return size if size // _SIZE < _FEW else _SIZE
+
+
+class Sketch:
+    """What is kept of gradients: all of a small one, of a larger one sums of entries with signs drawn once for all.
+
+    The squared norm of a difference of two sketches is on average that of the difference itself (Charikar, Chen,
+    Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Alon, Matias, Szegedy 1996).
+
+    Args:
+        parameters: with their gradients.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
+        >>> weight.grad = torch.randn(100, 100)
+        >>> one = Sketch([weight])
+        >>> weight.grad += torch.randn(100, 100)  # of length 100
+        >>> 90 < Sketch([weight]).distance(one) < 110
+        True
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        with torch.no_grad():
+            self._kept = {id(one): _sketch_of(local_of(one.grad)) for one in parameters if one.grad is not None}
+
+    def distance(self, other: "Sketch | None" = None, *, of: Iterable[torch.Tensor] | None = None) -> float:
+        """The norm of the difference of the gradients; a missing one is zero.
+
+        Args:
+            other: of the same parameters; ``None`` for zero.
+            of: the parameters that count; ``None`` for all.
+        """
+        own, its = self._kept, {} if other is None else other._kept
+        counted = {*own, *its} if of is None else {id(one) for one in of}
+        pairs = ((own.get(key), its.get(key)) for key in counted)
+        found = [b if a is None else a if b is None else a - b for a, b in pairs]
+        return math.hypot(0.0, *(float(one.norm()) for one in found if one is not None))
+
+
+def _sketch_of(gradient: torch.Tensor) -> torch.Tensor:
+    # In float32 a sum of some entries is rounded as the gradient itself is, and nothing has to be converted.
+    wide = torch.promote_types(gradient.dtype.to_real(), torch.float32)
+    if gradient.layout is not torch.strided:
+        return _of_sparse(gradient.coalesce(), wide)
+    flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
+    rows = len(flat) // _SIZE
+    if rows < _FEW:
+        return flat.to(wide, copy=True)
+    signs, total = _signs(rows + 1), torch.zeros(_SIZE, dtype=wide, device=flat.device)
+    for start in range(0, rows, _AT_ONCE):
+        some = signs[start : min(start + _AT_ONCE, rows)].to(flat.device, wide)
+        total += some @ flat[start * _SIZE : (start + len(some)) * _SIZE].view(-1, _SIZE).to(wide)
+    rest = flat[rows * _SIZE :].to(wide)
+    total[: len(rest)] += rest * int(signs[rows])
+    return total
+
+
+def _of_sparse(gradient: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """The same numbers as of the dense gradient."""
+    values = gradient.values()
+    values = torch.view_as_real(values.resolve_conj()).flatten(-2) if values.is_complex() else values
+    values = values.reshape(len(values), -1)
+    rows = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    for index, size in zip(gradient.indices(), gradient.shape, strict=False):
+        rows = rows * size + index
+    places = (rows[:, None] * values.shape[1] + torch.arange(values.shape[1], device=values.device)).flatten()
+    count, weighted = math.prod(gradient.shape[: gradient.sparse_dim()]) * values.shape[1], values.flatten().to(wide)
+    if length_of(count) < count:
+        weighted = weighted * _signs(count // _SIZE + 1).to(values.device, wide)[places // _SIZE]
+        places, count = places % _SIZE, _SIZE
+    return torch.zeros(count, dtype=wide, device=values.device).index_add_(0, places, weighted)
+
+
+def _signs(rows: int) -> torch.Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return torch.randint(2, (rows,), generator=generator, device="cpu", dtype=torch.int8) * 2 - 1

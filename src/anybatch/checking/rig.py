@@ -1,0 +1,502 @@
+"""Losses and gradients of a batch, of a split of it or of one part alone, all of the same isolated model."""
+
+import contextlib
+import copy
+import itertools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from anybatch.accelerators import has_cudnn
+from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.counting import count_samples
+from anybatch.batch.moving import to_device
+from anybatch.batch.trees import map_leaves
+from anybatch.batch.writes import own_array
+from anybatch.checking.beginnings import announced
+from anybatch.checking.gradients import distance, length_of, sketched
+from anybatch.checking.isolation import Isolation
+from anybatch.checking.reach import modules_of
+from anybatch.checking.standins import DOUBLE, Draw, StandIns, Turns
+from anybatch.checking.visits import Visits
+from anybatch.errors import CountError, LossError
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
+from anybatch.loss.pieces import InPieces
+from anybatch.loss.sequence import OverTime
+from anybatch.loss.sums import values_of
+from anybatch.loss.weights import fetched
+from anybatch.records.means import Mean
+from anybatch.tensors.dispatch import without_modes
+from anybatch.tensors.graph import leaves_of
+from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.precision import in_precision
+from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import Effect, SideEffects, same
+from anybatch.update.batchnorm import coupling_modules
+from anybatch.update.passes import Task, run_pass
+from anybatch.update.progress import Progress
+
+
+class _OutsideLeaves(Exception):
+    """A loss depends on leaves that no module holds."""
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        losses: the values by name.
+        counts: what ``Mean`` s were over, by name.
+        gradients: one for each of the rig's parameters, ``None`` where there is none.
+        sizes: entries of each gradient.
+    """
+
+    losses: dict[str, float]
+    counts: dict[str, float]
+    gradients: list[torch.Tensor | None]
+    sizes: list[int]
+
+    @property
+    def norm(self) -> float:
+        """The norm of the whole gradient."""
+        return distance(self.gradients)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are finite."""
+        return all(map(math.isfinite, self.losses.values())) and math.isfinite(self.norm)
+
+    def sketch(self) -> torch.Tensor:
+        """What is kept of the gradient, always of the same entries; 0 where there is none."""
+        found = [sketched(gradient, size) for gradient, size in zip(self.gradients, self.sizes, strict=True)]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
+
+    def owners(self) -> torch.Tensor:
+        """The position of the parameter that each of these numbers is of."""
+        lengths = torch.tensor(list(map(length_of, self.sizes)), dtype=torch.int64)
+        return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+class Rig:
+    """Runs a task in isolation, in one precision and with random numbers that do not depend on the split.
+
+    Args:
+        task: one batch, or raw samples.
+        dtype: the precision, ``None`` for the model's own.
+        substitutes: whether random numbers and precisions are replaced.
+
+    Attributes:
+        task: the same; another batch may be put in its place.
+        parameters: the leaves that get a gradient.
+        names: of the parameters; those that are not in the model have a description.
+        effects: what the last run has changed in Python.
+    """
+
+    def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
+        self.task, self.dtype, self.device = task, dtype, task.settings.device
+        self.roots = modules_of(task.model, task.loss_fn)
+        self.modules = {
+            f"{prefix}.{name}".strip("."): module
+            for prefix, root in self.roots.items()
+            for name, module in root.named_modules()
+        }
+        self.visits = Visits(self.modules)
+        wider = DOUBLE if dtype is torch.float64 else None
+        self.stand_ins = StandIns(wider, self.visits.where) if substitutes else None
+        self.effects = SideEffects([task.model, task.loss_fn])
+        self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
+        self.parameters: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self._stands: list[tuple[int, list[Any]]] | None = None
+
+    @property
+    def splittable(self) -> Splittable:
+        """The samples as the user gave them."""
+        return self.task.splittable
+
+    def open(self, stack: ExitStack) -> Outcome:
+        """Isolates the model until a stack is closed, and gives what the whole batch gave."""
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(self.isolation)
+        stack.enter_context(self.visits.attached())
+        self._random = RandomState([self.device])
+        only = self.task.settings.inputs
+        for prefix, root in self.roots.items():
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad and (only is None or any(parameter is one for one in only)):
+                    self._add(f"{prefix}.{name}".strip("."), parameter)
+        for position, leaf in enumerate(only or ()):
+            self.isolation.add(leaf)
+            self._add(f"inputs[{position}]", leaf)
+        self._prepare_for_cudnn()
+        if only is not None:
+            return self.run()
+        inside = len(self.parameters)
+        loss_fn, is_found = self._looking_for_leaves(), False
+        while not is_found:
+            try:
+                whole = self.run(loss_fn=loss_fn)
+                is_found = True
+            except _OutsideLeaves as found:
+                for leaf in found.args:
+                    self.isolation.add(leaf)
+                    self._add(f"a tensor of shape {tuple(leaf.shape)} outside of the modules", leaf)
+        # Leaves that are not the same in the next run are those of cuts, of the batch, and that the loss makes.
+        kept = [i for i, gradient in enumerate(whole.gradients) if i < inside or gradient is not None]
+        self.parameters = [self.parameters[i] for i in kept]
+        self.names = [self.names[i] for i in kept]
+        whole.gradients = [whole.gradients[i] for i in kept]
+        whole.sizes = [whole.sizes[i] for i in kept]
+        # Masks know the place of a call, which is another where a loss is not computed at once.
+        return self.run() if self.task.settings.dropout == "per-sample" else whole
+
+    def _looking_for_leaves(self) -> LossFunction:
+        """Stops, once for each loss, before the backward of one that depends on leaves that are not known yet."""
+        stopped: set[str] = set()
+
+        def look(name: str, loss: Any) -> Any:
+            known = {id(parameter) for parameter in self.parameters}
+            behind = leaves_of(loss.total if isinstance(loss, Mean) else loss)
+            if (found := [leaf for leaf in behind if id(leaf) not in known]) and name not in stopped:
+                stopped.add(name)
+                raise _OutsideLeaves(*found)
+            return loss
+
+        return _with_each(self.task.loss_fn, look)
+
+    def _prepare_for_cudnn(self) -> None:
+        """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that cuDNN draws."""
+        for name, module in self.modules.items():
+            if not isinstance(module, torch.nn.RNNBase) or not has_cudnn(self.device):
+                continue
+            module.flatten_parameters()
+            if module.training and module.dropout > 0 and self.stand_ins is not None:
+                module.dropout = 0.0
+                self.stand_ins.draws[Draw("dropout", name)] = None
+
+    def _add(self, name: str, parameter: torch.Tensor) -> None:
+        if not any(parameter is known for known in self.parameters):
+            self.parameters.append(parameter)
+            self.names.append(name)
+
+    def draws_by_size(self) -> bool:
+        """Whether the whole batch draws more random numbers, that nothing stands in for, than a part of it does."""
+        self.run()
+        after_whole, own = RandomState([self.device]), self.effects.generators()
+        next(self.parts(self.splits()[0]))
+        return not after_whole.is_now() or not same(own, self.effects.generators())
+
+    def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
+        """Whether two micro-batches draw the same numbers, since the loss seeds a generator.
+
+        Args:
+            parts: a split.
+            carries: what goes over from one micro-batch to the next.
+        """
+        if self.stand_ins is None:
+            return False
+        self.stand_ins.drawn, self._stands = [], []
+        try:
+            self.run(parts, fresh=False, carries=carries)
+            self._note_generators(len(parts))
+        finally:
+            drawn, self.stand_ins.drawn = self.stand_ins.drawn, None
+            stands, self._stands = self._stands, None
+        firsts = [drawn[begin:end][:1] for (begin, _), (end, _) in itertools.pairwise(stands)]
+        if any(one and one in firsts[:position] for position, one in enumerate(firsts)):
+            return True
+        ends = [[len(part.samples), *others] for part, (_, others) in zip(parts, stands[1:], strict=False)
+                if not same(others, stands[0][1])]  # fmt: skip
+        return any(same(end, one) for position, end in enumerate(ends) for one in ends[:position])
+
+    def _note_generators(self, turn: int) -> None:
+        """How many numbers were drawn so far, and where the generators stand that torch does not draw from."""
+        drawn = None if self.stand_ins is None else self.stand_ins.drawn
+        if self._stands is not None and drawn is not None and len(self._stands) <= turn:
+            state = RandomState().state_dict()
+            self._stands.append((len(drawn), [state["python"], state.get("numpy"), *self.effects.generators()]))
+
+    def has_drawn(self, *, torch_too: bool = True) -> bool:
+        """Whether the last run has moved a random generator; what stands in for random numbers moves none.
+
+        Args:
+            torch_too: also torch's default ones, from which the seeds of masks are drawn.
+        """
+        of_torch, others = self._random.moved()
+        return others or any(self.effects.drew()) or (torch_too and of_torch)
+
+    def coupling(self) -> dict[str, torch.nn.Module]:
+        """BatchNorm in training mode that a step knows of: in the model and in a loss that is a module."""
+        found = coupling_modules(*modules_behind(self.task.model, self.task.loss_fn)).values()
+        return {name: module for name, module in self.modules.items() if any(module is one for one in found)}
+
+    def hooked_by_optimizers(self) -> list[str]:
+        """The parameters with hooks that run after a gradient was accumulated; they are off during the check."""
+        own, hooked = zip(self.names, self.parameters, strict=True), self.isolation.with_optimizer_hooks
+        return [name for name, parameter in own if id(parameter) in hooked]
+
+    def splits(self, splittable: Splittable | None = None) -> list[list[Part]]:
+        """The splits that are compared with the whole batch."""
+        return splits_of(splittable or self.splittable, self.task.micro_batch_size)
+
+    def batches_of(self, parts: Sequence[Part]) -> list[Any]:
+        """The micro-batches of a split, as copies on the device that a run may write to."""
+        return [to_device(batch, self.device) for batch in copies_of(self.splittable, self.dtype).materialise(parts)]
+
+    def run(
+        self,
+        parts: Sequence[Part] | None = None,
+        *,
+        splittable: Splittable | None = None,
+        fresh: bool = True,
+        carries: Collection[Effect] = (),
+        **changes: Any,
+    ) -> Outcome:
+        """The gradient of the batch, as a step would compute it.
+
+        Args:
+            parts: how it is split; ``None`` for the whole batch at once.
+            splittable: other samples than the task's own, or the same cut otherwise.
+            fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
+                over from one to the next.
+            carries: what goes over all the same, of what a run changes in Python.
+            **changes: of the task, such as another ``loss_fn``, ``count`` or ``batch_norm``.
+        """
+        splittable = copies_of(splittable or self.splittable, self.dtype)
+        parts = splittable.plan(None) if parts is None else parts
+        turns = Turns(self.stand_ins, splittable.rows, [part.samples for part in parts])
+        return self._run(splittable, parts, turns, fresh, carries, {"batch_norm": "frozen", **changes})
+
+    def parts(self, parts: Sequence[Part], name: str = "") -> Iterator[Outcome]:
+        """The loss and the gradient of each micro-batch of a split alone, not weighted, one after the other.
+
+        Args:
+            parts: the split.
+            name: the only loss that counts, if there are several.
+        """
+        loss_fn = only(self.task.loss_fn, name) if name else self.task.loss_fn
+        if not isinstance(loss_fn, (Coupled, InPieces)):
+            loss_fn = _filled(loss_fn)
+        for part, batch in zip(parts, self.batches_of(parts), strict=True):
+            if self.splittable.collate is None:
+                alone = Splittable([batch], broadcast=self.splittable.broadcast)
+            else:  # whatever collate made of the samples
+                alone = self.splittable.chosen(list(part.samples))
+                alone.collate = lambda _, batch=batch: batch
+            turns = Turns(self.stand_ins, self.splittable.rows, [part.samples])
+            changes = {"loss_fn": loss_fn, "count": count_samples, "batch_norm": "frozen"}
+            yield self._run(alone, alone.plan(None), turns, True, (), changes)
+
+    def _run(
+        self, splittable: Splittable, parts: Sequence[Part], turns: Turns, fresh: bool, carries: Collection[Effect],
+        changes: Mapping[str, Any],
+    ) -> Outcome:  # fmt: skip
+        def begin() -> None:
+            """Puts back what the last forward has changed; numbers are those of the samples whose turn it is."""
+            turn = turns.turn
+            turns.begin()
+            self.visits.restart()
+            if fresh or turn == 0:
+                self.isolation.restore_buffers()
+                self._random.restore()
+            with without_modes():  # which would take a copy for one of the loss's operations
+                goes_on = self._stands is not None and turn > 0  # where numbers are really drawn
+                self.effects.restore(carries if turn else (), generators=not goes_on)
+            self._note_generators(turn)
+
+        # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
+        task = replace(
+            self.task, splittable=turns.collated(splittable),
+            settings=replace(self.task.settings, kept_graphs=len(parts)), **changes,
+        )  # fmt: skip
+        draws = self.stand_ins is not None and bool(self.stand_ins.draws)  # a second pass would draw others
+        task.loss_fn = announced(task.loss_fn, begin, turns.begin_whole, in_pieces=not draws)
+        over_time = self.task.loss_fn if isinstance(self.task.loss_fn, OverTime) else None
+        carried = None if over_time is None else over_time.carried
+        if over_time is not None:  # every run begins with state(model, batch)
+            over_time.carried = None
+        self._clear()
+        try:
+            self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
+            self._random.restore()  # from which the seed of masks is drawn
+            with self.stand_ins or contextlib.nullcontext():
+                weights, sums = run_pass(task, parts, self.parameters, Progress())
+            gradients = [_dense(parameter.grad) for parameter in self.parameters]
+        finally:
+            if over_time is not None:
+                over_time.carried = carried
+            self._clear()
+        counts = {name: sum(fetched(values)) for name, values in sums.counts.items()}
+        if weights.is_empty or (not sums.terms and not any(counts.values())):
+            raise CountError(
+                "the count of the batch is 0, so there is no gradient to compare; expected a batch with something to "
+                "learn from"
+            )
+        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in self.parameters]
+        return Outcome(values_of(sums), counts, gradients, sizes)
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def check_gradient(self, whole: Outcome) -> None:
+        """Refuses a loss that gives no gradient to any parameter of the model.
+
+        Raises:
+            LossError: the loss depends on something else than the model that was passed in.
+        """
+        model, inputs = self.task.model, self.task.settings.inputs
+        own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
+        pairs = zip(self.parameters, whole.gradients, strict=True)
+        found = [gradient for parameter, gradient in pairs if inputs is not None or id(parameter) in own]
+        if found and all(gradient is None for gradient in found):
+            kind = f"{len(found)} parameters of {type(model).__name__}" if inputs is None else f"{len(found)} inputs"
+            raise LossError(
+                f"the loss gave no gradient to any of the {kind}; expected a "
+                "loss that is computed with the model that is passed to loss_fn, not with another one from outside"
+            )
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def only(loss_fn: LossFunction, wanted: str) -> LossFunction:
+    """A loss function that gives one of several losses; the others are multiplied by zero."""
+    return _multiplied(loss_fn, lambda name: 1.0 if name == wanted else 0.0)
+
+
+def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
+    """A loss function that gives every loss times a factor."""
+    return _multiplied(loss_fn, lambda name: factor)
+
+
+def _in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
+    """Lets the modules of a loss be found behind a function that calls it."""
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    function: LossFunction = evaluate
+    return function
+
+
+def _filled(loss_fn: LossFunction) -> LossFunction:
+    """A loss function that gives 0 where another gives nothing, as for a micro-batch without items."""
+
+    def evaluate(model: Any, batch: Any) -> Any:
+        result = loss_fn(model, batch)
+        if isinstance(result, Mapping):
+            result = {name: loss for name, loss in result.items() if not is_nothing(loss)}
+        return torch.zeros((), requires_grad=True) if is_nothing(result) else result
+
+    return _in_place_of(loss_fn, evaluate)
+
+
+def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> LossFunction:
+    def times(name: str, loss: Any) -> Any:
+        factor = factor_of(name)
+        return Mean(loss.total * factor, loss.count) if isinstance(loss, Mean) else loss * factor
+
+    return _with_each(loss_fn, times)
+
+
+def _with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> LossFunction:
+    """A loss function that gives what a function makes of each loss of another."""
+
+    def evaluate(model: Any, batch: Any) -> Any:
+        evaluation = Evaluation(loss_fn(model, batch), contextlib.nullcontext, unless_nothing)
+        if not evaluation.is_generator:  # whose losses may share a graph, and still go back together
+            return {name: loss if is_nothing(loss) else function(name, loss) for name, loss in evaluation}
+
+        def one_by_one() -> Iterator[tuple[str, Any]]:
+            for name, loss in evaluation:
+                yield name, loss if is_nothing(loss) else function(name, loss)
+                del loss
+
+        return one_by_one()
+
+    return _in_place_of(loss_fn, evaluate)
+
+
+def copies_of(splittable: Splittable, dtype: torch.dtype | None) -> Splittable:
+    """The same samples as copies that a run may write to, with floating point in another precision.
+
+    Args:
+        splittable: one batch, or raw samples.
+        dtype: what floating-point leaves are converted to, ``None`` to leave them.
+    """
+    collate = splittable.collate
+    if collate is None:
+        return Splittable([copied(splittable.batches[0], dtype)], broadcast=splittable.broadcast)
+    found = copy.copy(splittable)
+    found.collate = lambda samples: copied(collate(samples), dtype)
+    return found
+
+
+def copied(batch: Any, dtype: torch.dtype | None) -> Any:
+    """A batch in the same containers around new tensors, which are leaves of the autograd graph.
+
+    Example:
+        >>> copied({"x": torch.ones(1), "y": torch.ones(1, dtype=torch.int64)}, torch.float64)["x"].dtype
+        torch.float64
+    """
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return PackedSequence(copy_of(leaf.data), leaf.batch_sizes, leaf.sorted_indices, leaf.unsorted_indices)
+        if not isinstance(leaf, torch.Tensor):
+            return own_array(leaf)
+        return in_precision(leaf.detach().clone(), dtype).requires_grad_(leaf.requires_grad)
+
+    return map_leaves(copy_of, batch)
+
+
+def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[list[Part]]:
+    """Two different splits of a batch, the first as a step would make it; one if there is only one.
+
+    The second has three parts of different sizes, so that what depends on the sizes or the number of parts shows.
+
+    Args:
+        splittable: the batch.
+        micro_batch_size: of the first split, a cost where raw samples have one; ``None`` for halves.
+
+    Returns:
+        The splits, each of at least two parts.
+
+    Example:
+        >>> batch = Splittable([torch.zeros(8, 1)])
+        >>> [[part.cost for part in parts] for parts in splits_of(batch, None)]
+        [[4, 4], [2, 2, 4]]
+    """
+    rows = splittable.rows
+    if splittable.has_costs:
+        limits = [splittable.largest / 2, splittable.largest / 3, splittable.largest / rows]
+        found = [splittable.plan(limit, "alone") for limit in [micro_batch_size or limits[0], *limits]]
+    else:
+        least, size = 2 if rows >= 6 else 1, None if micro_batch_size is None else int(micro_batch_size)
+        first, second = max(least, rows // 6), max(least, rows // 3)
+        sizes = [sizes_of(rows, size), sizes_of(rows, (rows + 1) // 2), [first, second, rows - first - second]]
+        found = [parts_of_sizes(one) for one in [*sizes, [first, rows - first]] if min(one) > 0]
+    candidates: list[list[Part]] = []
+    for parts in found:
+        if len(parts) > 1 and all([p.samples for p in parts] != [p.samples for p in one] for one in candidates):
+            candidates.append(parts)
+    other = next((parts for parts in candidates[1:] if len(parts) != len(candidates[0])), None)
+    return [candidates[0], *([other] if other else candidates[1:2])]
+
+
+def parts_of_sizes(sizes: Sequence[int]) -> list[Part]:
+    """Consecutive parts of some sizes."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [Part(range(start, start + n), n) for start, n in zip(starts, sizes, strict=False)]

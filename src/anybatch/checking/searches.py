@@ -1,0 +1,364 @@
+"""Why the gradient of a split is not the whole's: a search for each kind of cause, from the simple to the involved."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from anybatch.batch.batches import Splittable
+from anybatch.batch.layout import lay_out, placement
+from anybatch.batch.trees import leaves
+from anybatch.checking.averages import Averages
+from anybatch.checking.beginnings import announced
+from anybatch.checking.causes import listed, more, reason
+from anybatch.checking.comparison import Case, Comparison
+from anybatch.checking.gradients import distance, relative
+from anybatch.checking.isolation import muted
+from anybatch.checking.rig import Outcome, scaled
+from anybatch.checking.visits import Recording, culprits, gets_different_inputs
+from anybatch.errors import AnyBatchError, BatchError, CountError
+from anybatch.loss.losses import LossFunction
+from anybatch.records.certificates import Reason
+from anybatch.tensors.sideeffects import Effect
+
+_MOST_MODULES = 5  # that are named
+_MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
+_MOST_LEAVES = 8  # which are tried without a cut
+_MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
+
+
+def searched(case: Case, comparison: Comparison) -> list[Reason]:
+    """Names the first cause that is found.
+
+    Args:
+        case: what is compared.
+        comparison: of its splits.
+    """
+    for parts, failure in comparison.failures:
+        if not isinstance(failure, CountError):
+            whole_leaf = case.searched("leaves that are not per sample", lambda: _not_per_sample(case), None)
+            return [whole_leaf or _part_fails(failure, min(len(part.samples) for part in parts))]
+    for what, search in _SEARCHES.items():
+        nothing: list[Reason] = []
+        if found := case.searched(what, lambda search=search: search(case), nothing):  # type: ignore[misc]
+            return found
+    return [reason("not additive")]
+
+
+def wrong_averages(case: Case, comparison: Comparison) -> list[Reason]:
+    """Says of each loss that does not add up why not, and tries the counts that help."""
+    averages = Averages(case)
+    found = {name: averages.find(name) for name in comparison.wrong_losses(case.tolerance)}
+    counts = {name: candidate for name, (_, candidate) in found.items() if candidate is not None}
+    line = (averages.line(counts),) if counts else ()
+    reasons = [one if candidate is None else replace(one, remedies=line) for one, candidate in found.values()]
+    if counts and len(counts) == len(found):
+        error = case.compared(count=averages.count_with(counts)).error
+        rest = "" if error <= case.tolerance else " still, so that there is another reason, too"
+        text = f" With the count below the error is {error:.2g}{rest}."
+        reasons = [more(one, text, error_with_remedy=error) for one in reasons]
+    failures = [f" As it is, a split is refused: {failure}" for _, failure in comparison.failures[:1]]
+    return [more(one, *failures) for one in reasons]
+
+
+def _hooks(case: Case) -> list[Reason]:
+    """Whether the gradient is the whole's once hooks on parameters and backward hooks on modules are off."""
+    rig = case.rig
+    hooked = {n: p for n, p in zip(rig.names, rig.parameters, strict=True) if p._backward_hooks}
+    modules = {n: m for n, m in rig.modules.items() if m._backward_hooks or m._backward_pre_hooks}
+    if not hooked and not modules:
+        return []
+    with ExitStack() as undo:
+        for owner in (*hooked.values(), *modules.values()):
+            muted(owner._backward_hooks, undo)
+            muted(getattr(owner, "_backward_pre_hooks", None), undo)
+        error = case.compared(whole=rig.run()).error
+    names = [f"parameter {name}" for name in hooked] + [name or "the model" for name in modules]
+    evidence = {"hooks": names, "error_without_hooks": error}
+    return [reason("hook", names[0], evidence)] if error <= case.tolerance else []
+
+
+def _backward(case: Case) -> list[Reason]:
+    """Whether half of the loss has half of the gradient; the last module that has not is nearest to the place."""
+    rig = case.rig
+    half = rig.run(loss_fn=scaled(rig.task.loss_fn, 0.5))
+    doubled = [None if gradient is None else 2 * gradient for gradient in half.gradients]
+    error = case.error_of(doubled)
+    if error <= case.tolerance:
+        return []
+    pairs = zip(rig.names, doubled, case.whole.gradients, strict=True)
+    wrong = [name for name, one, other in pairs if distance([one], [other]) > case.tolerance * distance([other])]
+    module = wrong[-1].rpartition(".")[0] if wrong else ""
+    shown = f"the result of `{module}`" if module else f"parameter `{wrong[-1]}`" if wrong else "the model"
+    evidence = {"error": error, "parameters": wrong[:20]}
+    return [reason("backward", module or (wrong[-1] if wrong else "model"), evidence, shown=shown)]
+
+
+def _padding(case: Case) -> list[Reason]:
+    """Whether the same samples, cut from the batch that is padded as a whole, give the whole's gradient.
+
+    If not, the search goes on with that batch, whose tensors can be compared with those of its parts.
+    """
+    padded = joined(case.rig.splittable)
+    if case.rig.splittable.collate is None or padded is None:
+        return []
+    splits = case.rig.splits(padded)
+    if case.is_exact(splits=splits, splittable=padded):
+        return [reason("padding")]
+    case.rig.task, case.splits = replace(case.rig.task, splittable=padded, micro_batch_size=None), splits
+    return []
+
+
+def _mixing_modules(case: Case) -> list[Reason]:
+    """The modules that got the same in the whole batch and in its parts, and gave something else."""
+    rig, parts = case.rig, list[Recording]()
+    with rig.visits.recording(range(rig.splittable.rows)) as whole:
+        rig.run()
+    for split in case.splits:
+        alone = rig.parts(split)
+        for part in split:
+            with rig.visits.recording(part.samples) as recording:
+                next(alone)
+            parts.append(recording)
+    found = culprits(whole, parts, case.tolerance)
+    if found:
+        return [_mixing(case, *one, whole) for one in list(found.items())[:_MOST_MODULES]]
+    if "" in rig.modules and gets_different_inputs(whole, parts, "", case.tolerance):
+        return [reason("mixed before", model=type(rig.task.model).__name__)]
+    return []
+
+
+def _mixing(case: Case, name: str, difference: float, whole: Recording) -> Reason:
+    """A module that mixes samples, with what is special about one that knows where its batch lies."""
+    modules = case.rig.modules
+    module = modules[name]
+    evidence = {"module": name, "class": type(module).__name__, "difference": difference}
+    shown = f"`{name}`" if name else "the model's own forward"
+    coupled = reason("module", name or type(module).__name__, evidence, shown=shown)
+    batch_first = getattr(module, "batch_first", None)
+    given = whole.visits[name, 0].got
+    if batch_first is not None and given and len(given[0].shape) == 2:
+        hint = reason("unbatched", dim=1 if batch_first else 0)
+        return more(coupled, hint.message, before=hint.remedies)
+    if batch_first is not False:
+        return coupled
+    layout = case.searched("samples along dimension 1", lambda: _samples_along_1(case), dict[str, int]())
+    # Those that are built with ``batch_first`` too hand it on to those inside.
+    outer = [one for one in modules if f"{name}.".startswith(f"{one}.") and _takes_batch_first(modules[one])]
+    remedies = [f"{type(modules[min(outer, key=len)] if outer else module).__name__}(..., batch_first=True)"]
+    remedies += [f"layout={layout!r}  # if the batch has the time first, and the samples after it"] if layout else []
+    return more(coupled, reason("time first").message, before=remedies)
+
+
+def _takes_batch_first(module: torch.nn.Module) -> bool:
+    return "batch_first" in inspect.signature(type(module).__init__).parameters
+
+
+def _samples_along_1(case: Case) -> dict[str, int]:
+    """The layout under which a split adds up, with the samples of all tensors along dimension 1."""
+    own = case.rig.splittable
+    tensors = [(".".join(path), leaf) for _, path, leaf in leaves(own.batches[0]) if isinstance(leaf, torch.Tensor)]
+    layout = {path: 1 for path, leaf in tensors if leaf.dim() > 1 and path not in own.broadcast}
+    try:
+        other = Splittable(own.batches, broadcast=placement(tuple(own.broadcast), layout))
+        is_exact = own.collate is None and case.is_exact(splits=case.rig.splits(other), splittable=other)
+    except AnyBatchError:
+        return {}
+    return layout if is_exact else {}
+
+
+class Aligned(TorchFunctionMode):
+    """Compares samples in a column, ``[n, 1]``, and in a row, ``[n]``, one by one instead of all with all.
+
+    Attributes:
+        found: the first operation on such tensors and their shapes; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: tuple[str, str, str] | tuple[()] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if len(tensors) == 2 and len(args) <= _MOST_ARGUMENTS:
+            one, other = sorted(tensors, key=lambda tensor: tensor.dim())
+            column = one.dim() == 1 and other.dim() == 2 and other.shape == (len(one), 1) and len(one) > 1
+            if column and one.requires_grad != other.requires_grad:  # two of the model's are compared on purpose
+                name = getattr(func, "__name__", str(func)).strip("_")
+                self.found = self.found or (name, str(tuple(tensors[0].shape)), str(tuple(tensors[1].shape)))
+                args = tuple(value.reshape(-1) if value is other else value for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _broadcasts(case: Case) -> list[Reason]:
+    """Whether the split adds up where samples in a column and samples in a row are compared one by one."""
+    with Aligned() as aligned:
+        whole = case.attempt()
+        if not aligned.found or not isinstance(whole, Outcome) or not whole.is_finite:
+            return []
+        error = case.compared(whole=whole).error
+    operation, *shapes = aligned.found
+    evidence = {"operation": operation, "shapes": shapes, "error_with_remedy": error}
+    return [reason("broadcasts", "loss", evidence)] if error <= case.tolerance else []
+
+
+_SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
+    "hooks": _hooks,
+    "whether the backward is linear": _backward,
+    "padding": _padding,
+    "modules that mix samples": _mixing_modules,
+    "shapes that broadcast": _broadcasts,
+    "what the loss is averaged over": lambda case: wrong_averages(case, case.compared()),
+}
+
+
+def _not_per_sample(case: Case) -> Reason | None:
+    """Whether a split works once one of the leaves is not cut."""
+    own = case.rig.splittable
+    if own.collate is not None:
+        return None
+    tensors = [found for found in leaves(own.batches[0], "batch") if isinstance(found[2], torch.Tensor)]
+    for label, keys, _ in tensors[:_MOST_LEAVES] if len(tensors) > 1 else ():
+        path = ".".join(keys)
+        try:
+            placed = placement((*own.broadcast, path), getattr(own.broadcast, "dims", None))
+            other = Splittable(own.batches, broadcast=placed)
+            error = case.compared(splittable=other).error
+        except AnyBatchError:
+            continue
+        if error <= case.tolerance and not _is_whole(case, other):
+            evidence = {"path": path, "error_with_remedy": error}
+            return reason("not per sample", label, evidence, label=label, rows=own.rows)
+    return None
+
+
+def _is_whole(case: Case, splittable: Splittable) -> bool:
+    """Whether a part alone gives the whole's gradient, since what is no longer cut was all the data."""
+    task = case.rig.task
+    case.rig.task = replace(task, splittable=splittable)
+    try:
+        alone = next(case.rig.parts(case.splits[0]))
+    finally:
+        case.rig.task = task
+    return case.error_of(alone.gradients) <= case.tolerance
+
+
+def joined(splittable: Splittable) -> Splittable | None:
+    """Raw samples in one batch, padded as a whole; ``None`` if that can't be cut. Other batches as they are."""
+    if splittable.collate is None:
+        return splittable
+    batch = next(splittable.materialise(splittable.plan(None)))
+    try:
+        rows = lay_out(batch, splittable.broadcast).rows
+    except BatchError:
+        return None
+    return Splittable([batch], broadcast=splittable.broadcast) if rows == splittable.rows else None
+
+
+def _part_fails(failure: Exception, smallest: int) -> Reason:
+    """A micro-batch fails where the whole batch does not."""
+    kind = type(failure).__name__
+    if isinstance(failure, AnyBatchError):
+        return reason("refused", "loss", {"error": kind}, failure=failure)
+    text = str(failure).splitlines()[0] if str(failure) else kind
+    split = f"a split into micro-batches of {smallest} samples and more"
+    fails = f"The whole batch runs, but {split} fails with {kind}: {text}."
+    cause = "fixed shape" if "invalid for input of size" in text else "squeezed" if smallest == 1 else "too few"
+    return reason(cause, "loss", {"error": kind, "smallest_micro_batch": smallest}, fails=fails)
+
+
+class State:
+    """What the whole batch's run changed in Python, and what it does to the micro-batches that come after.
+
+    Args:
+        case: what is compared.
+        changed: by the run of the whole batch.
+
+    Attributes:
+        error: how far off the gradient is, if it is.
+    """
+
+    def __init__(self, case: Case, changed: Sequence[Effect]) -> None:
+        self._case = case
+        self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
+        self._parts = case.splits[-1]
+        self.error = 0.0
+
+    def reason(self) -> Reason | None:
+        """What makes a difference in the micro-batches of one step."""
+        alone = self._case.attempt(self._parts)
+        if not self._changed or not isinstance(alone, Outcome) or not self._differs(alone, self._changed):
+            return None
+        few = self._changed if len(self._changed) <= _MOST_EFFECTS else []
+        blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
+        self._case.attempt(self._parts, carries=self._changed)
+        off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
+        return self._worded("counter" if blamed[0].is_number else "state", blamed, off=off, error=self.error)
+
+    def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
+        """Whether the split gives something else if some changes go over from one micro-batch to the next."""
+        outcome, error = self._case.attempt(self._parts, carries=carried), math.inf
+        if isinstance(outcome, Outcome):
+            error = relative(distance(outcome.gradients, alone.gradients), max(alone.norm, self._case.whole.norm))
+        self.error = max(self.error, error)
+        return error > self._case.tolerance
+
+    def note(self) -> Reason | None:
+        """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does."""
+        self._case.attempt(self._parts, carries=self._changed)
+        counters = [effect for effect in self._changed if effect.is_number and effect.again() != effect.after]
+        later = [effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect)]
+        if not later:
+            return None
+        self._case.attempt(self._parts, carries=self._changed)
+        return self._worded("later counter", later)
+
+    def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
+        code = effects[0].place.code
+        name = re.findall(r"[A-Za-z_]\w*", code)[-1]
+        shown = "; ".join(_moved(effect, len(self._parts)) for effect in effects[:3])
+        evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
+        return reason(cause, code, evidence, shown=shown, off=off, name=name, code=code)
+
+    def _matters_elsewhere(self, effect: Effect) -> bool:
+        kind = type(effect.after)
+        for value in dict.fromkeys(kind(v) for v in (0, 1, 2 * effect.after + 1, 100 * (effect.after + 1), 10**6)):
+            outcome = self._case.attempt(loss_fn=self._with(effect, value))
+            if not isinstance(outcome, Outcome):
+                continue  # such as an index that is out of range
+            if self._case.error_of(outcome.gradients, outcome.norm) > self._case.tolerance:
+                return True
+        return False
+
+    def _with(self, effect: Effect, value: object) -> LossFunction:
+        def begin() -> None:
+            effect.set(value)
+
+        return announced(self._case.rig.task.loss_fn, begin, lambda: None, in_pieces=True)
+
+
+def _moved(effect: Effect, micro_batches: int) -> str:
+    what = f"`{effect.place.code}`{effect.place.owner}"
+    now = effect.again()
+    if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
+        if (now - effect.before) / (effect.after - effect.before) == micro_batches:
+            return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"
+        return f"{what} went from {effect.before!r} to {now!r} in one step of {micro_batches} micro-batches"
+    return f"{what} is changed by one micro-batch and read by the next"
+
+
+def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
+    """What moved in a run and can't be put back: where it lies, and how to say it."""
+    places = [effect.place for effect in effects if effect.is_iterator]
+    if not places:
+        return (
+            "loss",
+            "the loss reads something that moves, such as an iterator, a clock, a file or an object of a library",
+        )
+    return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"

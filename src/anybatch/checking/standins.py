@@ -1,0 +1,381 @@
+"""Operations in another precision than they ask for, and random draws that do not depend on the split.
+
+``x.float()``, a mask in float32 or class weights in float32 would bring single precision into a float64 copy, or fail
+there. And a split draws other random numbers than the whole batch, so that nothing could be compared. Both are dealt
+with where operations are dispatched, below autograd.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.batch.batches import Splittable
+from anybatch.tensors.dispatch import Mode
+from anybatch.tensors.graph import in_backward
+from anybatch.tensors.randomness import generator_state
+
+Wider = Mapping[torch.dtype, torch.dtype]
+DOUBLE: Wider = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+"""Every precision becomes double."""
+SINGLE: Wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
+"""Low precision becomes single."""
+
+_PLACE = 0.6  # where in its distribution the number is that stands for a whole tensor of them
+# Fractional parts of square roots of primes: multiples of them spread evenly over (0, 1), whatever is added up.
+_STEPS = (0.4142135623730951, 0.7320508075688772, 0.2360679774997898, 0.6457513110645906, 0.3166247903553998)
+
+
+class Numbers:
+    """Numbers in (0, 1) that depend on the sample and on the position in it, but not on what else is in the batch.
+
+    Which dimension of a drawn tensor is that of the samples shows where its size differs from that of the same draw in
+    the whole batch, which has to run first.
+
+    Attributes:
+        constant: whether all numbers are the same instead, for draws whose samples can't be told.
+    """
+
+    def __init__(self) -> None:
+        self.constant = False
+        self._whole: list[tuple[int, ...]] = []
+        self._rows = 0
+        self._samples: Sequence[int] = ()
+        self._drawn = 0
+        self._places_of: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def begin(self, samples: Sequence[int], rows: int) -> None:
+        """Begins a forward of some of the whole batch's samples."""
+        if len(samples) == rows:
+            self._whole = []
+        self._samples, self._rows, self._drawn, self._places_of = samples, rows, 0, {}
+
+    def places(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers for the next draw, which broadcast to its shape."""
+        shape = tuple(like.shape)
+        self._meet(shape)
+        if self.constant:
+            return torch.full((), _PLACE, device=like.device)
+        total = torch.zeros((), device=like.device)
+        for dim, size in enumerate(shape):
+            steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64).add_(1)
+            steps = (steps * _STEPS[dim % len(_STEPS)]).frac_().to(like.device, torch.float32)
+            total = total + steps.view(-1, *[1] * (len(shape) - dim - 1))
+        return total.frac_().clamp_(1e-6, 1 - 1e-6)
+
+    def _meet(self, shape: tuple[int, ...]) -> None:
+        """Compares the shape of a draw with that of the same draw in the whole batch."""
+        if len(self._samples) == self._rows:
+            self._whole.append(shape)
+        elif self._drawn < len(self._whole) and len(self._whole[self._drawn]) == len(shape):
+            for dim, (size, whole) in enumerate(zip(shape, self._whole[self._drawn], strict=True)):
+                if size != whole and size * self._rows == whole * len(self._samples):
+                    self._places_of[shape] = dim, whole // self._rows
+                    break
+        self._drawn += 1
+
+    def _positions(self, shape: tuple[int, ...], dim: int, size: int) -> list[int] | range:
+        own, times = self._places_of.get(shape, (-1, 1))
+        if dim != own:
+            return range(size)
+        return [sample * times + position for sample in self._samples for position in range(times)]
+
+
+class Draw(NamedTuple):
+    """One place where random numbers are drawn.
+
+    Args:
+        operation: the name of the operation, such as ``bernoulli_``.
+        where: the qualified name of the innermost module that was running.
+    """
+
+    operation: str
+    where: str
+
+
+class StandIns(Mode):
+    """Replaces the precision and the random numbers of operations while it is entered.
+
+    Args:
+        wider: what each precision becomes; ``None`` to leave all.
+        where: names the module that is running.
+
+    Attributes:
+        draws: the places where random numbers were drawn.
+        lowered: operations that computed in lower precision than double although they were to.
+        numbers: what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples.
+        drawn: where the generator stood at each draw; with a list here numbers are really drawn.
+    """
+
+    def __init__(self, wider: Wider | None = None, where: Callable[[], str] = lambda: "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: dict[Draw, None] = {}
+        self.lowered: set[str] = set()
+        self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
+        self.numbers = self.in_parts
+        self.drawn: list[bytes] | None = None
+        self._wider, self._where = wider, where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._wider is None and torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        # In single precision a gradient has the precision of what it is of.
+        if self._wider is DOUBLE or (self._wider and not (func is torch.ops.aten._to_copy.default and in_backward())):
+            args, kwargs = _promoted(func, args, kwargs, self._wider)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        if self._wider is not DOUBLE:
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ == "_grouped_mm":
+            return _grouped_mm(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.dtype in DOUBLE:
+            if not any(isinstance(arg, torch.Tensor) for arg in args):
+                return result.to(DOUBLE[result.dtype])  # a constant, in the default precision
+            if any(isinstance(arg, torch.Tensor) and arg.dtype in DOUBLE.values() for arg in args):
+                self.lowered.add(func.overloadpacket.__name__)
+        return result
+
+    def hold_constant(self, is_constant: bool) -> None:
+        """One number stands in for all of a draw, whatever sample it is of; or each sample has its own again."""
+        for numbers in (self.in_parts, self.in_collate, self.in_whole):
+            numbers.constant = is_constant
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not in_backward():
+            self.draws[Draw(name, self._where())] = None
+        if self.drawn is not None:
+            if not in_backward():
+                self.drawn.append(_state_before(func, args, kwargs))
+            return func(*args, **kwargs)
+        stand_in = STAND_INS.get(name)
+        return func(*args, **kwargs) if stand_in is None else stand_in(self.numbers, func, args, kwargs)
+
+
+class Turns:
+    """Tells numbers that stand in for random ones whose samples they belong to.
+
+    Args:
+        stand_ins: has the numbers; ``None`` where there are none.
+        rows: of all samples.
+        parts: the samples of each micro-batch.
+    """
+
+    def __init__(self, stand_ins: StandIns | None, rows: int, parts: Sequence[Sequence[int]]) -> None:
+        self._stand_ins, self._rows, self._parts = stand_ins, rows, parts
+        self.turn = self._collated = 0
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        if self._stand_ins is not None:
+            self._stand_ins.numbers = self._stand_ins.in_parts
+            self._stand_ins.numbers.begin(self._parts[self.turn % len(self._parts)], self._rows)
+        self.turn += 1
+
+    def begin_whole(self) -> None:
+        """What sees all samples begins."""
+        if self._stand_ins is not None:
+            self._stand_ins.numbers = self._stand_ins.in_whole
+            self._stand_ins.numbers.begin(range(self._rows), self._rows)
+
+    def collated(self, splittable: Splittable) -> Splittable:
+        """The samples, with a ``collate`` whose random numbers belong to them, too."""
+        found, collate, stand_ins = copy.copy(splittable), splittable.collate, self._stand_ins
+        if collate is None or stand_ins is None:
+            return found
+
+        def with_numbers(raw: list[Any]) -> Any:
+            outside, stand_ins.numbers = stand_ins.numbers, stand_ins.in_collate
+            stand_ins.numbers.begin(self._parts[self._collated % len(self._parts)], self._rows)
+            self._collated += 1
+            try:
+                return collate(raw)
+            finally:
+                stand_ins.numbers = outside
+
+        found.collate = with_numbers
+        return found
+
+
+def _state_before(func: Any, args: Any, kwargs: Any) -> bytes:
+    """The state of the generator that an operation draws from."""
+    generator = argument(func, args, kwargs, "generator")
+    if generator is None:
+        tensors = (value.device for value in args if isinstance(value, torch.Tensor))
+        device = next(tensors, torch.device(kwargs.get("device") or "cpu"))
+        return bytes(generator_state(device).tolist())
+    return bytes(generator.get_state().tolist())
+
+
+def argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
+    """An argument of an operation by its name."""
+    if name in kwargs:
+        return kwargs[name]
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else default
+    return default
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws; a fused kernel that can drop out by itself does only if it was asked to."""
+    names = {argument.name for argument in func._schema.arguments} & {"dropout_p", "dropout"}
+    rates = [argument(func, args, kwargs, name, 0.0) for name in names]
+    return not names or (bool(argument(func, args, kwargs, "train", True)) and any(rate > 0 for rate in rates))
+
+
+def _new(func: Any, args: Any, kwargs: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty tensor of the shape, precision and device that a factory was asked for."""
+    source = argument(func, args, kwargs, "self")
+    chosen = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+    if isinstance(source, torch.Tensor):
+        return torch.empty_like(source, **chosen)
+    if dtype is not None:
+        chosen.setdefault("dtype", dtype)
+    size = argument(func, args, kwargs, "size")
+    return torch.empty(argument(func, args, kwargs, "n") if size is None else size, **chosen)
+
+
+def _filled(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor filled in place, or by a factory, with numbers of a distribution."""
+    name = func.overloadpacket.__name__
+    whole = torch.int64 if name.startswith("randint") else None
+    tensor = args[0] if name.endswith("_") else _new(func, args, kwargs, dtype=whole)
+    given = partial(argument, func, args, kwargs)
+    return tensor.copy_(_DISTRIBUTIONS[name.removesuffix("_like")](numbers.places(tensor), given))
+
+
+def _whole_numbers(places: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return (low + places.double() * (high - low)).floor()
+
+
+_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "rand": lambda places, given: places,
+    "randn": lambda places, given: torch.special.ndtri(places),
+    "randint": lambda places, given: _whole_numbers(places, given("low", 0), given("high")),
+    "random_": lambda places, given: _whole_numbers(places, given("from", 0), given("to") or 2),
+    "uniform_": lambda places, given: given("from", 0.0) + places * (given("to", 1.0) - given("from", 0.0)),
+    "normal_": lambda places, given: given("mean", 0.0) + given("std", 1.0) * torch.special.ndtri(places),
+    "exponential_": lambda places, given: -torch.log1p(-places) / given("lambd", 1.0),
+}
+
+
+def _randperm(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    fresh = _new(func, args, kwargs, dtype=torch.int64)
+    return fresh.copy_(torch.arange(fresh.numel() - 1, -1, -1, device=fresh.device))
+
+
+def _normal_of(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    mean, std = argument(func, args, kwargs, "mean", 0.0), argument(func, args, kwargs, "std", 1.0)
+    like = next((one for one in (mean, std) if isinstance(one, torch.Tensor)), None)
+    like = _new(func, args, kwargs) if like is None else like
+    return mean + std * torch.special.ndtri(numbers.places(like)).to(like.dtype).expand(like.shape)
+
+
+def _bernoulli_(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    """The mask of dropout, among others; if all numbers are the same, everything is kept."""
+    rate = argument(func, args, kwargs, "p", 0.5)
+    if numbers.constant and not isinstance(rate, torch.Tensor):
+        return args[0].fill_(1 if rate > 0 else 0)
+    return args[0].copy_(numbers.places(args[0]) < rate)
+
+
+def _bernoulli(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    rate = argument(func, args, kwargs, "p")
+    return (numbers.places(args[0]) < (args[0] if rate is None else rate)).expand_as(args[0]).to(args[0].dtype)
+
+
+def _native_dropout(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    rate, training = argument(func, args, kwargs, "p", 0.5), argument(func, args, kwargs, "train", True)
+    if training is False or rate == 0:
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    kept = (numbers.places(args[0]) < 1 - rate).expand_as(args[0]) | numbers.constant
+    return args[0] * kept * (1 / (1 - rate) if rate < 1 else 0.0), kept
+
+
+def _multinomial(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    wanted = argument(func, args, kwargs, "num_samples")
+    best = args[0].argsort(dim=-1, descending=True, stable=True)
+    return best[..., torch.arange(wanted, device=best.device) % best.size(-1)]
+
+
+def _rrelu(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    lower, upper = argument(func, args, kwargs, "lower", 1 / 8), argument(func, args, kwargs, "upper", 1 / 3)
+    noise = argument(func, args, kwargs, "noise")
+    noise.copy_(torch.where(args[0] <= 0, (lower + upper) / 2, 1.0))
+    return args[0] * noise
+
+
+def _same(numbers: Numbers, func: Any, args: Any, kwargs: Any) -> Any:
+    """Distributions whose mean is their parameter: Poisson, the standard gamma."""
+    return args[0].clone()
+
+
+STAND_INS: dict[str, Callable[[Numbers, Any, Any, Any], Any]] = {
+    **dict.fromkeys([*_DISTRIBUTIONS, "rand_like", "randn_like", "randint_like"], _filled),
+    **dict.fromkeys(["normal", "normal_functional"], _normal_of),
+    **dict.fromkeys(["poisson", "_standard_gamma"], _same),
+    "randperm": _randperm,
+    "bernoulli_": _bernoulli_,
+    "bernoulli": _bernoulli,
+    "native_dropout": _native_dropout,
+    "multinomial": _multinomial,
+    "rrelu_with_noise": _rrelu,
+}
+
+
+def _promoted(func: Any, args: Any, kwargs: Any, wider: Wider) -> tuple[Any, Any]:
+    """Raises the precision of arguments, but not of those that the result is a view of or that are written to."""
+    if func.overloadpacket.__name__ != "lift_fresh":
+        aliased = [argument.alias_info is not None for argument in func._schema.arguments]
+        args = tuple(arg if alias else _raised(arg, wider) for arg, alias in zip(args, aliased, strict=False))
+    else:
+        args = tuple(_raised(arg, wider) for arg in args)
+    kwargs = {name: value if name == "out" else _raised(value, wider) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _raised(value: Any, wider: Wider) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(wider[value.dtype]) if value.dtype in wider else value
+    if isinstance(value, torch.dtype):
+        return wider.get(value, value)
+    if type(value) in (list, tuple):
+        return type(value)(_raised(item, wider) for item in value)
+    return value
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any) -> torch.Tensor:
+    """The products of mixtures of experts, which torch does not have in float64: one product a group.
+
+    Args:
+        a: ``[rows, k]``, or ``[groups, rows, k]``.
+        b: ``[groups, k, n]`` or ``[k, n]``; where both have two dimensions, ``k`` is what is grouped.
+        offs: where each group ends in the dimension that is grouped; ``None`` if both have a dimension for it.
+
+    Source: the documentation of ``torch.nn.functional.grouped_mm``.
+    """
+    if offs is None:
+        return a @ b
+    ends = [int(end) for end in offs.tolist()]
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if a.dim() == 2 and b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+    if b.dim() == 3:
+        found = a.new_zeros(a.size(0), b.size(-1))
+        for group, (start, end) in enumerate(groups):
+            found[start:end] = a[start:end] @ b[group]
+    else:
+        found = a.new_zeros(a.size(1), b.size(-1))
+        for group, (start, end) in enumerate(groups):
+            found[:, start:end] = a[group] @ b[:, start:end]
+    return found

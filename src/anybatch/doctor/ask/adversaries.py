@@ -1,0 +1,105 @@
+"""Does a generator work against its critic? The slopes of both losses where the critic scores what was generated."""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.rows import replayed
+from anybatch.doctor.ask.tape import Slot, Tape, slots
+from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.records.lossfacts import Probed
+
+_MOST_OPTIMIZERS = 4
+_CLEARLY = 3  # times as far
+
+
+def helped(tapes: Mapping[int, Tape]) -> Iterator[Probed]:
+    """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants."""
+    some = [(number, tape) for number, tape in sorted(tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
+    for (critic, of_critic), (generator, of_generator) in itertools.permutations(some, 2):
+        own, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
+        if own and own <= all_there and (_trained(of_generator) - own or of_generator.opaque):
+            evidence = {"critic": critic, "optimizer": generator}
+            try:
+                yield _compared(of_critic, of_generator, own, evidence)
+            except Unknown as why:
+                yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
+
+
+def _trained(tape: Tape) -> set[int]:
+    """The parameters from which a loss follows without a ``detach`` between them, by their ``id``."""
+    needed = {loss.slot for loss in tape.losses}
+    for operation in reversed(tape.operations):
+        if operation.grad and operation.name not in ("detach", "data") and needed & set(operation.outs):
+            needed |= set(slots((operation.args, operation.kwargs)))
+    return {id(one) for slot, one in tape.parameters.items() if slot in needed and one.requires_grad}
+
+
+def _compared(of_critic: Tape, of_generator: Tape, own: Collection[int], evidence: dict[str, Any]) -> Probed:
+    calls, judged = _scores(of_critic, own), _scores(of_generator, own)
+    if len(calls) < 2 or len(judged) != 1:
+        raise Unknown("the critic does not score what is given and what is generated each in a call")
+    scores, slopes = _slopes(of_critic, calls)
+    (made,), (done,) = _slopes(of_generator, judged)
+    follows = _following(of_critic, {slot for slot, one in of_critic.parameters.items() if id(one) not in own})
+    kinds = [slot in follows for slot in calls]
+    if not any(kinds):  # it was generated before the critic was called
+        far = [abs(one - made) for one in scores]
+        kinds = [one * _CLEARLY < max(far) for one in far]
+    generated = [slope for slope, is_made in zip(slopes, kinds, strict=True) if is_made]
+    given = [slope for slope, is_made in zip(slopes, kinds, strict=True) if not is_made]
+    if not generated or not given:
+        raise Unknown("what is generated was not told from what is given")
+    wanted, real = max(generated, key=abs), max(given, key=abs)
+    loss, helps = of_generator.losses[-1], _helps(done, wanted, real)
+    return Probed(probe="helped", root=-1, answer="yes" if helps else "no", file=loss.file, line=loss.line,
+                  evidence=evidence | {"of_critic": wanted, "of_generator": done})  # fmt: skip
+
+
+def _helps(done: float, wanted: float, real: float) -> bool:
+    """Whether a generator's slope is that of the critic at what is generated, not that at data or the opposite one."""
+    if wanted * real < 0 and done:
+        return wanted * done > 0
+    # With squares both may fall: then it is the one that is nearer.
+    against, along = min(abs(done - real), abs(done + wanted)), min(abs(done - wanted), abs(done + real))
+    if not done or max(against, along) < 2 * min(against, along):
+        raise Unknown("the critic's loss does not set what is generated against what is given")
+    return along < against
+
+
+def _scores(tape: Tape, own: Collection[int]) -> list[Slot]:
+    """What each call of the critic gives: the results of operations with the parameters of its last one.
+
+    An embedding of classes, which a conditional critic looks up, is none of them.
+    """
+    of_critic = {slot for slot, one in tape.parameters.items() if id(one) in own}
+    calls = [
+        (one, found)
+        for one in tape.operations[: tape.losses[-1].before]
+        if one.outs and one.name != "embedding" and (found := of_critic & set(slots((one.args, one.kwargs))))
+    ]
+    return [one.outs[0] for one, found in calls if found == calls[-1][1]]
+
+
+def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
+    """Some tensors, and what is made of them, whether with a graph or without one."""
+    found = set(some)
+    for operation in tape.operations:
+        if found & set(slots((operation.args, operation.kwargs))):
+            found |= set(operation.outs)
+    return found
+
+
+def _slopes(tape: Tape, scores: Sequence[Slot]) -> tuple[list[float], list[float]]:
+    """The means of scores, and how the losses of a step rise with them."""
+    run = replayed(tape, tape.losses[-1], lambda one: one)
+    values = [run.values[one] for one in scores]
+    ends = torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum()
+    try:
+        found = torch.autograd.grad(ends, values, allow_unused=True)
+    except FAILURES as error:
+        raise Unknown(f"the losses could not be differentiated: {type(error).__name__}") from None
+    slopes = [0.0 if one is None else float(one.double().sum()) for one in found]
+    return [float(one.detach().double().mean()) for one in values], slopes

@@ -1,0 +1,54 @@
+"""Records as plain values for JSON, and back."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from anybatch.records.reading import fields_of
+
+
+class Plain:
+    """A dataclass that becomes a mapping of plain values, and is read from one."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values for JSON."""
+        itself: Any = self
+        return {one.name: plain(getattr(self, one.name)) for one in dataclasses.fields(itself)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """Reads what ``to_dict`` gave; fields that are unknown are left out.
+
+        Raises:
+            ValueError: a value is not what its field takes.
+        """
+        kind: Any = cls
+        found: Self = fields_of(kind)(values)
+        return found
+
+
+def plain(value: Any, not_finite: Callable[[float], Any] = float) -> Any:
+    """A value as JSON has it, with whatever is wanted in the place of numbers that are not finite.
+
+    Example:
+        >>> plain({"sizes": (1, 2), "error": math.inf}, str)
+        {'sizes': [1, 2], 'error': 'inf'}
+    """
+    if isinstance(value, Plain):
+        value = value.to_dict()
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry, not_finite) for name, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry, not_finite) for entry in value]
+    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def nothing(_: float) -> None:
+    """In the place of numbers that are not finite: ``None``."""

@@ -1,0 +1,123 @@
+"""Ordinary losses that do not split are stopped with the cause that is theirs, and not with one that fits by chance.
+
+What would be wrong in silence: a count that makes up a few samples only, told as if the loss were averaged over it; a
+selection that leaves a part out, told as a mean over something; a state told as weights.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+SIZES = ((24, 8), (30, 10), (16, 4))
+
+
+def net(outputs: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def rows(n: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(n, 8), "y": torch.randint(4, (n,)), **others}
+
+
+def hardest(model: Any, batch: Any) -> torch.Tensor:
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return losses.topk(len(losses) // 4).values.mean() if len(losses) > 3 else losses.max()
+
+
+class Running:
+    """Divides the loss by its running mean."""
+
+    def __init__(self) -> None:
+        self.average = 1.0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return loss / self.average
+
+
+def advantages(model: Any, batch: Any) -> torch.Tensor:
+    scaled = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-8)
+    chosen = model(batch["x"]).log_softmax(1).gather(1, batch["y"][:, None])[:, 0]
+    loss: torch.Tensor = -(chosen * scaled).mean()
+    return loss
+
+
+def soft_dice(model: Any, batch: Any) -> torch.Tensor:
+    found, wanted = model(batch["x"]).sigmoid(), F.one_hot(batch["y"], 4)
+    loss: torch.Tensor = 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+    return loss
+
+
+def root(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), F.one_hot(batch["y"], 4).float()).sqrt()
+
+
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "hardest examples": (lambda: hardest, "does not add up"),
+    "normalised by its running mean": (Running, "`self.average` of Running"),
+    "advantages normalised over the batch": (lambda: advantages, "does not add up"),
+    "dice over the batch": (lambda: soft_dice, "does not add up"),
+    "root of a mean": (lambda: root, "does not add up"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", LOSSES)
+def test_it_is_stopped_with_its_own_cause(kind: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    n, size = SIZES[seed]
+    make, cause = LOSSES[kind]
+    batch = rows(n, gain=torch.randn(n))
+    with pytest.raises(anybatch.NotSplittable, match=cause):
+        anybatch.backward(net(), make(), batch, micro_batch_size=size)
+
+
+def over_lengths(model: Any, batch: Any) -> torch.Tensor:
+    found = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    lengths = torch.full((len(batch["x"]),), 12)
+    loss = F.ctc_loss(found, batch["text"], lengths, batch["lengths"], reduction="sum")
+    mean: torch.Tensor = loss / batch["lengths"].sum()
+    return mean
+
+
+def test_a_mean_over_lengths_is_told_with_the_count_that_helps() -> None:
+    torch.manual_seed(0)
+    lengths, text = torch.randint(1, 5, (24,)), torch.randint(1, 5, (24, 4))
+    batch, model = {"x": torch.randn(24, 12, 8), "text": text, "lengths": lengths}, net(5)
+    with pytest.raises(anybatch.NotSplittable) as caught:
+        anybatch.backward(model, over_lengths, batch, micro_batch_size=8)
+    assert "count=lambda batch: batch['lengths'].sum()" in str(caught.value)
+    out = anybatch.backward(model, over_lengths, batch, micro_batch_size=8, count=lambda batch: batch["lengths"].sum())
+    assert out.proof is not None
+    assert out.proof.exact
+
+
+def test_who_draws_from_numpy_first_of_all_keeps_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = sys.modules["numpy.random"]
+    monkeypatch.delitem(sys.modules, "numpy.random")  # as before anybody has drawn
+
+    def noisy(model: Any, batch: Any) -> torch.Tensor:
+        sys.modules["numpy.random"] = drawing
+        noise = torch.from_numpy(np.random.rand(len(batch["x"]), 8)).float()
+        return F.cross_entropy(model(batch["x"] + noise), batch["y"])
+
+    proof = anybatch.backward(net(), noisy, rows(24), micro_batch_size=8).proof
+    assert proof is not None
+    assert proof.outcome == "undecided"
+
+
+def test_more_samples_are_compared_where_micro_batches_have_many() -> None:
+    def plain(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    found = [anybatch.backward(net(), plain, rows(512), micro_batch_size=size).proof for size in (8, 64, 256)]
+    assert [one.samples for one in found if one is not None] == [8, 8, 32]

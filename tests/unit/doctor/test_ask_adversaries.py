@@ -1,0 +1,91 @@
+"""A generator that helps its critic: asked of GANs in the forms in which they are written."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.probing import run_probes
+from anybatch.doctor.recorder import Doctor
+
+Score = Callable[[torch.Tensor, bool], torch.Tensor]
+Loop = Callable[[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer, Score, bool], None]
+
+
+def bce(score: torch.Tensor, is_real: bool) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(score, torch.full_like(score, float(is_real)))
+
+
+def wasserstein(score: torch.Tensor, is_real: bool) -> torch.Tensor:
+    return -score.mean() if is_real else score.mean()
+
+
+def squares(score: torch.Tensor, is_real: bool) -> torch.Tensor:
+    return (score - float(is_real)).pow(2).mean()
+
+
+def tutorial(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer,
+    loss: Score, sign: bool,
+) -> None:  # fmt: skip
+    """Two backwards of the critic, and what it was shown is used again."""
+    critic.zero_grad()
+    loss(critic(torch.randn(16, 4) + 2), True).backward()
+    fake = made(torch.randn(16, 3))
+    loss(critic(fake.detach()), False).backward()
+    of_critic.step()
+    made.zero_grad()
+    loss(critic(fake), sign).backward()
+    of_made.step()
+
+
+def apart(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer,
+    loss: Score, sign: bool,
+) -> None:  # fmt: skip
+    """One backward each, and what the generator is trained with is made anew."""
+    with torch.no_grad():
+        fake = made(torch.randn(16, 3))
+    of_critic.zero_grad()
+    (loss(critic(fake), False) + loss(critic(torch.randn(16, 4) + 2), True)).backward()
+    of_critic.step()
+    of_made.zero_grad()
+    loss(critic(made(torch.randn(16, 3))), sign).backward()
+    of_made.step()
+
+
+def helped(loop: Loop, loss: Score, *, sign: bool) -> str:
+    torch.manual_seed(0)
+    made, critic = (
+        nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)),
+        nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)),
+    )
+    of_made, of_critic = (torch.optim.Adam(one.parameters(), 1e-3) for one in (made, critic))
+    with Doctor() as doctor:
+        for _ in range(4):
+            loop(made, critic, of_made, of_critic, loss, sign)
+    assert doctor.failure == ""
+    (found,) = [one.answer for one in run_probes(doctor) if one.probe == "helped"]
+    return found
+
+
+@pytest.mark.parametrize("loss", [bce, wasserstein, squares])
+@pytest.mark.parametrize("loop", [tutorial, apart])
+def test_a_generator_that_helps_its_critic_is_told_from_one_that_does_not(loop: Loop, loss: Score) -> None:
+    assert helped(loop, loss, sign=True) == "no"
+    assert helped(loop, loss, sign=False) == "yes"
+
+
+def test_two_optimizers_that_work_together_are_not_asked() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(one.parameters(), 1e-3) for one in (first, second)]
+    with Doctor() as doctor:
+        for step in range(8):
+            for one in optimizers:
+                one.zero_grad()
+            second(first(torch.randn(16, 4)).relu()).pow(2).mean().backward()
+            optimizers[step % 2].step()
+    assert not [one for one in run_probes(doctor) if one.probe == "helped" and one.answer == "yes"]
