@@ -132,14 +132,14 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
 
 def _asked(live: Live) -> Crashed | None:
     """What the failing call answers; it runs again, which neither the recorder nor a mode of the user's sees."""
-    from anybatch.doctor.crashing.asked import asked
+    from anybatch.doctor.crashing.asked import told_by_call
 
     random, away = RandomState(), getattr(live.doctor, "look_away", None)
     try:
         if away is not None:
             away()
         with nobody_looks():
-            return asked(live)
+            return told_by_call(live)
     finally:
         random.restore()
         if away is not None:

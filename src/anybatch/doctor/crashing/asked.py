@@ -10,7 +10,7 @@ import torch
 from anybatch.doctor.crashing.calls import Call, Operand, failing_calls, tensors_of
 from anybatch.doctor.crashing.kinds import dtype, first_line, quoted, shape
 from anybatch.doctor.crashing.live import Live
-from anybatch.doctor.crashing.repairs import Repair, repairs
+from anybatch.doctor.crashing.repairs import Repair, working_repairs
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
 from anybatch.doctor.graphs import nodes_behind
 from anybatch.records.events import Crashed
@@ -51,7 +51,7 @@ _AT_ONCE = (
 )
 
 
-def asked(live: Live) -> Crashed | None:
+def told_by_call(live: Live) -> Crashed | None:
     """What is known of a failing call of torch's, or else of the tensors in the user's line; ``None`` without any."""
     calls = list(failing_calls(live))
     hint = next((name for name, pattern in _NAMES if re.search(pattern, live.text)), "")
@@ -104,7 +104,7 @@ def _that_work(live: Live, calls: list[Call], hint: str) -> list[tuple[Call, Rep
     """The first repair that works, and beside a change of an operand that of the layer."""
     found: list[tuple[Call, Repair]] = []
     for call in calls:
-        for repair in repairs(call, hint, live.text):
+        for repair in working_repairs(call, hint, live.text):
             if not found or (found[0][1].kind in ("shape", "value") and repair.kind in ("layer", "classes")):
                 found.append((call, repair))
             if len(found) == 2:

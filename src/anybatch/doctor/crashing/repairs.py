@@ -132,7 +132,7 @@ _FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 """Other functions of the same operands."""
 
 
-def repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
+def working_repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
     """The repairs that make a call work, the likeliest first.
 
     Args:
