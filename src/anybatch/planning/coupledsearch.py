@@ -137,7 +137,8 @@ class CoupledSearch(Search):
             return Peak(found, {}, "", LOSS)
         self._largest[splitting.limit] = self._largest_of(splitting, sizes)
         size = Size(self.subject.splittable.rows)
-        return self._passes.profile_of([(size, found.with_more(more))]).peak_in_detail()
+        trace = found.with_more(more, self.subject.granularity)
+        return self._passes.profile_of([(size, trace)]).peak_in_detail()
 
     def _largest_of(self, splitting: Splitting, sizes: list[Size]) -> list[Size]:
         lengths = self.profiles.lengths

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 WIDTH = 256
 """The states that a position keeps."""
+_RELATIVE = 1e-12  # sums of seconds that differ by less are equal: the order of additions alone makes such a difference
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,23 @@ def front(timeline: Timeline, options: Sequence[Option], points: int = 16) -> li
         choice = choose(timeline, options, budget)
         if choice is None:
             break
+        choice = _smallest_in_time(timeline, options, choice, smallest.peak)
         found.append(choice)
         budget = choice.peak - max(1, (choice.peak - smallest.peak) // max(1, points - len(found)))
     return found if found and found[-1].peak == smallest.peak else [*found, smallest]
+
+
+def _smallest_in_time(timeline: Timeline, options: Sequence[Option], choice: Choice, smallest: int) -> Choice:
+    """The choice with the least peak among those that take no longer than a choice."""
+    too_small, budget = smallest - 1, choice.peak - 1  # mostly nothing smaller is as fast, and one look decides it
+    while too_small < budget < choice.peak:
+        found = choose(timeline, options, budget)
+        if found is None or found.seconds > choice.seconds * (1 + _RELATIVE):
+            too_small = budget
+        else:
+            choice = found
+        budget = (choice.peak + too_small) // 2
+    return choice
 
 
 class _Taken(NamedTuple):

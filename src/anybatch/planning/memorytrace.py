@@ -80,12 +80,12 @@ class PassTrace:
     repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0
 
-    def with_more(self, more: Sequence[int]) -> "PassTrace":
-        """The trace with what so many more micro-batches of each kind would hold at the same time."""
+    def with_more(self, more: Sequence[int], granularity: int) -> "PassTrace":
+        """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up."""
         allocations = [copy.copy(one) for one in self.allocations]
         for numbers, times in zip(self.repeated, more, strict=True):
-            for number in numbers:
-                allocations[number].size *= 1 + times
+            for one in (allocations[number] for number in numbers):
+                one.size = -(-one.size // granularity) * granularity * (1 + times)
         return replace(self, allocations=allocations)
 
 
