@@ -47,7 +47,9 @@ def plain(value: Any, not_finite: Callable[[float], Any] = float) -> Any:
         return {str(name): plain(entry, not_finite) for name, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(entry, not_finite) for entry in value]
-    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return not_finite(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def nothing(_: float) -> None:
