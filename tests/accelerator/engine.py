@@ -369,8 +369,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(device: Any) -> None:
     assert all(map(torch.equal, model.parameters(), again.parameters()))
 
 
-@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["sim:0", "cpu"]])
-def test_devices_share_the_samples(device: Any, devices: list[str]) -> None:
+@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], {"sim:0": 1, "cpu": 1}])
+def test_devices_share_the_samples(device: Any, devices: Any) -> None:
     rows, size = 128, 4
     model, batch = mlp().double(), batch_of(rows)
     there = on_device(model)

@@ -141,11 +141,12 @@ class Accumulation:
             LossError: the loss function broke its contract.
             CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
         """
-        self.collect(micro_batches, itertools.count(), is_alone=True)
+        self.collect(micro_batches)
         return self.close()
 
-    def collect(self, micro_batches: Iterable[Any], numbers: Iterator[int], *, is_alone: bool = False) -> None:
-        """Goes through some of the micro-batches, whose numbers are asked for one by one; others may be elsewhere."""
+    def collect(self, micro_batches: Iterable[Any], numbers: Iterator[int] | None = None) -> None:
+        """Goes through micro-batches; where others are elsewhere, the numbers of these are asked for one by one."""
+        is_alone, numbers = numbers is None, itertools.count() if numbers is None else numbers
         self._is_alone = is_alone
         watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
         token = accumulation.set(self._restriction)

@@ -142,7 +142,8 @@ def run_pass(
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
             each = begin.each(_there(task, batches()))
-            sums = accumulation.run(chain(each, padding(task, parts)) if reducer.keeps_step else each)
+            accumulation.collect(chain(each, padding(task, parts)) if reducer.keeps_step else each)
+            sums = accumulation.close()
     if task.splittable.obstacle is not None:
         _weighed_whole(task, sums)
     return weights, sums
