@@ -189,7 +189,7 @@ def test_a_steady_run_is_recorded_as_in_full(clears: str, has_loss: bool) -> Non
 
 @pytest.mark.parametrize("odd", [one for one in ODD if one not in LATE])
 @pytest.mark.parametrize("clears", ["before", "after", "last"])
-@pytest.mark.parametrize("at", [36, 47, 48])
+@pytest.mark.parametrize("at", [36, *(pytest.param(one, marks=pytest.mark.slow) for one in (47, 48))])
 def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: int) -> None:
     assert compared(lambda: Loop({at: odd}, clears=clears)) > 5
 

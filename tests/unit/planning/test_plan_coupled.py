@@ -58,7 +58,7 @@ def assert_refused_rightly(error: anybatch.DoesNotFit, budget: int) -> None:
     assert 0.98 * budget < error.needed < 10 * budget
 
 
-@pytest.mark.parametrize("percent", PERCENT)
+@pytest.mark.parametrize("percent", [pytest.param(PERCENT[0], marks=pytest.mark.slow), *PERCENT[1:]])
 @pytest.mark.parametrize("name", sorted(FACTORIES))
 def test_it_stays_within_and_the_peak_is_the_one_that_was_said(name: str, percent: int) -> None:
     subject = subject_of(name)
