@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _NO_LIMIT = 2**62  # an encoder that does not fit as it is may do so with blocks checkpointed or offloaded
 _FORWARD = 1 / 3  # of the time of linear layers: the backward multiplies twice
 _MOST_OPTIMIZED = 8  # ways with blocks checkpointed or offloaded that are looked at in one search
-_NEVER = float("inf")
 
 
 class CoupledSearch(Search):

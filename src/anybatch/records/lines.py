@@ -11,9 +11,6 @@ from typing import Any, TypeVar
 
 from anybatch.records.reading import Malformed, read
 
-FORM = 1
-"""The version of the form of a record."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:

@@ -81,7 +81,6 @@ def told_by_call(live: Live) -> Crashed | None:
         module=module or live.module_name(live.module()) or _maker(live, tensors),
         parameters=tuple(filter(None, map(live.parameter_name, [*(one.value for one in tensors), *own]))),
         tensor=", ".join(described(live, one, name).replace("`", "") for one in tensors),
-        evidence={"tried": [repair.kind for _, repair in found]} if worked else {},
     )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def _in_line(live: Live, hint: str) -> Crashed | None:
     general = _GENERAL.get(hint, _AT_ONCE).format(names=", ".join(one.text for one in found)) if hint else ""
     return Crashed(
         name=hint, error="", text="", cause=_CAUSES.get(hint, ""), fix=general, tensor=listed,
-        message=f"{quoted(live.code())} raised: {first_line(live.text)} Its tensors: {listed}.",
+        message=f"{quoted(live.code())} raised: {first_line(live.text).rstrip('.')}. Its tensors: {listed}.",
         module=live.module_name(live.module()),
     )  # fmt: skip
 
