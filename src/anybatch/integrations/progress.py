@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, a line now and then where there is none."""
+"""How far a run is: a bar in a terminal and in a notebook, a line now and then where there is neither."""
 
 import time
 from types import TracebackType
@@ -19,8 +19,8 @@ class ProgressBar:
 
     Args:
         total: updates in all; ``None`` if that is not known.
-        seconds: between two looks at the loss, which wait for the device; where the output is no terminal, between two
-            lines. ``None`` for half a second in a terminal and 30 elsewhere.
+        seconds: between two looks at the loss, which wait for the device; where there is no bar, between two lines.
+            ``None`` for half a second with a bar and 30 without.
         console: where to; ``None`` for the standard error.
 
     Raises:
@@ -43,9 +43,11 @@ class ProgressBar:
             raise BatchError(f"total={total!r}; expected the number of updates, or None")
         self._console = console or Console(stderr=True)
         self._total = total
-        self._seconds = seconds if seconds is not None else (0.5 if self._console.is_terminal else 30.0)
+        self._has_bar = self._console.is_terminal or self._console.is_jupyter
+        self._seconds = seconds if seconds is not None else (0.5 if self._has_bar else 30.0)
         self._shown, self._samples = time.perf_counter(), 0
         self._bar: Any = None
+        self._handle: Any = None  # of what a notebook shows
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
         """Is notified of a logical batch."""
@@ -55,8 +57,11 @@ class ProgressBar:
         speed = (step.samples - self._samples) / max(now - self._shown, 1e-9)
         self._shown, self._samples = now, step.samples
         text = f"loss {result.loss:.4g}, {speed:.3g} samples/s"
-        if not self._console.is_terminal:
-            of = "" if self._total is None else f"/{self._total}"
+        of = "" if self._total is None else f"/{self._total}"
+        if self._console.is_jupyter:
+            self._show(step.updates, f"update {step.updates}{of}, {text}")
+            return
+        if not self._has_bar:
             self._console.print(f"update {step.updates}{of}, {text}", highlight=False, soft_wrap=True)
             return
         if self._bar is None:
@@ -69,6 +74,17 @@ class ProgressBar:
             self._bar.add_task("", total=self._total)
             self._bar.start()
         self._bar.update(0, completed=step.updates, description=text)
+
+    def _show(self, updates: int, text: str) -> None:
+        """Shows a bar of the browser's own in the output of a cell, which needs no widgets, and then changes it."""
+        from IPython.display import display
+
+        value = "" if self._total is None else f' max="{self._total}" value="{updates}"'
+        shown = {"text/html": f"<progress{value}></progress> {text}", "text/plain": text}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(shown, raw=True)
 
     def close(self) -> None:
         """Ends the bar."""

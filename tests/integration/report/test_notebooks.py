@@ -55,6 +55,26 @@ def test_an_example_runs_and_shows_its_pages(name: str, tmp_path: Path) -> None:
         assert "torch.optim.SGD(body.parameters(), lr=0.1)" in found[0]
 
 
+BAR = """
+import anybatch, torch
+from anybatch.integrations.progress import ProgressBar
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ProgressBar(total=3, seconds=0) as bar:
+    step = anybatch.TrainStep(model, lambda model, batch: model(batch).mean(), optimizer, recorder=bar)
+    for _ in range(3):
+        step(torch.ones(4, 2))
+"""
+
+
+def test_a_progress_bar_is_one_output_that_changes(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(BAR)])
+    (shown,) = outputs(executed(notebook, tmp_path))
+    assert shown["data"]["text/html"].startswith('<progress max="3" value="3"></progress> update 3/3, loss ')
+    assert shown["data"]["text/plain"].startswith("update 3/3, loss ")
+
+
 def test_without_jinja2_a_notebook_shows_the_text() -> None:
     code = (
         "import sys, importlib.util as u, anybatch;"
