@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -15,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).parent
+from forks import Call, run_forked_calls
+
 SECONDS = 30  # that a case may take
 
 
@@ -32,22 +32,19 @@ def run_forked(module: str, world: int, folder: Path, cases: str, timeout: float
     Returns:
         For each case what every rank ended with: nothing, a traceback, or the name of a signal.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     names = list(getattr(importlib.import_module(module), cases))
-    ended = subprocess.run(
-        [sys.executable, __file__, module, cases, str(world), str(folder), str(timeout)],
-        env=environment, capture_output=True, text=True, timeout=60 + SECONDS * len(names), check=False,
-    )  # fmt: skip
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("case ")]
-    assert len(lines) == len(names), ended.stdout + ended.stderr
+    output = folder / "output"
+    call = Call("ranks_forking", "run_groups", [module, cases, world, str(folder), timeout], output)
+    run_forked_calls([call], seconds=60 + SECONDS * len(names))
+    lines = [line for line in output.read_text().splitlines() if line.startswith("case ")]
+    assert len(lines) == len(names), output.read_text()
     return dict(json.loads(line[5:]) for line in lines)
 
 
-def _main(module: str, cases: str, world: int, folder: Path, timeout: float) -> None:
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # optimizers and DistributedDataParallel load it, in every child else
+def run_groups(module: str, cases: str, world: int, folder: str, timeout: float) -> None:
+    """Runs each case in a group of processes, one after the other."""
     for number, (name, case) in enumerate(getattr(importlib.import_module(module), cases).items()):
-        home = folder / f"case{number}"
+        home = Path(folder) / f"case{number}"
         home.mkdir()
         children = [_child(case, rank, world, home, timeout) for rank in range(world)]
         texts = [_ended(child, home / f"rank{rank}") for rank, child in enumerate(children)]
@@ -84,7 +81,3 @@ def _ended(child: int, path: Path) -> str:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return f"did not end within {SECONDS} s"
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))

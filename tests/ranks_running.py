@@ -4,22 +4,21 @@ import datetime as dt
 import hashlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).parent
+from forks import Call, run_forked_calls
+
 SECONDS = 30  # that a collective, and so a case, may wait
-STARTING = 60  # that four processes may take to import torch on two busy cores
+STARTING = 60  # that four processes may take to import what they need on two busy cores
 Case = Callable[[int, int], None]
 
 
@@ -30,25 +29,14 @@ def run_cases(module: str, world: int, folder: Path, cases: str = "CASES") -> di
         For each case the tracebacks of the ranks that failed in it, empty if none did.
     """
     names = list(getattr(importlib.import_module(module), cases))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
     store, outputs = folder / "store", [folder / f"rank{rank}" for rank in range(world)]
-    files = [path.open("w") for path in outputs]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, module, cases, str(rank), str(world), str(store)],
-            stdout=file, stderr=subprocess.STDOUT, env=environment,
-        )
-        for rank, file in enumerate(files)
-    ]  # fmt: skip
-    try:
-        with suppress(subprocess.TimeoutExpired):  # what did not end is told below
-            for process in ranks:
-                process.wait(timeout=STARTING + SECONDS * len(names))
-    finally:
-        for process, file in zip(ranks, files, strict=True):
-            process.kill()
-            process.wait()
-            file.close()
+    run_forked_calls(
+        [
+            Call("ranks_running", "run_rank", [module, cases, rank, world, str(store)], output)
+            for rank, output in enumerate(outputs)
+        ],
+        seconds=STARTING + SECONDS * len(names),
+    )
     texts = [path.read_text() for path in outputs]
     found = [dict(json.loads(line[5:]) for line in text.splitlines() if line.startswith("case ")) for text in texts]
     ended = {
@@ -57,7 +45,8 @@ def run_cases(module: str, world: int, folder: Path, cases: str = "CASES") -> di
     return {name: "\n".join(f"rank {r}: {text}" for r, text in enumerate(all_) if text) for name, all_ in ended.items()}
 
 
-def _main(module: str, cases: str, rank: int, world: int, store: str) -> None:
+def run_rank(module: str, cases: str, rank: int, world: int, store: str) -> None:
+    """Runs all cases on one rank, in its process."""
     torch.set_num_threads(1)
     timeout = dt.timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
@@ -130,7 +119,3 @@ def raised(function: Callable[[], Any]) -> BaseException | None:
     except Exception as error:  # noqa: BLE001  # a test looks at it
         return error
     return None
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
