@@ -19,16 +19,22 @@ def train(number: int) -> None:
         optimizer.step()
 
 
-ended = 0
-for _ in range(60):
-    with Doctor() as doctor:
-        threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert doctor.failure == "", doctor.failure
-    numbers = [fact.at for fact in doctor.run.facts]
-    assert numbers == list(range(len(numbers))), numbers
-    ended += any(type(fact).__name__ == "ThreadsAtOnce" for fact in doctor.run.facts)
-sys.stdout.write(f"ended early {ended}\n")
+def main() -> None:
+    """Prints how many runs were ended since several threads train."""
+    ended = 0
+    for _ in range(60):
+        with Doctor() as doctor:
+            threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert doctor.failure == "", doctor.failure
+        numbers = [fact.at for fact in doctor.run.facts]
+        assert numbers == list(range(len(numbers))), numbers
+        ended += any(type(fact).__name__ == "ThreadsAtOnce" for fact in doctor.run.facts)
+    sys.stdout.write(f"ended early {ended}\n")
+
+
+if __name__ == "__main__":  # pytest imports it too, to look for examples
+    main()

@@ -29,7 +29,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(5)
+    time.sleep(3)
 
 
 class At:
@@ -156,5 +156,5 @@ FOUR: Mapping[str, Callable[[int, int], None]] = {"backward": in_backward_of_fou
 
 
 def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path: Path) -> None:
-    found = run_forked("test_ranks_killed", 2, tmp_path, "HANGING", 2.0)
+    found = run_forked("test_ranks_killed", 2, tmp_path, "HANGING", 1.0)
     assert [texts[0] for texts in found.values()] == ["", ""], found

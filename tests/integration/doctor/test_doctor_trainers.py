@@ -16,7 +16,7 @@ from source_tree import ROOT
 SCRIPTS = ROOT / "tests" / "doctor_scripts"
 # One example tries rates at which training fails, to show where they are; it trains dozens of models.
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "batch_and_learning_rate.py"})
-SLOW = {"gan", "segmentation_dice", "seq2seq_attention"}
+SLOW = {"gan", "images_with_heads", "segmentation_dice", "seq2seq_attention", "vae"}
 # An example, a passage of it, what stands there instead, and what has to be found first.
 PLANTED = (
     ("character_rnn", "        optimizer.zero_grad()\n", "        pass\n", "ZERO_GRAD_MISSING"),
@@ -51,9 +51,9 @@ def script_of(library: str) -> Path:
     ("library", "fault", "name", "place"),
     [
         ("transformers", "head-not-optimized", "OPT_PARAM_MISSING", "lm_head"),
-        ("transformers", "learning-rate", "LR_TOO_HIGH", "optimizer"),
+        pytest.param("transformers", "learning-rate", "LR_TOO_HIGH", "optimizer", marks=pytest.mark.slow),
         ("lightning", "detached", "GRAPH_CUT", "features"),
-        ("lightning", "softmax", "DOUBLE_ACTIVATION", "lightning_trainer.py"),
+        pytest.param("lightning", "softmax", "DOUBLE_ACTIVATION", "lightning_trainer.py", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_in_another_trainer_is_found(library: str, fault: str, name: str, place: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from diagonals import diagonals
 from faults import ROW, OutOfMemoryAt, SmallMemory, Straight, different, facts, mean_square, quick_collections
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -155,8 +156,8 @@ class Bench:
         return "; ".join(wrong)
 
 
-@pytest.mark.parametrize("steps", [0, 2], ids=["first-step", "later-step"])
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+# The one with a scaler begins with the first step of foreach.
+@pytest.mark.parametrize(("kind", "steps"), diagonals(["foreach", "for-loop", "fused"], [2, 0]))
 def test_every_operation(kind: str, steps: int) -> None:
     run_with_a_fault_at_every_operation(Bench(OPTIMIZERS[kind], steps))
 
@@ -216,8 +217,7 @@ class TwoPrecisions(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("steps", [0, 2], ids=["first-step", "later-step"])
-@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.parametrize(("kind", "steps"), diagonals(["foreach", "fused"], [0, 2]))
 def test_every_operation_with_parameters_of_two_precisions(kind: str, steps: int) -> None:
     batch = torch.randn(4, 3).double()
 

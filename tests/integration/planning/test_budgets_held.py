@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import anybatch
+from diagonals import diagonals
 from planning_referee import alive_in
 from real_memory import allocator_peak
 
@@ -123,8 +124,7 @@ REAL: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 sgd = functools.partial(torch.optim.SGD, lr=0.01)
 
 
-@pytest.mark.parametrize("share", [0.35, 0.6])
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(("name", "share"), diagonals([*REAL], [0.6, 0.35]))
 def test_the_first_call_stays_within_where_few_samples_are_much(name: str, share: float) -> None:
     make, loss_fn, batch = REAL[name]
     whole = Step(make, loss_fn, batch, sgd)
@@ -380,8 +380,7 @@ def language_batch() -> dict[str, Tensor]:
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
-@pytest.mark.parametrize("percent", [80, 45, 30])
-@pytest.mark.parametrize("onlooker", [*ONLOOKERS, "measure"])
+@pytest.mark.parametrize(("onlooker", "percent"), diagonals([*ONLOOKERS, "measure"], [80, 45, 30]))
 def test_a_first_call_plans_what_it_plans_when_nobody_looks_on(onlooker: str, percent: int) -> None:
     budget = language_whole() * percent // 100
     case = Step(Language, next_token, language_batch(), adamw, memory=budget)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from diagonals import diagonals
 
 
 class Centred(nn.Module):
@@ -67,10 +68,13 @@ def with_other_labels(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, dict[str, 
     return {"x": x, "tokens": tokens, "y": y, "day": torch.arange(len(x)) // 2}, {}
 
 
-@pytest.mark.parametrize("loss_fn", [pulled_together, moving_centres, deviation_from_the_mean_of_a_user])
-@pytest.mark.parametrize("laid_out", [as_a_mapping, as_raw_samples, with_other_labels])
-@pytest.mark.parametrize("classes", [3, 9])
-@pytest.mark.parametrize("size", [1, 3, 4, 6, 16])
+@pytest.mark.parametrize(
+    ("loss_fn", "laid_out", "classes", "size"),
+    diagonals(
+        [pulled_together, moving_centres, deviation_from_the_mean_of_a_user],
+        [as_a_mapping, as_raw_samples, with_other_labels], [3, 9], [1, 3, 4, 6, 16], each=4,
+    ),
+)  # fmt: skip
 def test_what_samples_of_one_class_share_is_seen(
     loss_fn: Callable[[Any, Any], torch.Tensor], laid_out: Callable[..., Any], classes: int, size: int
 ) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from diagonals import diagonals
 
 ROWS = 12
 
@@ -284,7 +285,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize(("case", "size"), diagonals([*CASES], [2, 4, 5]), indirect=["case"])
 def test_a_step_stops_before_anything_is_changed(case: Case, size: int) -> None:
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
     step = anybatch.TrainStep(case.model, case.loss_fn, optimizer, micro_batch_size=size, **case.options)

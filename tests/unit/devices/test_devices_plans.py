@@ -13,6 +13,7 @@ import anybatch
 from anybatch.records.plans import Plan, PlanRow
 from device_bytes import device_peaks
 from device_models import THREE, TWO
+from diagonals import diagonals
 from memory_steps import Net, plan_of, points, sgd, square
 from reference import (
     RELATIVE_FLOAT64,
@@ -119,9 +120,10 @@ def test_float32_is_as_near_as_the_whole_batch() -> None:
         assert_float32(gradients_of(model), whole, exact, out.micro_batches)
 
 
-@pytest.mark.parametrize("devices", [TWO, pytest.param(THREE, marks=pytest.mark.slow), {"cpu": 1, "cpu:0": 3}])
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("share", [1.02, 1.6, 1000.0])
+@pytest.mark.parametrize(
+    ("share", "make", "devices"),
+    diagonals([1.02, 1.6, 1000.0], [sgd, adamw], [TWO, {"cpu": 1, "cpu:0": 3}, THREE], each=2),
+)
 def test_no_device_holds_more_than_planned(share: float, make: Any, devices: Any) -> None:
     model, batch = language(), texts(33)
     optimizer = make(model)

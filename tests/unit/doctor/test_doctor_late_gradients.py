@@ -16,6 +16,7 @@ from torch import nn
 from anybatch import Doctor
 from anybatch.records.events import Backward
 from anybatch.records.samples import NonFinite
+from diagonals import diagonals
 from test_doctor_odd_calls import in_full
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -62,10 +63,10 @@ def run(make: Callable[[Any], torch.optim.Optimizer], at: int, *, clears: str, s
     return doctor
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("clears", ["before", "after"])
-@pytest.mark.parametrize("at", [30, 36, 46, 47, 48])
-@pytest.mark.parametrize("odd", ["zeros", "zeros, no function"])
+@pytest.mark.parametrize(
+    ("name", "clears", "at", "odd"),
+    diagonals([*OPTIMIZERS], ["before", "after"], [30, 36, 46, 47, 48], ["zeros", "zeros, no function"], each=4),
+)
 def test_the_operation_is_found_in_the_next_step(name: str, clears: str, at: int, odd: str) -> None:
     doctor = run(OPTIMIZERS[name], at, clears=clears, steps=60, odd=odd)
     with in_full():
@@ -79,9 +80,7 @@ def test_the_operation_is_found_in_the_next_step(name: str, clears: str, at: int
         assert (first.name, first.step, first.place.parameters) == ("NAN_IN_BACKWARD", at, ("first.weight",))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("clears", ["before", "after"])
-@pytest.mark.parametrize("at", [36, 47, 48])
+@pytest.mark.parametrize(("name", "clears", "at"), diagonals([*OPTIMIZERS], ["before", "after"], [36, 47, 48], each=2))
 def test_weights_that_are_written_to_are_not_blamed_on_a_gradient(name: str, clears: str, at: int) -> None:
     doctor = run(OPTIMIZERS[name], at, clears=clears, steps=60, odd="weights")
     with in_full():

@@ -17,6 +17,7 @@ from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import Activations, Buffers, InputSample, NonFinite, Norms, Watched
 from anybatch.tensors.dispatch import TorchDispatchMode, is_watched, item_of, unseen, unwatched
+from diagonals import diagonals
 from doctor_programs import PROGRAMS, gan
 from odd_loops import ODD, OF_SCALERS, Loop, Stopped
 
@@ -72,9 +73,12 @@ def test_nor_in_steps_between_samples_whose_inputs_have_a_graph() -> None:
     assert_unseen(lambda doctor: gan(40))
 
 
-@pytest.mark.parametrize("odd", ["", *(one for one in ODD if one != "is looked at"), *OF_SCALERS])
-@pytest.mark.parametrize(("clips", "scales"), [(False, ""), (True, "unscaled")])
-def test_nor_in_steps_that_are_followed_or_differ(odd: str, clips: bool, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("odd", "way"),
+    diagonals(["", *(one for one in ODD if one != "is looked at"), *OF_SCALERS], [(True, "unscaled"), (False, "")]),
+)
+def test_nor_in_steps_that_are_followed_or_differ(odd: str, way: tuple[bool, str]) -> None:
+    clips, scales = way
     if odd in OF_SCALERS and not scales:
         pytest.skip("has no scaler")
 

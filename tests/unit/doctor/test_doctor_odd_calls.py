@@ -21,6 +21,7 @@ from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Ended, Forward, Stepped
 from anybatch.records.lines import Fact, from_line
 from anybatch.records.samples import Memory, NonFinite
+from diagonals import diagonals
 from odd_loops import ODD, OF_SCALERS, STEPS, Loop
 
 
@@ -64,27 +65,33 @@ def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
     return rows
 
 
-@pytest.mark.parametrize("clears", ["before", "after", "last", "never"])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(("clips", "scales"), [(False, ""), (True, ""), (False, "fused"), (True, "unscaled")])
-def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int, clips: bool, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("clears", "parts", "way"),
+    diagonals(
+        ["before", "after", "last", "never"], [1, 3],
+        [(False, ""), (True, ""), (False, "fused"), (True, "unscaled")], each=2,
+    ),
+)  # fmt: skip
+def test_a_steady_run_is_recorded_in_whole_steps(clears: str, parts: int, way: tuple[bool, str]) -> None:
+    clips, scales = way
     rows = compared(lambda: Loop({}, parts=parts, clears=clears, clips=clips, scales=scales))
     if clears != "never" or parts == 1:  # else its backwards keep what the one before left, in turn
         assert rows["step"] >= (25 if clips and scales else 35)  # each scale has clippings of its own
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("clears", ["before", "after", "last"])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("odd", "clears", "clips"), diagonals(ODD, ["before", "after", "last"], [False, True]))
 def test_a_step_that_differs_is_recorded_call_by_call(odd: str, clears: str, clips: bool) -> None:
     """Step 37 lies between two samples, behind many steps that were alike."""
     rows = compared(lambda: Loop({37: odd}, clears=clears, clips=clips))
     assert rows["step"] >= 20
 
 
-@pytest.mark.parametrize("odd", [*ODD, *OF_SCALERS])
-@pytest.mark.parametrize(("clears", "scales"), [("last", "scaled"), ("before", "unscaled"), ("last", "fused")])
-def test_a_step_of_a_scaler_that_differs_is_recorded_call_by_call(odd: str, clears: str, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("odd", "way"),
+    diagonals([*ODD, *OF_SCALERS], [("last", "scaled"), ("before", "unscaled"), ("last", "fused")]),
+)
+def test_a_step_of_a_scaler_that_differs_is_recorded_call_by_call(odd: str, way: tuple[str, str]) -> None:
+    clears, scales = way
     rows = compared(lambda: Loop({37: odd}, clears=clears, clips=scales == "unscaled", scales=scales))
     assert rows["step"] >= 12
 

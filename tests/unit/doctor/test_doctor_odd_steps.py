@@ -23,6 +23,7 @@ from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import Memory
+from diagonals import diagonals
 from test_doctor_odd_calls import in_full, told
 
 STEPS = 74  # a sample in step 75 may be left out, as times come
@@ -187,9 +188,10 @@ def test_a_steady_run_is_recorded_as_in_full(clears: str, has_loss: bool) -> Non
     assert compared(lambda: Loop({}, clears=clears, has_loss=has_loss)) > 30
 
 
-@pytest.mark.parametrize("odd", [one for one in ODD if one not in LATE])
-@pytest.mark.parametrize("clears", ["before", "after", "last"])
-@pytest.mark.parametrize("at", [36, *(pytest.param(one, marks=pytest.mark.slow) for one in (47, 48))])
+@pytest.mark.parametrize(
+    ("odd", "clears", "at"),
+    diagonals([one for one in ODD if one not in LATE], ["before", "after", "last"], [36, 47, 48]),
+)
 def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: int) -> None:
     assert compared(lambda: Loop({at: odd}, clears=clears)) > 5
 

@@ -17,6 +17,7 @@ import anybatch
 from anybatch.memory.application import apply_optimizations
 from anybatch.memory.hostpool import HostPool
 from anybatch.tensors.fakes import Fakes, swapped
+from diagonals import diagonals
 from faults import CtrlCAt, OutOfMemoryAt, different, facts, quick_collections
 from optimizations_models import (
     VOCABULARY,
@@ -152,9 +153,9 @@ def test_a_model_that_computes_its_loss_itself() -> None:
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {"scalar": language_loss, "yields": generator_loss, "mean": mean_loss}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("names", [COMBINATIONS[0], COMBINATIONS[1], *COMBINATIONS[3:]], ids="-".join)
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(
+    ("names", "loss", "size"), diagonals([*COMBINATIONS[:2], *COMBINATIONS[3:]], [*LOSSES], [None, 2], each=2)
+)
 def test_under_backward(names: tuple[str, ...], loss: str, size: int | None) -> None:
     model, batch = Language().double(), texts()
     found = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anybatch
-from anybatch.planning.planner import Planner
+from diagonals import diagonals
 from planning_data import as_float64_batch
 from planning_models import FACTORIES
 from planning_referee import Cap, alive_in, peak_of
@@ -17,13 +17,6 @@ from reference import Gradients, as_float64, assert_float32, gradients_of, whole
 SAMPLES = 16
 PERCENT = (90, 60, 40, 25, 15)
 MODELS = ("vision_transformer", "cnn_groupnorm", "heterogeneous", "experts", "lstm", "deep_residual")
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures times for a moment only: enough to see that it stays within the budget."""
-    for module in ("entrance", "following"):
-        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.3))
 
 
 @functools.cache
@@ -58,8 +51,7 @@ def assert_refused_rightly(name: str, budget: int, error: anybatch.DoesNotFit) -
     assert budget < floor(name), f"by hand it takes {floor(name)} bytes"
 
 
-@pytest.mark.parametrize("percent", PERCENT)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "percent"), diagonals(MODELS, PERCENT, each=2))
 def test_it_stays_within(name: str, percent: int) -> None:
     subject = FACTORIES[name]()
     batch, budget = subject.make_batch(SAMPLES), whole_peak(name) * percent // 100

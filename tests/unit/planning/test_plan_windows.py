@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.batch.windowing import Window
+from diagonals import diagonals
 
 Batch = dict[str, Tensor]
 
@@ -83,8 +84,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[list[tuple[int, ...]]]]] = 
 }
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "share"), diagonals([*KINDS], [0.8, 0.5]))
 def test_no_budget_is_exceeded_whichever_batch_is_the_longest(kind: str, share: float) -> None:
     torch.manual_seed(0)
     make, sizes = KINDS[kind]
@@ -129,8 +129,8 @@ def test_a_coupled_loss_over_such_a_window_stays_within_its_budget(share: float)
         lambda model, batch: model(batch["x"]).mean(1),
         lambda model, outputs: F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs))),
     )
-    model, many = perceptron(), [[batch_of(16, length) for length in lengths] for lengths in ((10, 80, 20), (80, 9))]
-    many.append([batch_of(4, 60), batch_of(16, 40)])
+    model, many = perceptron(), [[batch_of(8, length) for length in lengths] for lengths in ((10, 80, 20), (80, 9))]
+    many.append([batch_of(2, 60), batch_of(8, 40)])
     plain = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.1))
     budget = int(share * max(peak_of(plain, window_of(batches), batches) for batches in many))
     step = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.1), memory=budget)
