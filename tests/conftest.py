@@ -69,6 +69,14 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def plans_measure_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times decide what is chosen, and not how many bytes it takes."""
+    from anybatch.planning.planner import Planner
+
+    monkeypatch.setitem(Planner.__init__.__kwdefaults__, "patience", 0.1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> None:
     """Lets a test begin as a fresh process does, in which nothing was compiled; the doctor asks for that."""

@@ -18,7 +18,7 @@ LENGTH = 12
 class Tower(nn.Module):
     """Blocks that keep four times what they are given; the mean over points that are not padding is what comes out."""
 
-    def __init__(self, blocks: int = 3, outputs: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, blocks: int = 2, outputs: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
         middle: list[nn.Module] = [nn.Dropout(dropout)] if dropout else []
         self.blocks = nn.ModuleList(
@@ -44,7 +44,7 @@ class Pair(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.image, self.text = Tower(3, dropout=dropout), Tower(2)
+        self.image, self.text = Tower(2, dropout=dropout), Tower(1)
         self.scale = nn.Parameter(torch.tensor(0.5))
 
 

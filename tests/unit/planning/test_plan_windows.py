@@ -12,6 +12,8 @@ import anybatch
 from anybatch.batch.windowing import Window
 from diagonals import diagonals
 
+pytestmark = pytest.mark.usefixtures("plans_measure_for_a_moment")
+
 Batch = dict[str, Tensor]
 
 
