@@ -33,8 +33,8 @@ def work(rank, world, call, file):
         print(doctor.failure, [(f.world, f.wrapper, f.bypassed) for f in facts], [f.name for f in doctor.findings])
     dist.destroy_process_group()
 
-if __name__ == "__main__":
-    mp.spawn(work, args=(2, sys.argv[1], sys.argv[2]), nprocs=2)
+import torch._dynamo  # which the optimizer of each process loads
+mp.start_processes(work, args=(2, sys.argv[1], sys.argv[2]), nprocs=2, start_method="fork")
 """
 
 
