@@ -74,7 +74,9 @@ def plans_measure_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times decide what is chosen, and not how many bytes it takes."""
     from anybatch.planning.planner import Planner
 
-    monkeypatch.setitem(Planner.__init__.__kwdefaults__, "patience", 0.1)
+    defaults = Planner.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "patience", 0.1)
 
 
 @pytest.fixture(autouse=True)
