@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.lossfacts import Probed
@@ -23,12 +24,27 @@ def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(train: Callable[[], None], probe: str) -> list[Probed]:
-    """The answers to a question after a training."""
+    """The answers to a question after a training, without those to the others that train for a while."""
     torch.manual_seed(0)
     with Doctor() as doctor:
         train()
     assert doctor.failure == ""
-    return [one for one in run_probes(doctor) if one.probe == probe]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, place in TRAINING.items():
+            if not probe.startswith(name):  # "related inputs" is answered by the same one
+                patch.setattr(place, unasked)
+        return [one for one in run_probes(doctor) if one.probe == probe]
+
+
+TRAINING = {
+    "rate": "anybatch.doctor.ask.fitting.other_rate",
+    "related": "anybatch.doctor.ask.relating.related",
+    "labels": "anybatch.doctor.ask.labels.unrelated",
+}
+
+
+def unasked(*_: Any) -> Probed:
+    raise Unknown("a test asks something else")
 
 
 def answer(train: Callable[[], None], probe: str) -> str:
