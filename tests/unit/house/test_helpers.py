@@ -1,13 +1,14 @@
 """What the tests share to be quick: no value of a parameter is left out, and no process that was forked stays."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diagonals import diagonals
 from forks import Call, run_forked_calls
 
-AXES = (["a", "b", "c", "d", "e"], [1, 2], [None, True], ["x", "y", "z"])
+AXES: tuple[list[Any], ...] = (["a", "b", "c", "d", "e"], [1, 2], [None, True], ["x", "y", "z"])
 
 
 @pytest.mark.parametrize("each", [1, 2, 4])
