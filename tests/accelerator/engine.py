@@ -447,6 +447,41 @@ def test_the_allocator_refuses_nothing_under_a_plan(device: Any, share: float, o
     assert f"{plan.reserved_bytes / MIB:.1f} MiB reserved" in str(plan)
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: Any, optimizer: Any) -> None:
+    def mse(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(rows), rows)
+
+    def made() -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
+        gc.collect()
+        device.empty_cache()
+        return model, batch, optimizer(model.parameters())
+
+    device.set_idle(True)
+    asked: dict[int, int] = {}
+    for budget in (112, 128, 132):  # of the whole batch at once: just enough, too little after it, and enough
+        model, batch, stepped = made()
+        plan = anybatch.plan(model, mse, batch, optimizer=stepped, memory=budget * MIB)
+        del model, stepped  # so that the weights of the next one lie where these lay
+        for row in (plan.chosen, *plan.alternatives):
+            if row.reserved_bytes and not row.recompute:
+                asked[int(row.micro_batch_size)] = row.reserved_bytes
+    for size, limit in asked.items():
+        model, batch, stepped = made()
+        device.set_limit(0, limit)
+        refused = device.stats(0)["refusals"]
+        step = anybatch.TrainStep(model, mse, stepped, micro_batch_size=size, verify="off")
+        for is_emptied in (False, False, True, True, False):
+            if is_emptied:
+                release_cache()
+            step(batch)
+        assert device.stats(0)["refusals"] == refused, (size, limit / MIB)
+        device.set_limit(0, 0)
+        del step, model, stepped
+
+
 def test_what_else_lies_on_the_device_is_not_taken_from_the_budget(device: Any) -> None:
     device.set_idle(True)
     others = torch.empty(40 * MIB, dtype=torch.uint8, device="sim")

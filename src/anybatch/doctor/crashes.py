@@ -75,7 +75,8 @@ def prefix(crashed: Crashed) -> str:
         rows += _row("from", _where(file, int(origin), code))
     rows += _row("module", crashed.module)
     rows += _row("cause", crashed.cause)
-    rows += _row("fix" if is_tested(crashed.name, crashed.fix) else "try", crashed.fix)
+    rows += _row("proof", crashed.proof)
+    rows += _row("fix" if crashed.proof or is_tested(crashed.name, crashed.fix) else "try", crashed.fix)
     return "\n".join(rows) + "\n"
 
 

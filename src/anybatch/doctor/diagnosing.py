@@ -158,7 +158,8 @@ def _diagnosed(run: Run, policy: Policy) -> tuple[tuple[Finding, ...], dict[str,
         ]
     found, suppressed = policy.parted(found)
     in_order = ranked(found, {name: rule.explains for name, rule in rules.items()})
-    said = (replace(one, fix_kind="tested") if is_tested(one.name, one.fix) else one for one in in_order)
+    is_known = (one.fix_kind == "suggestion" and is_tested(one.name, one.fix) for one in in_order)
+    said = (replace(one, fix_kind="tested") if known else one for one, known in zip(in_order, is_known, strict=True))
     return tuple(said), failed, suppressed
 
 

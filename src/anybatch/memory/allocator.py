@@ -125,7 +125,13 @@ class CachingAllocator:
             block = before
         self._add(block)
         if self._expandable:
-            self._release()
+            self.release()
+
+    def release(self) -> None:
+        """Gives segments that are all free back to the device."""
+        for block in [one for one in self._at.values() if one.before is None and one.after is None]:
+            self._remove(block)
+            self.reserved -= block.size
 
     def _found(self, size: int, pool: tuple[bool, int]) -> _Block | None:
         free = self._free[pool]
@@ -142,7 +148,7 @@ class CachingAllocator:
             segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         segment = size if self._expandable else segment
         if self._limit is not None and self.reserved + segment > self._limit:
-            self._release()
+            self.release()
             self.flushes += 1
             if self.reserved + segment > self._limit:
                 raise MemoryError(
@@ -181,9 +187,3 @@ class CachingAllocator:
         free = self._free[block.pool]
         del free[bisect_left(free, block.key)]
         del self._at[block.start]
-
-    def _release(self) -> None:
-        """Gives segments that are all free back to the device."""
-        for block in [one for one in self._at.values() if one.before is None and one.after is None]:
-            self._remove(block)
-            self.reserved -= block.size

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anybatch.accelerators import segments_of
-from anybatch.memory.allocator import CachingAllocator, Segment
+from anybatch.memory.allocator import ROUND, CachingAllocator, Segment
 from anybatch.memory.meter import BEFORE, Allocation, storages_of
 from anybatch.planning.curve import Profile
 from anybatch.planning.devices import Target, segments_expand
@@ -13,8 +13,9 @@ from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER
 
-_STEPS = 3  # the first one makes the optimizer's state, and the later ones find what it left
+_STEPS = 3  # the first makes the optimizer's state, the second finds what it left, the third an emptied cache
 _MICRO_BATCHES = 4  # later ones find what these left
+_TOGETHER = 2**16  # bytes of small results of micro-batches that are not replayed one by one
 _SEGMENT = 2 * 2**20  # all are as large as some of these
 _COPIES = 1  # the stream in which micro-batches come
 
@@ -63,6 +64,7 @@ class Replay:
     def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:
         self._held, self._count, size = held, min(profile.count, _MICRO_BATCHES), profile.size
         trace, update, constants = profile.fit.trace, profile.update, profile.constants
+        self._skipped = profile.count - self._count
         self._sizes = profile.fit.sizes(size)
         self._inputs = profile.fit.input_sizes(size) if constants.copies else []
         self._wide = subject.accumulators(profile.count)
@@ -111,6 +113,8 @@ class Replay:
     def _run(self, allocator: CachingAllocator) -> None:
         for step in range(_STEPS):
             self._free_gradients(allocator)
+            if step == _STEPS - 1:
+                allocator.release()
             self._step(allocator, makes_state=step == 0 and not self._has_state)
 
     def _free_gradients(self, allocator: CachingAllocator) -> None:
@@ -118,13 +122,15 @@ class Replay:
             allocator.free(name)
 
     def _step(self, allocator: CachingAllocator, *, makes_state: bool) -> None:
-        kept: list[tuple[str, int, int]] = []
+        kept: list[tuple[str, int, int]] = []  # results of micro-batches, which the step gives
         for number, size in enumerate(self._copied):
             allocator.allocate(("buffer", number), size)
         self._take_inputs(allocator, 0)
         for index in range(self._count):
             if index + 1 < self._count:
                 self._take_inputs(allocator, index + 1)
+            else:
+                kept += self._keep_skipped(allocator, kept)
             kept += self._micro_batch(allocator, index)
             for number in range(len(self._inputs)):
                 allocator.free(("input", index, number))
@@ -163,6 +169,19 @@ class Replay:
         elif index == 0:
             allocator.allocate("unreached", self._unreached)
         return [("own", index, number) for number in left]
+
+    def _keep_skipped(
+        self, allocator: CachingAllocator, kept: Sequence[tuple[str, int, int]]
+    ) -> list[tuple[str, int, int]]:
+        """Allocates what is left of each micro-batch that is not replayed, small ones many at a time."""
+        found = []
+        for number in [n for _, of, n in kept if of == self._count - 2] if self._skipped else []:
+            size = -(-self._sizes[number] // ROUND) * ROUND
+            many = max(1, _TOGETHER // size)
+            for index in range(-(-self._skipped // many)):
+                allocator.allocate(("skipped", index, number), many * size)
+                found.append(("skipped", index, number))
+        return found
 
 
 def _moments(allocations: Sequence[Allocation]) -> list[tuple[bool, int]]:

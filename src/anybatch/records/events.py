@@ -212,6 +212,7 @@ class Crashed(Fact):
     message: str = ""  # what is wrong, in a sentence
     cause: str = ""  # how it comes to that
     fix: str = ""  # as code in the user's own names
+    proof: str = ""  # what a trial of the fix on copies has shown
     module: str = ""  # the qualified name of the module that ran or that is meant
     parameters: tuple[str, ...] = ()  # names that are meant
     tensor: str = ""  # what tensor is meant, in words

@@ -72,11 +72,10 @@ def told_by_call(live: Live) -> Crashed | None:
     general = _GENERAL.get(name, _AT_ONCE).format(
         names=", ".join(one.text or "its input" for one in tensors) or shown.title
     )
-    worked = (
-        " With this change the call was run again on copies, and it works." if found and not found[0][1].left else ""
-    )
+    has_worked = bool(found) and not found[0][1].left
     return Crashed(
-        name=name, error="", text="", message=said + _message(live, shown, name), cause=_cause(name, tensors) + worked,
+        name=name, error="", text="", message=said + _message(live, shown, name), cause=_cause(name, tensors),
+        proof="with this change the call was run again on copies, and it works" if has_worked else "",
         fix="; or ".join(_fix(live, call, repair) for call, repair in found) or fix or general,
         module=module or live.module_name(live.module()) or _maker(live, tensors),
         parameters=tuple(filter(None, map(live.parameter_name, [*(one.value for one in tensors), *own]))),

@@ -73,11 +73,9 @@ def _file_with_class(scene: Scene, name: str) -> UserSource:
 @edits_of("MODULE_NOT_READY")
 def module_made_ready(scene: Scene) -> Iterator[Edit]:
     """``super().__init__()`` becomes the first line of the constructor."""
-    head, _, of_class = scene.finding.fix.partition("  # the first line of ")
-    source = _file_with_class(scene, of_class.partition(".")[0])
-    bodies = [one for one in ast.walk(source.tree) if isinstance(one, ast.ClassDef)]
-    inside = [one for body in bodies if body.name == of_class.partition(".")[0] for one in body.body]
-    made = only([one for one in inside if isinstance(one, ast.FunctionDef) and one.name == "__init__"], "constructors")
+    source, head = scene.source, scene.finding.fix.partition("  # ")[0]
+    around = [one for one in source.ancestors(scene.statement) if isinstance(one, ast.FunctionDef)]
+    made = only([one for one in around if one.name == "__init__"], "constructors")
     first = made.body[1] if ast.get_docstring(made) is not None and len(made.body) > 1 else made.body[0]
     if any(isinstance(one.func, ast.Attribute) for one in source.calls(made, "__init__")):
         raise UnclearEdit("the constructor calls another one, too late")

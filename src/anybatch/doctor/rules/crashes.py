@@ -32,6 +32,7 @@ def crashed(run: Run, name: str) -> Iterator[Found]:
             yield Found(
                 text=crash.message or f"The script ended with {crash.error}: {text}",
                 fix=crash.fix,
+                proof=crash.proof,
                 cause=crash.cause,
                 since=crash,
                 where=(origin, int(crash.evidence.get("origin_line", 0))) if origin else crash,

@@ -71,6 +71,7 @@ class Found:
 
     text: str  # what is wrong, in a sentence
     fix: str = ""  # what to change
+    proof: str = ""  # what a trial of the fix has shown
     cause: str = ""  # how this comes about
     # the first event that was not as it should be, or its number; an answer holds from the first backward on
     since: Fact | int
@@ -126,6 +127,8 @@ class Found:
             message=self.text,
             place=self.place(run),
             fix=self.fix,
+            fix_kind="tried" if self.proof else "suggestion",
+            proof=self.proof,
             cause=self.cause,
             evidence=self.evidence or (asked.evidence if asked is not None else {}),
             step=seen.step if isinstance(seen, Fact) else 0 if self.step is None else seen,
