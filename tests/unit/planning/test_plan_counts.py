@@ -151,7 +151,7 @@ def with_metrics(loss_fn: Any, model: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("form", [None, named, yielded, with_metrics])
 def test_the_count_of_a_mean_is_read_by_the_step_and_not_by_its_plan(form: Any) -> None:
-    """It is a tensor without numbers there, and its bytes are in the plan."""
+    """It is a tensor without numbers there, so that a step whose plan read it would have to run for real."""
 
     def loss_fn(model: Any, batch: Any) -> Any:
         is_there = batch["y"] > 3
@@ -166,4 +166,4 @@ def test_the_count_of_a_mean_is_read_by_the_step_and_not_by_its_plan(form: Any) 
     step(batch)
     measured = peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch))
     assert plan.confidence == "predicted"
-    assert plan.peak_bytes == measured
+    assert abs(plan.peak_bytes / measured - 1) <= 0.005
