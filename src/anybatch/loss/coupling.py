@@ -186,6 +186,9 @@ class CoupledPass:
         differentiate: whether gradients are wanted, or only the values.
     """
 
+    loss_pass: type[Accumulation] = Accumulation
+    """What the loss runs in, for blocks of rows in the place of micro-batches."""
+
     def __init__(
         self,
         model: Any,
@@ -352,7 +355,7 @@ class CoupledPass:
         weights = Weights([items] if counts == [total] else parts, self._weights.totals)
         if settings.inputs is not None:
             settings = replace(settings, inputs=(*settings.inputs, *mine))
-        accumulation = Accumulation(
+        accumulation = self.loss_pass(
             self._model, lambda model, rows: coupled.loss_of(model, joint.outputs, batch, rows), weights,
             [*self._parameters, *mine], settings, rows=counts, outside=self._outside,
             differentiate=self._differentiate,

@@ -49,13 +49,7 @@ def whole(_: str) -> float:
 
 
 class InPieces(ABC):
-    """A loss function that can also give its losses in pieces.
-
-    Attributes:
-        comes_in_one: whether a micro-batch gives a single piece.
-    """
-
-    comes_in_one = False
+    """A loss function that can also give its losses in pieces."""
 
     @abstractmethod
     def __call__(self, model: Any, batch: Any) -> Any:

@@ -5,6 +5,7 @@ and counts each storage once, from the operation that made it until nothing refe
 allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -265,13 +266,23 @@ class Recording(TorchDispatchMode):
         return result
 
     def _stay_within(self, limit: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Looks near the limit at what an operation is going to make, by shapes alone."""
-        near = 2 * sum(one.nbytes for one in _tensors_in(args) if one.layout is torch.strided)
-        if self._current + near <= limit or any(one.alias_info is not None for one in func._schema.returns):
+        """Looks near the limit at what an operation is going to make, by shapes alone.
+
+        From tensors of one shape it hardly makes more than twice their bytes; from others up to the product of their
+        sizes, and from none any number.
+        """
+        given = [one for one in _tensors_in(args) if one.layout is torch.strided]
+        near = 2 * sum(one.nbytes for one in given) if given else limit + 1
+        if len({one.shape for one in given}) > 1:
+            near = max(near, 8 * math.prod(sorted(one.numel() for one in given)[-2:]))
+        device = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
+        makes_none = any(one.alias_info is not None for one in func._schema.returns)
+        if self._current + near <= limit or makes_none or self._device_type not in (None, device.type):
             return
         try:
-            given = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
-            made = func(*given, **{name: value for name, value in kwargs.items() if name != "device"})
+            own = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
+            on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
+            made = func(*own, **{**kwargs, **on_meta})
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
         results = _tensors_in(made if isinstance(made, (tuple, list)) else (made,))

@@ -15,12 +15,12 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.batch.trees import map_leaves
 from anybatch.loss.coupling import Coupled, CoupledPass
-from anybatch.loss.outputs import Outputs, tensors_of
+from anybatch.loss.outputs import Outputs
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.meter import Allocation, Recording
 from anybatch.planning.microbatches import tensors_in
-from anybatch.planning.running import with_plain_losses
+from anybatch.planning.running import Uncounted
 from anybatch.planning.subjects import Subject
 
 FIRST, LOSS, BACKWARD, SECOND = (
@@ -29,24 +29,6 @@ FIRST, LOSS, BACKWARD, SECOND = (
 
 _REAL = 3  # micro-batches of a kind that run: one for all that are alike, and the last ones, which may be smaller
 _FEW = 24  # micro-batches of different sizes that all run
-
-
-class EncoderAlone:
-    """The encoder of a coupled loss with a loss that adds up over micro-batches, which an ordinary search can plan."""
-
-    def __init__(self, coupled: Coupled) -> None:
-        self._coupled = coupled
-
-    @property
-    def user_functions(self) -> tuple[Any, ...]:
-        """What may be modules, or methods of modules."""
-        return self._coupled.user_functions
-
-    def __call__(self, model: Any, batch: Any) -> Any:
-        """Gives the sum of the means of what the encoder gives."""
-        tensors = tensors_of(self._coupled.encode(model, batch))
-        means = [one.mean() for one in tensors if one is not None and one.requires_grad]
-        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
 
 
 def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], dict[int, int], tuple[int, int]]:
@@ -95,7 +77,6 @@ class ShortPass:
         self._subject, self._parts, self._like = subject, parts, like
         self._kept_from = len(parts) - keep
         self._coupled = copy.copy(cast(Coupled, subject.loss_fn))
-        self._coupled.loss = with_plain_losses(self._coupled.loss)
         self.running = {number: part for number, part in enumerate(parts) if number not in like}
         self._moves = subject.device_type != "cpu" and not subject.batch_is_there
         self.stays = subject.splittable.is_collated and not self._moves
@@ -173,6 +154,8 @@ def copied(batch: Any) -> Any:
 
 class _Noted(CoupledPass):
     """A pass in which some micro-batches only stand there with the outputs of another one."""
+
+    loss_pass = Uncounted
 
     def note(self, recording: Recording, like: dict[int, int]) -> "_Noted":
         """Begins to note after how many operations each first run begins and ends, the loss, and each backward."""

@@ -12,21 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import Part
 from anybatch.errors import AnyBatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import OverBudget
-from anybatch.planning.coupledpass import LOSS, EncoderAlone, which_run
+from anybatch.planning.coupledpass import LOSS, which_run
 from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.memorytrace import PassTrace
-from anybatch.planning.predictor import Predictor
 from anybatch.planning.recipe import Recipe, Splitting
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS
-from anybatch.records.plans import Confidence, PlanRow
+from anybatch.records.plans import PlanRow
 from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,34 +48,12 @@ class CoupledSearch(Search):
     may_race = replays = False
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
+        super().__init__(subject, target, [name for name in allow if name != "loss_chunks"], autocast)
         self._coupled = cast(Coupled, subject.loss_fn)
-        encoder = replace(subject, loss_fn=EncoderAlone(self._coupled))
-        super().__init__(encoder, target, [name for name in allow if name != "loss_chunks"], autocast)
-        self.planned, self._passes = subject, Predictor(subject)
         self._budget = 0
         self._traces: dict[Any, PassTrace | int] = {}  # bytes that are needed at least, of one that was stopped
         self._largest: dict[float, list[Size]] = {}
         self._found: list[PlanRow] = []
-
-    @property
-    def is_fake(self) -> bool:
-        """Whether passes run on fake tensors."""
-        return self.profiles.is_fake and self._passes.is_fake
-
-    @property
-    def confidence(self) -> Confidence:
-        """How far passes may be trusted."""
-        return self.profiles.confidence if self.is_fake else "measured"
-
-    @property
-    def known(self) -> tuple[object, ...]:
-        """What was found out about the step so far."""
-        return *super().known, self._passes.is_fake
-
-    def attend(self, splittable: Splittable | None) -> None:
-        """Looks at another logical batch, or at none."""
-        self.planned.attend(splittable)
-        super().attend(splittable)
 
     def forget(self) -> None:
         """Lets go of what follows from traces that are not to be trusted any more."""
@@ -88,7 +65,6 @@ class CoupledSearch(Search):
         self._budget = usable
         self._traces = {key: trace for key, trace in self._traces.items() if not isinstance(trace, int)}
         super().look_within(usable, _NO_LIMIT)
-        self._passes.stay_within(usable)
         self._peak(self._few()[-1], Recipe(keep=0))  # after which it is known whether the loss runs on fakes
 
     def _few(self) -> list[Splitting]:
@@ -125,7 +101,7 @@ class CoupledSearch(Search):
         if key not in self._traces:
             was_fake = self.is_fake
             try:
-                trace = self._passes.traced_pass([splitting.parts[number] for number in numbers], recipe, like)
+                trace = self.profiles.traced_pass([splitting.parts[number] for number in numbers], recipe, like)
                 if was_fake and not self.is_fake:
                     self._traces.clear()
                 self._traces[key] = trace
@@ -137,7 +113,7 @@ class CoupledSearch(Search):
         self._largest[splitting.limit] = self._largest_of(splitting, sizes)
         size = Size(self.subject.splittable.rows)
         trace = found.with_more(more, self.subject.granularity)
-        return self._passes.profile_of([(size, trace)]).peak_in_detail()
+        return self.profiles.profile_of([(size, trace)]).peak_in_detail()
 
     def _largest_of(self, splitting: Splitting, sizes: list[Size]) -> list[Size]:
         lengths = self.profiles.lengths

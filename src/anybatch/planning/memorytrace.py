@@ -20,15 +20,14 @@ from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import Writes, differ
 from anybatch.errors import AnyBatchError, LossError
-from anybatch.loss.accumulate import Accumulation, Settings
+from anybatch.loss.accumulate import Settings
 from anybatch.loss.sums import Sums
-from anybatch.loss.weights import Weights
 from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
 from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.coupledpass import ShortPass, copied
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
-from anybatch.planning.running import applied, plain_losses, run_for_real, settings_for, undisturbed
+from anybatch.planning.running import applied, micro_batches_of, run_for_real, settings_for, undisturbed
 from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from anybatch.tensors.fakemode import Remembered
@@ -105,14 +104,12 @@ class Tracer:
 
     Attributes:
         is_fake: whether fake tensors are used, or real probes since they can't be.
-        limit: bytes that a real run stays within, or else is stopped.
     """
 
     def __init__(
         self, subject: Subject, blocks: Sequence[str], kind: Callable[..., Recording], *, is_fake: bool, may_probe: bool
     ) -> None:
         self.is_fake = is_fake
-        self.limit: int | None = None
         self._subject = subject
         self._blocks = blocks
         self._kind = kind
@@ -122,22 +119,33 @@ class Tracer:
         self._remembered = Remembered()
 
     def trace(
-        self, parts: Sequence[Part], recipe: Recipe, *, split: bool, like: dict[int, int] | None = None
-    ) -> PassTrace:
-        """Traces a micro-batch; of a coupled loss a whole pass, see ``which_run``.
+        self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None,
+        like: dict[int, int] | None = None,
+    ) -> PassTrace:  # fmt: skip
+        """Runs a forward and a backward for a micro-batch, of a coupled loss a whole pass, and rolls everything back.
+
+        Args:
+            parts: the samples of the micro-batch; of a coupled loss all of them.
+            recipe: how it is run.
+            split: whether other micro-batches left their gradients, as before the one that holds the most.
+            limit: bytes that a real run may have alive with all that is there beside it; ``None`` for no limit.
+            like: the micro-batches of a coupled loss that do not run, see ``which_run``; ``None`` for no whole pass.
+
+        Returns:
+            What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
 
         Raises:
             NotFake: it has to be traced for real, as everything has from now on.
+            OverBudget: the real run was stopped, since it would take more.
             LossError: it can be traced in neither way.
         """
         if not self.is_fake:
-            return self._for_real(parts, recipe, split, like)
-        subject, blocks, kind = self._subject, self._blocks, self._kind
-        return self._on_fakes(
-            lambda fakes: trace_pass(
-                subject, parts, recipe, blocks, split=split, fake=True, kind=kind, fakes=fakes, like=like
-            )
-        )
+            return self._for_real(parts, recipe, split, limit, like)
+
+        def run(fakes: Fakes) -> PassTrace:
+            return _Run(self._subject, parts, recipe, self._blocks, split, like).on_fakes(self._kind, fakes)
+
+        return self._on_fakes(run)
 
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
@@ -170,16 +178,16 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(self, parts: Sequence[Part], recipe: Recipe, split: bool, like: dict[int, int] | None) -> PassTrace:
+    def _for_real(
+        self, parts: Sequence[Part], recipe: Recipe, split: bool, limit: int | None, like: dict[int, int] | None
+    ) -> PassTrace:
         if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
             for _ in range(_JIT_RUNS):
                 run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
         self._is_warm = True
         try:
-            return trace_pass(
-                self._subject, parts, recipe, self._blocks, split=split, fake=False, kind=self._kind, limit=self.limit,
-                like=like,
-            )  # fmt: skip
+            run = _Run(self._subject, parts, recipe, self._blocks, split, like)
+            return run.for_real(self._kind, limit)
         except Exception as error:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
                 raise
@@ -194,36 +202,6 @@ class Tracer:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def trace_pass(
-    subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], *, split: bool, fake: bool,
-    kind: Callable[..., Recording] = Recording, fakes: Fakes | None = None, limit: int | None = None,
-    like: dict[int, int] | None = None,
-) -> PassTrace:  # fmt: skip
-    """Runs a forward and a backward for a micro-batch, and rolls everything back.
-
-    Args:
-        subject: what is planned.
-        parts: the samples of the micro-batch; with a coupled loss of all of them.
-        recipe: how it is run.
-        blocks: where to look.
-        split: whether other micro-batches left their gradients, as before the one that holds the most.
-        fake: on fake tensors; else for real.
-        kind: what writes down.
-        fakes: makes the fake tensors.
-        limit: bytes that a real run may have alive with everything that is there beside it; ``None`` for no limit.
-        like: the micro-batches of a coupled loss that do not run, see ``which_run``; ``None`` for any other loss.
-
-    Returns:
-        What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
-
-    Raises:
-        OverBudget: the real run was stopped, since it would take more.
-        Exception: whatever the user's code raises, and on fake tensors whatever they can't do.
-    """
-    run = _Run(subject, parts, recipe, blocks, split, like)
-    return run.on_fakes(kind, fakes or Fakes()) if fake else run.for_real(kind, limit)
 
 
 class _Run:
@@ -334,10 +312,7 @@ class _Run:
         outside: OutsideLeaves, begin: Callable[[], None],
     ) -> Sums:  # fmt: skip
         subject, rows, count = self._subject, len(self._parts[0].samples), 2 if self._split else 1
-        accumulation = Accumulation(
-            subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}] * count), parameters, settings,
-            rows=[rows] * count, outside=outside,
-        )  # fmt: skip
+        accumulation = micro_batches_of(subject, rows, count, parameters, settings, outside)
         with recording:
             begin()
             sums = accumulation.run([batches[0]])

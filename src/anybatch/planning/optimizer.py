@@ -62,15 +62,21 @@ class UpdateTrace:
     allocations: Sequence[Allocation] = ()
 
 
-def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
+def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, torch.Tensor] = {}) -> UpdateTrace:
     """Runs clipping and the optimizers' second step on fake tensors.
+
+    Args:
+        subject: what is planned.
+        trained: positions of the parameters that get a gradient.
+        parts: by its ``id``, of each parameter that does not lie here as a whole the part that does.
 
     Returns:
         What it held, without buffers and the batch.
     """
     fakes = Fakes()
     real = subject.parameters
-    parameters = [fakes.like(parameter) for parameter in real]
+    here = [torch.nn.Parameter(parts[id(p)], p.requires_grad) if id(p) in parts else p for p in real]
+    parameters = [fakes.like(parameter) for parameter in here]
     by_id = {id(parameter): fake for parameter, fake in zip(real, parameters, strict=True)}
     recording = LocalScalars(granularity=subject.granularity, counts_fakes=True)
     recording.register(parameters, PARAMETERS)
@@ -82,7 +88,7 @@ def trace_update(subject: Subject, trained: Sequence[int]) -> UpdateTrace:
         for optimizer in subject.optimizers:
             clone = stepped_clone(optimizer, by_id, subject)
             if clone is None:
-                estimated += _estimated_state(optimizer)
+                estimated += _estimated_state(optimizer, by_id)
             else:
                 optimizers.append(clone)
                 idle += _idle_state(optimizer, {id(real[position]) for position in trained})
@@ -120,33 +126,6 @@ def _watches(optimizers: Sequence[Any]) -> list[OptimizerWatch]:
     except Exception as error:  # noqa: BLE001 - the state of an optimizer of the user's
         logger.info("what tells whether an update had begun is not counted (%s: %s)", type(error).__name__, error)
         return []
-
-
-def state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
-    """The bytes of the optimizers' state, where some parameters lie here in part only.
-
-    Returns:
-        The bytes; an estimate for an optimizer that can't run on fake tensors.
-    """
-    fakes = Fakes()
-    held: dict[int, int] = {}
-    estimated = 0
-    with fakes.mode, torch.no_grad():
-        by_id = {}
-        for parameter in subject.parameters:
-            part = fakes.like(torch.nn.Parameter(parts.get(id(parameter), parameter), parameter.requires_grad))
-            part.grad = torch.empty_like(part) if parameter.requires_grad else None
-            by_id[id(parameter)] = part
-        for optimizer in subject.optimizers:
-            clone = stepped_clone(optimizer, by_id, subject)
-            if clone is None:
-                whole = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-                share = sum(by_id[id(p)].nbytes for group in optimizer.param_groups for p in group["params"])
-                estimated += _estimated_state(optimizer) * share // max(whole, 1)
-                continue
-            for tensor in state_tensors(clone):
-                held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return sum(held.values()) + estimated
 
 
 def stepped_clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], subject: Subject) -> Any:
@@ -194,8 +173,8 @@ def _idle_state(optimizer: torch.optim.Optimizer, trained: set[int]) -> int:
     return sum({s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}.values())
 
 
-def _estimated_state(optimizer: torch.optim.Optimizer) -> int:
-    """What the state is, if there is some, and else what it may become: two copies of the parameters.
+def _estimated_state(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]) -> int:
+    """What the state is, if there is some, and else what it may become: two copies of what lies here of parameters.
 
     An LBFGS keeps ``history_size`` pairs of vectors and some more, see ``torch.optim.LBFGS``.
     """
@@ -205,7 +184,9 @@ def _estimated_state(optimizer: torch.optim.Optimizer) -> int:
     held = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state_tensors(optimizer) if not t.is_sparse
     }
-    return max(int(copies * size), sum(held.values()))
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole, here = (sum(p.numel() * p.element_size() for p in ps) for ps in (own, [fakes[id(p)] for p in own]))
+    return max(int(copies * size), sum(held.values())) * here // max(whole, 1)
 
 
 def _clone(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor], *, foreach: bool) -> Any:

@@ -155,7 +155,6 @@ class ChunkSearch(Search):
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, allow, autocast)
         self._chunks = cast(InChunks, subject.loss_fn)
-        self.planned = replace(subject, loss_fn=self._chunks.over_time)
         # What a recurrent kernel works in is not linear in the samples, but it is in the steps.
         self.profiles.extrapolates = self._chunks.length is None
 

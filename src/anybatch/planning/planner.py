@@ -116,7 +116,7 @@ class Planner:
         if self._lengths is not None:
             searches = self._searches_for(self._lengths.chunks_of(row.chunk_length, splits=row.micro_batches > 1))
         search = next(search for search in searches if search.autocast == row.autocast)
-        row = replace(row, micro_batch_size=limit or 0, chunk_length=None)
+        row = replace(row, micro_batch_size=limit or 0)
         with random_state_kept(self.subject.parameters):
             return search.outgrown_parts(splittable.plan(limit, oversized="alone"), row, self._usable)
 
@@ -340,7 +340,7 @@ class Planner:
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
             copies_batch=bool(self.subject.writes_batch),
-            fingerprint=fingerprint_of(search.planned, self.target),
+            fingerprint=fingerprint_of(replace(search.subject, loss_fn=self.subject.loss_fn), self.target),
         )
 
 

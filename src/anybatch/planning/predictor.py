@@ -151,6 +151,7 @@ class Predictor:
         self._count_bytes: int | None = None
         self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
+        self._limit: int | None = None
         self.taken = 0
         self._refused: Size | None = None  # the smallest that might not fit if it ran for real
         self._real = RealRuns(subject)
@@ -206,8 +207,7 @@ class Predictor:
             limit: bytes at which a run is stopped; ``None`` for the same.
         """
         if budget != self._budget:
-            self._budget, self._refused = budget, None
-            self._tracer.limit = limit or budget
+            self._budget, self._limit, self._refused = budget, limit or budget, None
             if self.always:  # which may be enough without
                 self.always = ()
                 self._forget()
@@ -317,7 +317,7 @@ class Predictor:
         Raises:
             OverBudget: it ran for real, and was stopped.
         """
-        return self._consistent(lambda: self._tracer.trace(parts, recipe, split=False, like=like))
+        return self._consistent(lambda: self._tracer.trace(parts, recipe, split=False, limit=self._budget, like=like))
 
     def profile_of(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
         """The profile that some traces give."""
@@ -388,7 +388,7 @@ class Predictor:
 
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         try:
-            trace = self._tracer.trace([part], recipe, split=split)
+            trace = self._tracer.trace([part], recipe, split=split, limit=self._limit)
             if len(part.samples) <= self.least:
                 self.taken = max(self.taken, trace.taken)
             return trace

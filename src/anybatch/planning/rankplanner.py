@@ -16,7 +16,7 @@ from anybatch.parallel.messages import BYTES_AT_ONCE
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.devices import budget_of
 from anybatch.planning.entrance import plan, subject_of
-from anybatch.planning.optimizer import state_bytes
+from anybatch.planning.optimizer import trace_update
 from anybatch.planning.subjects import Subject
 from anybatch.records.rankplans import (
     GATHERED,
@@ -64,7 +64,7 @@ def plan_over_ranks(
     budget = budget_of(memory, target, subject.held_bytes)
     units = _units(subject) if shard != "ddp" else []
     trained = [p for p in subject.parameters if p.requires_grad]
-    whole = _bytes(subject.parameters) + _bytes(trained) + state_bytes(subject, {})
+    whole = _bytes(subject.parameters) + _bytes(trained) + _state_bytes(subject, {})
     is_kept = shard == "fsdp2-kept" or len(units) == 1
     held, alone = _shares(subject, units, ranks, is_kept=is_kept)
     spared, alone = whole - sum(held.values()), sum(held.values()) - held[GATHERED] + alone
@@ -106,6 +106,11 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def _state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
+    trained = [position for position, parameter in enumerate(subject.parameters) if parameter.requires_grad]
+    return trace_update(subject, trained, parts).state
+
+
 def _shares(
     subject: Subject, units: Sequence[tuple[str, list[torch.Tensor]]], ranks: int, *, is_kept: bool
 ) -> tuple[dict[str, int], int]:
@@ -114,7 +119,7 @@ def _shares(
     parts = [in_parts.get(id(p), p) for p in subject.parameters]
     trained = [p for p in subject.parameters if p.requires_grad]
     held = {PARAMETERS: _bytes(parts), GRADIENTS: _bytes([p for p in parts if p.requires_grad])}
-    held |= {OPTIMIZER: state_bytes(subject, in_parts), GATHERED: 0}
+    held |= {OPTIMIZER: _state_bytes(subject, in_parts), GATHERED: 0}
     buffers = Buffers.bytes_for([torch.empty_like(p, device="meta") for p in trained])
     if not units:
         return held, buffers if ranks > 1 else 0

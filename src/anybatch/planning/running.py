@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.batch.moving import to_device
 from anybatch.loss.accumulate import Accumulation, Settings
-from anybatch.loss.losses import LossFunction
-from anybatch.loss.pieces import InPieces, Piece, Place
+from anybatch.loss.coupling import Coupled
+from anybatch.loss.losses import as_coupled
+from anybatch.loss.outputs import tensors_of
 from anybatch.loss.reducing import ALONE
 from anybatch.loss.weights import Weights
 from anybatch.memory.application import apply_optimizations
@@ -49,10 +50,8 @@ def _seconds_of(subject: Subject, part: Part, recipe: Recipe, clock: Callable[[]
         batch_norm_as(subject.batch_norm, subject.roots, 1),
         applied(subject, recipe, False),
     ):
-        accumulation = Accumulation(
-            subject.model, plain_losses(subject.loss_fn), Weights([{"": rows}]), subject.parameters,
-            settings_for(subject, recipe), rows=[rows], outside=outside(()),
-        )  # fmt: skip
+        settings = settings_for(subject, recipe)
+        accumulation = micro_batches_of(subject, rows, 1, subject.parameters, settings, outside(()))
         before = clock()
         accumulation.run([batch])
         seconds = clock() - before
@@ -60,60 +59,42 @@ def _seconds_of(subject: Subject, part: Part, recipe: Recipe, clock: Callable[[]
     return seconds
 
 
-def plain_losses(loss_fn: LossFunction) -> LossFunction:
-    """The loss function with ``Mean`` s in the form of scalars, whose counts nobody has to read."""
-    return _PlainPieces(loss_fn) if isinstance(loss_fn, InPieces) else with_plain_losses(loss_fn)
+class _EncoderAlone:
+    """The encoder of a coupled loss with a loss that adds up over micro-batches, which is planned as any other."""
 
+    def __init__(self, coupled: Coupled) -> None:
+        self._coupled = coupled
 
-class _PlainPieces(InPieces):
-    """A loss function in pieces, with ``Mean`` s in the form of scalars."""
-
-    def __init__(self, loss_fn: InPieces) -> None:
-        self._loss_fn = loss_fn
+    @property
+    def user_functions(self) -> tuple[Any, ...]:
+        """What may be modules, or methods of modules."""
+        return self._coupled.user_functions
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Gives the losses at once."""
-        return with_plain_losses(self._loss_fn)(model, batch)
-
-    def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
-        """Gives the pieces."""
-        for piece in self._loss_fn.pieces(model, batch, place):
-            given = [piece._replace(result=_plain(piece.result))]
-            del piece
-            yield given.pop()  # nothing of it stays alive here while it is differentiated
+        """Gives the sum of the means of what the encoder gives."""
+        tensors = tensors_of(self._coupled.encode(model, batch))
+        means = [one.mean() for one in tensors if one is not None and one.requires_grad]
+        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
 
 
-def _plain(result: Any) -> Any:
-    """One loss, or a mapping of losses, without counts."""
-    if isinstance(result, Mapping):
-        return {name: _plain(loss) for name, loss in result.items()}
-    return result.total * 1.0 if isinstance(result, Mean) else result
+class Uncounted(Accumulation):
+    """A pass with ``Mean`` s in the form of scalars, whose counts nobody has to read."""
+
+    def _checked(self, index: int, loss: Any, name: str) -> Any:
+        found = super()._checked(index, loss, name)
+        return found.total if isinstance(found, Mean) else found
 
 
-def with_plain_losses(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives losses, with ``Mean`` s in the form of scalars."""
-
-    def named(item: Any) -> Any:
-        return (item[0], _plain(item[1])) if isinstance(item, tuple) else _plain(item)
-
-    def yielding(generator: Any) -> Generator[Any, None, Any]:
-        while True:
-            try:
-                item = next(generator)
-            except StopIteration as stop:
-                return stop.value
-            yield named(item)
-            del item
-
-    def called(*arguments: Any) -> Any:
-        result = function(*arguments)
-        if hasattr(result, "send"):
-            return yielding(result)
-        if isinstance(result, tuple) and len(result) == 2 and not isinstance(result, Mean):
-            return _plain(result[0]), result[1]
-        return _plain(result)
-
-    return called
+def micro_batches_of(
+    subject: Subject, rows: int, count: int, parameters: Sequence[torch.Tensor], settings: Settings,
+    outside: OutsideLeaves,
+) -> Accumulation:  # fmt: skip
+    """A pass over so many micro-batches of so many samples; of a coupled loss its encoder runs alone."""
+    coupled = as_coupled(subject.loss_fn)
+    return Uncounted(
+        subject.model, subject.loss_fn if coupled is None else _EncoderAlone(coupled), Weights([{"": rows}] * count),
+        parameters, settings, rows=[rows] * count, outside=outside,
+    )  # fmt: skip
 
 
 def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # noqa: B008 - it is frozen
@@ -122,11 +103,10 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     Without a scaler, which scales only, and without float32 buffers for low-precision gradients and sums of sparse
     ones, whose bytes are known; and by this process alone.
     """
-    kept, length = subject.settings.kept_graphs, subject.settings.chunk_length
+    kept = subject.settings.kept_graphs
     return replace(
         subject.settings, scaler=None, policy="native", reducer=ALONE,
         kept_graphs=kept if recipe.keep is None else recipe.keep,
-        chunk_length=length if recipe.chunk is None else recipe.chunk,
     )  # fmt: skip
 
 

@@ -46,7 +46,6 @@ class Search:
         autocast: the precision as the plan names it, if it is not the user's own.
 
     Attributes:
-        planned: what the plan is for.
         held: what lies on the device before a step, where the bytes that its allocator reserves are known from that.
         limit: bytes that the allocator may reserve.
     """
@@ -55,7 +54,7 @@ class Search:
     """Whether the time of a way follows from that of one of its micro-batches, so that ways can be raced."""
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
-        self.subject = self.planned = subject
+        self.subject = subject
         self.autocast = autocast
         self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
         self.profiles.may_recompute = "recompute" in allow

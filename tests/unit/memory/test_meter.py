@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch.memory.measuring import measure
-from anybatch.memory.meter import BEFORE, LiveBytes, Recording, storages_of
+from anybatch.memory.meter import BEFORE, LiveBytes, OverBudget, Recording, storages_of
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
 from planning_referee import alive_in, peak_of
@@ -266,6 +266,25 @@ def test_nothing_stays_after_an_exception() -> None:
     with pytest.raises(ValueError, match="bomb"), Recording(), LiveBytes():
         raise ValueError("bomb")
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(10**6),
+        lambda: torch.randn(10**6),
+        lambda: torch.ones(1000, 1) * torch.ones(1, 1000),
+        lambda: torch.ones(1000, 1) @ torch.ones(1, 1000),
+        lambda: torch.ones(1, 1000).expand(1000, 1000).contiguous(),
+    ],
+)
+def test_what_would_go_over_a_limit_does_not_run(make: Callable[[], Tensor]) -> None:
+    recording, drawn = Recording(limit=10**5), torch.get_rng_state()
+    with pytest.raises(OverBudget) as caught, recording:
+        make()
+    assert caught.value.needed >= 4 * 10**6
+    assert recording.most <= 10**5
+    assert torch.equal(drawn, torch.get_rng_state())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS")

@@ -15,7 +15,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.loss.accumulate import Settings
 from anybatch.memory.meter import Recording
 from anybatch.planning.blocks import blocks_of
-from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.planning.memorytrace import PassTrace, Tracer
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.constants import NAME as CONSTANT
@@ -33,7 +33,8 @@ def traced(name: str, rows: int) -> PassTrace:
     )
     planned = Subject(subject.model, subject.loss_fn, Settings(CPU, subject.autocast), splittable, batch_norm="ghost")
     blocks = blocks_of(subject.model)
-    return trace_pass(planned, [Part(range(rows), rows)], Recipe(), blocks, split=True, fake=True)
+    tracer = Tracer(planned, blocks, Recording, is_fake=True, may_probe=False)
+    return tracer.trace([Part(range(rows), rows)], Recipe(), split=True)
 
 
 def facts(trace: PassTrace) -> list[Any]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch
+from planning_referee import alive_in, peak_of
 
 WEIGHTS = torch.linspace(0.1, 1.0, 50)
 CLASSES = len(WEIGHTS)
@@ -134,3 +135,35 @@ def test_counts_that_all_differ_leave_nothing_behind(as_number: bool) -> None:
     assert memory.peak_bytes <= budget
     with pytest.raises(anybatch.CountError, match="adds up over samples"):
         anybatch.TrainStep(model, loss_fn, optimizer, memory=budget, count=lambda batch: batch["w"].max())(batch)
+
+
+def named(loss_fn: Any, model: Any, batch: Any) -> Any:
+    return {"a": loss_fn(model, batch)}
+
+
+def yielded(loss_fn: Any, model: Any, batch: Any) -> Any:
+    yield "a", loss_fn(model, batch)
+
+
+def with_metrics(loss_fn: Any, model: Any, batch: Any) -> Any:
+    return loss_fn(model, batch), {"rows": anybatch.Mean(batch["t"].sum(), len(batch["t"]))}
+
+
+@pytest.mark.parametrize("form", [None, named, yielded, with_metrics])
+def test_the_count_of_a_mean_is_read_by_the_step_and_not_by_its_plan(form: Any) -> None:
+    """It is a tensor without numbers there, so that a step whose plan read it would have to run for real."""
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        is_there = batch["y"] > 3
+        losses = F.cross_entropy(model(batch["t"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+        return anybatch.Mean((losses * is_there.flatten()).sum(), is_there.sum())
+
+    model, batch = Tagger(), tokens(4, 8)
+    used = loss_fn if form is None else functools.partial(form, loss_fn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = anybatch.plan(model, used, batch, optimizer, memory="1GiB")
+    step = anybatch.TrainStep(model, used, optimizer)
+    step(batch)
+    measured = peak_of(functools.partial(step, batch), alive_in(model, [optimizer], batch))
+    assert plan.confidence == "predicted"
+    assert abs(plan.peak_bytes / measured - 1) <= 0.005

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.loss.accumulate import Settings
-from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.memory.meter import Recording
+from anybatch.planning.memorytrace import PassTrace, Tracer
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 
@@ -52,7 +53,7 @@ def traced(model: nn.Module, *, fake: bool) -> PassTrace:
     batch = Splittable([torch.ones(ROWS, 8)])
     subject = Subject(model, lambda model, batch: model(batch).square().mean(), settings, batch)
     part = Part(range(ROWS), ROWS)
-    return trace_pass(subject, [part], Recipe(), (), split=True, fake=fake)
+    return Tracer(subject, (), Recording, is_fake=fake, may_probe=False).trace([part], Recipe(), split=True)
 
 
 @pytest.mark.parametrize("fake", [True, False])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import anybatch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.loss.accumulate import Settings
-from anybatch.memory.meter import BEFORE, Allocation
+from anybatch.memory.meter import BEFORE, Allocation, Recording
 from anybatch.planning.curve import Fit, NotAligned, Size
-from anybatch.planning.memorytrace import PassTrace, trace_pass
+from anybatch.planning.memorytrace import PassTrace, Tracer
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import ACTIVATIONS, PARAMETERS
@@ -132,7 +132,8 @@ def network(layers: list[int], activations: list[int]) -> nn.Sequential:
 
 def traces(model: nn.Module, rows: Sequence[int], split: bool) -> list[tuple[Size, PassTrace]]:
     subject = Subject(model, square, Settings(CPU), Splittable([torch.randn(max(rows), 3, WIDTH)]))
-    return [(Size(m), trace_pass(subject, [Part(range(m), m)], Recipe(), [], split=split, fake=True)) for m in rows]
+    tracer = Tracer(subject, [], Recording, is_fake=True, may_probe=False)
+    return [(Size(m), tracer.trace([Part(range(m), m)], Recipe(), split=split)) for m in rows]
 
 
 @given(
