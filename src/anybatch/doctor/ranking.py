@@ -8,6 +8,9 @@ from anybatch.records.findings import SEVERITIES, Finding
 OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
 """Findings that say what became of a run, and not why."""
 
+_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED"}
+"""Findings that follow from what explains them whenever that began: they are asked of the whole run."""
+
 
 def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
     """Puts findings in order: each root with its consequences behind it.
@@ -49,7 +52,8 @@ def _parent(
     """The finding that one follows from, the earliest; never one that itself follows from it."""
     finding = found[index]
     for other, candidate in enumerate(found):
-        if other == index or candidate.name == finding.name or candidate.at > finding.at:
+        later = candidate.at > finding.at and finding.name not in _OF_THE_WHOLE
+        if other == index or candidate.name == finding.name or later:
             continue
         if candidate.severity == "info" != finding.severity or _root(other, parents) == index:
             continue

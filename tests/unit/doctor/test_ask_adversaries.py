@@ -89,3 +89,21 @@ def test_two_optimizers_that_work_together_are_not_asked() -> None:
             second(first(torch.randn(16, 4)).relu()).pow(2).mean().backward()
             optimizers[step % 2].step()
     assert not [one for one in run_probes(doctor) if one.probe == "helped" and one.answer == "yes"]
+
+
+def test_what_was_generated_is_told_from_data_after_the_generator_has_learned() -> None:
+    """The generator ends nearer to the data than what it gave in the step that was written down."""
+    torch.manual_seed(0)
+    made, critic = nn.Linear(3, 1), nn.Sequential(nn.Linear(1, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    of_made, of_critic = (torch.optim.Adam(one.parameters(), 0.1) for one in (made, critic))
+    with Doctor() as doctor:
+        for _ in range(40):
+            with torch.no_grad():
+                fake = made(torch.randn(16, 3))
+            of_critic.zero_grad()
+            (F.relu(1 - critic(torch.randn(16, 1) + 3)).mean() + F.relu(1 + critic(fake)).mean()).backward()
+            of_critic.step()
+            of_made.zero_grad()
+            (-critic(made(torch.randn(16, 3))).mean()).backward()
+            of_made.step()
+    assert [one.answer for one in run_probes(doctor) if one.probe == "helped"] == ["no"]

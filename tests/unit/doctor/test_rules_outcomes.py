@@ -58,6 +58,13 @@ def test_not_learning_is_quiet(healthy: Training) -> None:
     silent(healthy.run(), "NOT_LEARNING")
 
 
+def test_a_loss_far_above_a_guess_that_will_not_come_down_to_it_is_not_learned() -> None:
+    slow = Training(steps=120, loss=lambda step: LN10 * (20 - 0.02 * step), call=guessed())
+    assert "2.303" in fires(slow.run(), "NOT_LEARNING", "error").message
+    soon = Training(steps=120, loss=lambda step: LN10 * (20 - 0.12 * step), call=guessed())
+    silent(soon.run(), "NOT_LEARNING")
+
+
 def test_a_sum_over_a_batch_is_compared_per_item() -> None:
     def summed(step: int) -> list[LossCall]:
         items = 32 if step % 3 else 8

@@ -15,15 +15,21 @@ _MOST_OPTIMIZERS = 4
 _CLEARLY = 3  # times as far
 
 
-def helped(tapes: Mapping[int, Tape]) -> Iterator[Probed]:
-    """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants."""
+Held = Mapping[int, torch.Tensor]
+
+
+def helped(tapes: Mapping[int, Tape], initial: Held) -> Iterator[Probed]:
+    """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants.
+
+    Both are asked with the parameters as they were at first, by their ``id``: what was generated is of then.
+    """
     some = [(number, tape) for number, tape in sorted(tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
     for (critic, of_critic), (generator, of_generator) in itertools.permutations(some, 2):
         own, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
         if own and own <= all_there and (_trained(of_generator) - own or of_generator.opaque):
             evidence = {"critic": critic, "optimizer": generator}
             try:
-                yield _compared(of_critic, of_generator, own, evidence)
+                yield _compared(of_critic, of_generator, own, initial, evidence)
             except Unknown as why:
                 yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
 
@@ -37,16 +43,20 @@ def _trained(tape: Tape) -> set[int]:
     return {id(one) for slot, one in tape.parameters.items() if slot in needed and one.requires_grad}
 
 
-def _compared(of_critic: Tape, of_generator: Tape, own: Collection[int], evidence: dict[str, Any]) -> Probed:
-    calls, judged = _scores(of_critic, own), _scores(of_generator, own)
+def _compared(
+    of_critic: Tape, of_generator: Tape, own: Collection[int], initial: Held, evidence: dict[str, Any]
+) -> Probed:
+    calls, judged = _calls(of_critic, own), _calls(of_generator, own)
     if len(calls) < 2 or len(judged) != 1:
         raise Unknown("the critic does not score what is given and what is generated each in a call")
-    scores, slopes = _slopes(of_critic, calls)
-    (made,), (done,) = _slopes(of_generator, judged)
+    looks, slopes = _slopes(of_critic, calls, initial)
+    (made,), (done,) = _slopes(of_generator, judged, initial)
     follows = _following(of_critic, {slot for slot, one in of_critic.parameters.items() if id(one) not in own})
-    kinds = [slot in follows for slot in calls]
+    kinds = [score in follows for _, score in calls]
     if not any(kinds):  # it was generated before the critic was called
-        far = [abs(one - made) for one in scores]
+        if any(one.shape != made.shape for one in looks):
+            raise Unknown("the critic is given something of another shape")
+        far = [float((one - made).norm()) for one in looks]
         kinds = [one * _CLEARLY < max(far) for one in far]
     generated = [slope for slope, is_made in zip(slopes, kinds, strict=True) if is_made]
     given = [slope for slope, is_made in zip(slopes, kinds, strict=True) if not is_made]
@@ -69,18 +79,22 @@ def _helps(done: float, wanted: float, real: float) -> bool:
     return along < against
 
 
-def _scores(tape: Tape, own: Collection[int]) -> list[Slot]:
-    """What each call of the critic gives: the results of operations with the parameters of its last one.
+def _calls(tape: Tape, own: Collection[int]) -> list[tuple[Slot, Slot]]:
+    """What each call of the critic is given and what it gives: those of operations with its first and last parameters.
 
     An embedding of classes, which a conditional critic looks up, is none of them.
     """
     of_critic = {slot for slot, one in tape.parameters.items() if id(one) in own}
-    calls = [
-        (one, found)
+    found = [
+        (one, mine)
         for one in tape.operations[: tape.losses[-1].before]
-        if one.outs and one.name != "embedding" and (found := of_critic & set(slots((one.args, one.kwargs))))
+        if one.outs and one.name != "embedding" and (mine := of_critic & set(slots((one.args, one.kwargs))))
     ]
-    return [one.outs[0] for one, found in calls if found == calls[-1][1]]
+    given = [next(iter(slots(one.args))) for one, mine in found if mine == found[0][1]]
+    scores = [one.outs[0] for one, mine in found if mine == found[-1][1]]
+    if len(given) != len(scores) or of_critic & set(given):
+        raise Unknown("the calls of the critic were not told from each other")
+    return list(zip(given, scores, strict=True))
 
 
 def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
@@ -92,14 +106,19 @@ def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
     return found
 
 
-def _slopes(tape: Tape, scores: Sequence[Slot]) -> tuple[list[float], list[float]]:
-    """The means of scores, and how the losses of a step rise with them."""
-    run = replayed(tape, tape.losses[-1], lambda one: one)
-    values = [run.values[one] for one in scores]
+def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tuple[list[torch.Tensor], list[float]]:
+    """The mean and the spread of what the critic is given in each call, and how the losses rise with its scores."""
+    held = {
+        slot: initial[id(one)].detach().clone().requires_grad_(one.requires_grad)
+        for slot, one in tape.parameters.items()
+        if id(one) in initial
+    }
+    run = replayed(tape, tape.losses[-1], lambda one: one, held=held)
+    given = [run.values[one].detach().double() for one, _ in calls]
     ends = torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum()
     try:
-        found = torch.autograd.grad(ends, values, allow_unused=True)
+        found = torch.autograd.grad(ends, [run.values[score] for _, score in calls], allow_unused=True)
     except FAILURES as error:
         raise Unknown(f"the losses could not be differentiated: {type(error).__name__}") from None
     slopes = [0.0 if one is None else float(one.double().sum()) for one in found]
-    return [float(one.detach().double().mean()) for one in values], slopes
+    return [torch.cat((one.mean(0, keepdim=True), one.std(0, keepdim=True))) for one in given], slopes

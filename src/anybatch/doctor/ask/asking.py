@@ -35,6 +35,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
+    ("punished", weighing.punished), ("signs", axes.unsigned),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 
@@ -52,7 +53,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)
     try:
-        yield from adversaries.helped(kept.tapes)
+        yield from adversaries.helped(kept.tapes, kept.initial)
     except FAILURES as error:
         yield Probed(probe="helped", root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for root in kept.batches:

@@ -18,6 +18,7 @@ _CHANNELS = (2, 3, 4)
 _MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of an image
 _MOST = 0.6  # of the samples: some may have one colour
 _LEAST_PADDED = 0.1  # of the tokens
+_SIGNED = frozenset({"cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"})
 _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 
 
@@ -109,6 +110,21 @@ def blank(tape: Tape) -> Probed:
     answer = "yes" if blanks or too_long * 2 > len(lengths) else "no"
     evidence = {"blank": given.get("blank", 0), "blanks": blanks, "too_long": too_long, "rows": len(lengths)}
     return told("blank", calls[-1], answer=answer, **evidence)
+
+
+def unsigned(tape: Tape) -> Probed:
+    """Whether a loss that takes 1 for alike and -1 for different is given other numbers, which it leaves out."""
+    calls = [one for one in tape.operations if one.name in _SIGNED]
+    if not calls:
+        raise Unknown("no loss of pairs was seen")
+    run = replayed(tape, tape.losses[-1], lambda one: one)
+    for one in calls:
+        target = _value(run.values, one.kwargs.get("target", one.args[-1] if one.args else 0.0))
+        others = sorted({float(value) for value in target.unique()} - {1.0, -1.0})
+        if others:
+            share = float((target.abs() != 1).double().mean())
+            return told("signs", one, op=one.name, others=others[:3], share=share)
+    return told("signs", answer="no")
 
 
 def _value(values: Any, one: Any) -> torch.Tensor:

@@ -187,13 +187,14 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a net is given numbers of another scale in evaluation than in training, or one number only."""
+    """Whether a net is given numbers of another scale in evaluation than in training, or rows that are all the same."""
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
-        alike = [one for one in trained if not one.std]  # the others may be an evaluation that calls no eval()
+        alike = [one for one in trained if one.same or not one.std]  # others may be an evaluation without eval()
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
-            yield told("inputs alike", alike[0], root=root, value=alike[0].mean, calls=len(alike))
+            value = None if any(one.std for one in alike) else alike[0].mean
+            yield told("inputs alike", alike[0], root=root, value=value, calls=len(alike), rows=alike[0].rows)
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:

@@ -24,6 +24,7 @@ _MOST_LOSSES = 64
 _MOST_NETS = 24
 _MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
+_MOST_ROWS = 64  # of an input that are compared with its first
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_BYTES = 64 * 2**20
@@ -36,6 +37,7 @@ class Given:
 
     mean: float
     std: float
+    same: bool  # whether all rows are equal
     rows: int
     shape: tuple[int, ...]  # of a row
     step: int  # in which
@@ -207,7 +209,9 @@ class Kept:
         found = self.given.setdefault(key, [])
         if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
-            found.append(Given(float(mean), float(std), first.shape[0], tuple(first.shape[1:]), step, *user_place(4)))
+            rows, shape = first.shape[0], tuple(first.shape[1:])
+            same = rows > 1 and bool((first[:1] == first[1:_MOST_ROWS]).all())
+            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4)))
 
     def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
         methods = {

@@ -118,7 +118,8 @@ def _may_be_meant(trial: Trial, run: Run, op: str, inputs: Inputs) -> str:
         sequential = _time_first(trial, inputs)
         return f"dim 0 may be the time: {sequential}" if sequential and not _rows_are_samples(run, inputs) else ""
     if op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"):
-        batched = inputs.dim == 0 and _rows_are_samples(run, inputs) and inputs.by_rows()[0].dim() > 2
+        first = inputs.by_rows()[0]  # of numbers it needs a third dim, of tokens it does not
+        batched = inputs.dim == 0 and _rows_are_samples(run, inputs) and first.dim() > 1 + first.is_floating_point()
         if batched and _time_first(trial, inputs):
             return ""
         return f"{op} runs along dim {inputs.dim}, which may be the time"

@@ -177,6 +177,7 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 _COMPARING = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_MATCHING = frozenset({"matmul", "__matmul__", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "__sub__", "rsub", "__rsub__"})
 _SIZING = frozenset({"pow", "__pow__", "square", "abs", "__abs__", "norm", "mul", "__mul__"})
 
@@ -194,6 +195,8 @@ def of_itself(tape: Tape) -> Probed:
         if not needed & set(operation.outs) or not found:
             continue
         if operation.name == "kl_div" and _is_itself(operation, [run.values[one].detach() for one in given[:2]]):
+            return _itself(operation)
+        if operation.name in _MATCHING and _is_twice(tape, [given[0], given[-1]], run):
             return _itself(operation)
         if bool(found[0].count_nonzero()):
             continue
@@ -215,6 +218,29 @@ def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
         return False
     second = sides[1].exp() if operation.kwargs.get("log_target") else sides[1]
     return _close(sides[0].exp(), second) and float(second.double().std()) > 1e-3
+
+
+def _is_twice(tape: Tape, sides: list[Slot], run: Replay) -> bool:
+    """Whether both sides were computed by the same parameters in two calls, without chance, and are equal."""
+    values = [run.values[one] for one in sides]
+    if not all(one.requires_grad and one.dim() == 2 for one in values) or any(one.drops for one in tape.operations):
+        return False
+    one, two = (value.detach() for value in values)
+    if one.shape != two.shape:
+        two = two.t()
+    if one.shape != two.shape or len(one) < 4 or not _close(one, two) or float(one.double().std()) == 0:
+        return False
+    first, second = ({id(one) for one in _makers(tape, side)} for side in sides)
+    return not first & second
+
+
+def _makers(tape: Tape, slot: Slot) -> Iterator[Operation]:
+    """The operations with a graph that a tensor is made by."""
+    needed = {slot}
+    for operation in reversed(tape.operations):
+        if operation.grad and needed & set(operation.outs):
+            needed |= set(slots((operation.args, operation.kwargs)))
+            yield operation
 
 
 def _itself(operation: Operation) -> Probed:

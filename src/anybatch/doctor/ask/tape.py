@@ -56,6 +56,14 @@ class Operation:
     line: int = 0
     drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
 
+    @property
+    def drops(self) -> bool:
+        """Whether it is a dropout that is on, which a replay leaves out."""
+        if self.name not in _DROPOUTS:
+            return False
+        given = dict(zip(("input", "p", "training"), self.args, strict=False)) | self.kwargs
+        return bool(given.get("training", True)) and float(given.get("p", 0.5)) > 0
+
 
 @dataclass(slots=True)
 class Loss:

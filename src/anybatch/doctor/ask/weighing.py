@@ -1,4 +1,7 @@
-"""What is weighed in a step with what: values with a softmax, tokens with a mask, log-probabilities with a reward."""
+"""What is weighed in a step with what: values with a softmax, tokens with a mask, log-probabilities with a reward.
+
+And which way the loss goes with what it should make large: what was rewarded, what is like its target.
+"""
 
 import linecache
 import re
@@ -7,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
+from anybatch.doctor.ask.tape import Operation, Replay, Slot, Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
@@ -20,6 +23,9 @@ _SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
+_PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
+_THROUGH = frozenset({"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", *_BETWEEN})
+_UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
 
 
 def softmax_axis(tape: Tape) -> Probed:
@@ -108,10 +114,15 @@ def rewarded(tape: Tape) -> Probed:
 def _products(tape: Tape) -> Iterator[Operation]:
     """Products on lines that name a log-probability and a reward."""
     for operation in tape.operations[: tape.losses[-1].before]:
-        text = _LEFT.sub("", linecache.getline(operation.file, operation.line))
+        text = _right(operation)
         is_product = operation.name in _TIMES and operation.grad and operation.outs
         if is_product and _SCORED.search(text) and _REWARD.search(text):
             yield operation
+
+
+def _right(operation: Operation) -> str:
+    """The line of an operation, without what it is assigned to."""
+    return _LEFT.sub("", linecache.getline(operation.file, operation.line))
 
 
 def _sign(tape: Tape, slot: Slot) -> int:
@@ -125,3 +136,51 @@ def _sign(tape: Tape, slot: Slot) -> int:
             sign *= -1 if not numbers or numbers[0] < 0 else 1
             slot = next(iter(slots(operation.args)))
     return sign
+
+
+def punished(tape: Tape) -> Probed:
+    """Whether a loss rises with each probability of a target, or with each similarity to one, and so makes it small."""
+    loss, needed = tape.losses[-1], slots_of(tape, tape.losses[-1])
+    rows_of(tape)
+    run = replayed(tape, loss, lambda one: one)
+    found = [
+        one for one in tape.operations[: loss.before]
+        if one.grad and needed & set(one.outs) and (_is_likeness(one, run) or _is_of_target(tape, one, run))
+    ]  # fmt: skip
+    if not found or any(_REWARD.search(_right(one)) for one in tape.operations if one.grad):
+        raise Unknown("nothing that is made is compared with a target by its probability or direction")
+    made = [run.values[one.outs[0]] for one in found]
+    slopes = torch.autograd.grad(run.values[loss.slot].sum(), made, allow_unused=True)
+    rises = [bool(one.any() and (one >= 0).all()) for one in slopes if one is not None]
+    kind = "similarity to" if _is_likeness(found[0], run) else "probability of"
+    return told("punished", found[0], answer="yes" if rises and all(rises) else "no", kind=kind, terms=len(found))
+
+
+def _is_likeness(operation: Operation, run: Replay) -> bool:
+    """Whether it compares the direction of what is trained with that of something else that is not."""
+    given = [run.values[one] for one in slots(operation.args)][:2]
+    if len(given) < 2 or given[0].shape != given[1].shape or given[0].requires_grad == given[1].requires_grad:
+        return False
+    if operation.name == "cosine_similarity":
+        return True
+    unit = [one.dim() > 1 and bool(((one.detach().norm(dim=-1) - 1).abs() < _UNIT).all()) for one in given]
+    return operation.name in _TIMES and all(unit)
+
+
+def _is_of_target(tape: Tape, operation: Operation, run: Replay) -> bool:
+    """Whether it picks the probabilities of classes, or their logarithms, by numbers that come from outside."""
+    given = list(slots(operation.args))
+    if operation.name not in _PICKING or len(given) < 2 or not run.values[given[0]].requires_grad:
+        return False
+    index = run.values[given[-1]]
+    if index.dtype != torch.int64 or index.requires_grad or len(index.unique()) < 2:
+        return False
+    slot = given[0]
+    for one in reversed(tape.operations):
+        if slot in one.outs:
+            if one.name in ("softmax", "log_softmax"):
+                return True
+            if one.name not in _THROUGH:
+                return False
+            slot = next(iter(slots(one.args)), slot)
+    return False

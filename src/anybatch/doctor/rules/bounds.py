@@ -14,6 +14,7 @@ from anybatch.doctor.views.naming import first_call, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
+from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -120,6 +121,23 @@ def loss_sign(
             cause="An optimizer minimises, and what is expected of the rewards is to be large.",
             since=probed,
         )
+    for probed in answers(run, "punished") if not any(run.of(Scored)) else ():  # what was drawn may be bad
+        yield Found(
+            text=f"The loss rises with the {probed.evidence['kind']} the target{near(probed)}, in each row: with each "
+            "step the model gives less of it.",
+            fix="loss = -loss, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
+            cause="An optimizer minimises: what should become large needs a minus.",
+            since=probed,
+            severity="error",
+        )
+    for probed in answers(run, "signs"):
+        seen = probed.evidence
+        yield Found(
+            text=f"{seen['op']} takes 1 and -1, and its targets{near(probed)} are also {seen['others'][0]:g}.",
+            fix="y = 2 * y - 1  # targets of 0 and 1 become -1 and 1",
+            cause="With other numbers the side that should be driven apart is left out, and all becomes alike.",
+            since=probed,
+        )
     for probed in answers(run, "helped"):
         generator, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
         yield Found(
@@ -133,7 +151,6 @@ def loss_sign(
         )
     if not adversarial(run):
         yield from _turned(run)
-        yield from _likelihood(run)
         yield from _unbounded(run, faster, absurd)
 
 
@@ -194,36 +211,6 @@ def _turned(run: Run) -> Iterator[Found]:
         since=back,
         step=turned[2][0],
         evidence={"value": value, "loss_first": loss, "loss_last": turned[-1][3]},
-        severity="error",
-    )
-
-
-_PICKED = {"IndexBackward0", "GatherBackward0", "TakeAlongDimBackward0"}
-_OTHERWISE = {"NegBackward0", "MulBackward0", "SubBackward0", "RsubBackward1", "ExpBackward0", "NllLossBackward0"}
-"""Nodes that give a log-probability another sign or weight, as in policy gradients and entropies."""
-
-
-def _likelihood(run: Run) -> Iterator[Found]:
-    """Log-probabilities of the targets that are minimised: picked from a log-softmax, with no minus on the way."""
-    walks, backs = list(run.of(Walk)), _backwards(run)
-    values = [value for _, value in backs]
-    picked = all(
-        walk.kinds.keys() & _PICKED and "LogSoftmaxBackward0" in walk.kinds and not walk.kinds.keys() & _OTHERWISE
-        for walk in walks
-    )
-    if any(True for _ in run.of(LossCall)) or len(walks) < 2 or not picked or len(values) < 10:
-        return
-    tops = all(one.top.startswith(("Mean", "Sum")) and one.factor > 0 for one, _ in backs)
-    if not tops or max(values) >= 0 or values[-1] > 2 * values[0]:
-        return
-    yield Found(
-        text=f"backward is called on the mean of log-probabilities without a minus: it goes from {values[0]:.4g} to "
-        f"{values[-1]:.4g}, and with it the probability of the targets towards zero.",
-        fix="loss = -loss, or F.cross_entropy(scores, y), which has the minus",
-        cause="The optimizer minimises: a log-probability needs a minus, so that it grows.",
-        since=backs[0][0],
-        step=backs[2][0],
-        evidence={"loss_first": values[0], "loss_last": values[-1]},
         severity="error",
     )
 

@@ -325,14 +325,16 @@ def mask_inverted(
               "DATA_REPEATED"),
 )  # fmt: skip
 def inputs_alike(run: Run) -> Iterator[Found]:
-    """Models that are given one number only."""
+    """Models that are given one number only, or one row."""
     for probed in answers(run, "inputs alike")[:1]:
         seen = probed.evidence
+        value = "the same in each row" if seen["value"] is None else f"{seen['value']:g}"
         yield Found(
-            text=f"Every entry of what {root_variable(run, probed.root)} is given{near(probed)} is {seen['value']:g}, "
+            text=f"Every entry of what {root_variable(run, probed.root)} is given{near(probed)} is {value}, "
             f"in all {seen['calls']} calls of the training that were looked at.",
-            fix="print(x.std())  # before the call, and wherever x is made",
-            cause="The input was overwritten, masked or scaled to nothing on its way.",
+            fix="print(x.std(), x.std(0))  # before the call, and where x is made; store array.copy(), not the array",
+            cause="The input was overwritten, masked or scaled to nothing, or one array was stored again and again.",
+            severity="warning" if seen["value"] is None else "",
             since=probed,
             step=0,
         )

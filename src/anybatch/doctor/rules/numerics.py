@@ -333,6 +333,9 @@ def _repair(run: Run, bad: NonFinite) -> str:
     if bad.where == "input":
         return "assert torch.isfinite(x).all() in the data set, for targets too; leave such samples out, or nan_to_num"
     if bad.where == "parameter":
+        halves = any(one.dtype == "float16" for one in run.parameters.values())
+        if halves and any(one.cls.startswith("Adam") for one in run.optimizers.values()):
+            return "torch.autocast, with parameters in float32; in float16 the eps=1e-8 of Adam is 0, and 0 / 0 is nan"
         lr = max((max(one.lrs) for one in run.of(Stepped) if one.lrs and one.at <= bad.at), default=0.0)
         lower = f"a lower learning rate (lr={rounded(lr / 10):g}), " if lr else ""
         return f"{lower}torch.nn.utils.clip_grad_norm_({root_variable(run, 0)}.parameters(), 1.0) before the step"

@@ -16,16 +16,19 @@ def _detail(probed: Probed) -> str:
     return f" ({probed.detail})" if probed.detail else ""
 
 
+_LAYERS = {"lstm": "LSTM", "gru": "GRU", "multi_head_attention_forward": "MultiheadAttention"}
+
+
 @rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
 def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch"):
-        where, op = f" in {probed.module}" if probed.module else "", probed.evidence.get("op")
+        where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
         yield Found(
             text=f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other "
             f"samples of the batch{_detail(probed)}.",
-            fix=f"nn.{str(op).upper()}(..., batch_first=True)  # the samples are along its first dim"
-            if op in ("lstm", "gru")
+            fix=f"nn.{_LAYERS[op]}(..., batch_first=True)  # the samples are along its first dim"
+            if op in _LAYERS
             else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
             cause="A reshape that tears samples apart, or an operation over dim 0.",
             since=probed,

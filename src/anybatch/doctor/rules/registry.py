@@ -25,7 +25,8 @@ FAMILIES = {
 """The families, and the first of the fifty codes that each has."""
 
 
-STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS")
+STANDS_STILL = ("LOSS_CONSTANT", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "VANISHING", "DEAD_UNITS",
+                "LABELS_UNRELATED")  # fmt: skip
 """What may follow where some or all of a model is not updated."""
 
 RUNS_AWAY = ("LR_TOO_HIGH", "EXPLODING", "NAN_IN_FORWARD", "NAN_IN_BACKWARD", "SATURATED", "DEAD_UNITS",

@@ -43,6 +43,13 @@ _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
 
 
+_FAR = 2.0
+"""How many times the loss of a constant guess a loss is above it where it is worse than knowing nothing."""
+
+_AGAIN = 3
+"""Thirds of a run: a loss that would not come down to a guess in as many more is on no way to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a part of a run.
@@ -205,7 +212,11 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
         return Outcome("undecided", f"{said}: too uncertain after so few steps", steps=len(calls))
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
-    falls = fmean(before) - fmean(last) > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
+    fell = fmean(before) - fmean(last)
+    falls = fell > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
+    falls &= not (
+        gain < -_FAR and fmean(last) - _AGAIN * fell > guess
+    )  # it is far above a guess, and will not reach it
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
     counted = [one.items for one in calls if one.items > 0]
     enough = bool(counted) and fmean(counted) * len(calls) >= ENOUGH_TARGETS

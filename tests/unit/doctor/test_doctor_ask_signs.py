@@ -1,0 +1,163 @@
+"""Which way a loss goes, and what is compared with what: yes where it is so, no where it only looks alike."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.ranking import ranked
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.findings import Finding
+from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
+
+__all__ = ["nothing_was_compiled"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def picked(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.log_softmax(made, 1).gather(1, y[:, None])
+
+
+def sharp(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    likely = made.softmax(1)[torch.arange(ROWS), y]
+    return (1 - likely).pow(2) * likely.log()
+
+
+def directions(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cosine_similarity(made, torch.eye(3)[y])
+
+
+def unit(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (F.normalize(made, dim=1) * torch.eye(3)[y]).sum(1)
+
+
+def scores(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return made.gather(1, y[:, None])  # values of actions, and no probabilities
+
+
+@pytest.mark.parametrize("likeness", [picked, sharp, directions, unit])
+def test_a_loss_that_makes_what_it_should_make_large_small_is_told(likeness: Loss) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), lambda made, y: likeness(made, y).mean()), "punished") == "yes"
+    assert answer(lambda: steps(nn.Linear(6, 3), lambda made, y: -likeness(made, y).mean()), "punished") == "no"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda made, y: scores(made, y).pow(2).mean(),
+        F.cross_entropy,
+        lambda made, y: (picked(made, y)[:, 0] * (y - 1.0)).mean(),  # each row has another sign
+    ],
+)
+def test_values_that_are_picked_or_weighed_are_not_punished(loss: Loss) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "punished") != "yes"
+
+
+@pytest.mark.parametrize(("low", "expected"), [(0, "yes"), (-1, "no")])
+def test_pairs_that_are_marked_with_other_numbers_than_1_and_minus_1_are_told(low: int, expected: str) -> None:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        marks = torch.where(y == 0, 1, low)
+        return F.cosine_embedding_loss(made, torch.eye(3)[y], marks)
+
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "signs") == expected
+
+
+def views(same: bool, *, dropped: bool = False) -> Iterator[str]:
+    """Both views of a batch go through the net in calls of their own."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5) if dropped else nn.ReLU(), nn.Linear(8, 4))
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            one = torch.randn(ROWS, 6)
+            two = one if same else one + 0.1 * torch.randn(ROWS, 6)
+            optimizer.zero_grad()
+            F.cross_entropy(net(one) @ net(two).t(), torch.arange(ROWS)).backward()
+            optimizer.step()
+
+    yield answer(train, "itself")
+
+
+def test_two_views_that_are_one_are_told_unless_dropout_tells_them_apart() -> None:
+    assert [*views(True), *views(False), *views(True, dropped=True)] == ["yes", "no", "no"]
+
+
+def test_all_pairs_of_one_call_are_no_comparison_with_itself() -> None:
+    loss = lambda made, y: (made @ made.t()).fill_diagonal_(0).pow(2).mean()  # noqa: E731
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "itself") == "no"
+
+
+@pytest.mark.parametrize(("copies", "expected"), [(False, "yes"), (True, "")])
+def test_rows_that_are_one_array_are_told(copies: bool, expected: str) -> None:
+    buffer, kept = torch.empty(6), []
+    torch.manual_seed(0)
+    for _ in range(64):
+        buffer.normal_()
+        kept.append(buffer.clone() if copies else buffer)
+    net = nn.Linear(6, 3)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            rows = torch.randint(0, 64, (ROWS,)).tolist()
+            F.cross_entropy(net(torch.stack([kept[one] for one in rows])), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    found = asked(train, "inputs alike")
+    assert (found[-1].answer if found else "") == expected
+    assert not found or found[-1].evidence["value"] is None
+
+
+def test_labels_without_relation_follow_from_a_cut_that_is_seen_later() -> None:
+    labels = Finding("", at=1, severity="warning", name="LABELS_UNRELATED")
+    cut = Finding("", at=5, severity="warning", name="GRAPH_CUT")
+    found = ranked([labels, cut], {"GRAPH_CUT": ("LABELS_UNRELATED",)})
+    assert [(one.name, one.consequence_of) for one in found] == [("GRAPH_CUT", ""), ("LABELS_UNRELATED", "GRAPH_CUT")]
+
+
+class Reader(nn.Module):
+    """Classes of short texts, by attention."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        seen: torch.Tensor = self.head(self.attention(x, x, x)[0].mean(1))
+        return seen
+
+
+@pytest.mark.parametrize(("batch_first", "expected"), [(False, "yes"), (True, "no")])
+def test_tokens_whose_rows_attention_takes_for_time_are_told(batch_first: bool, expected: str) -> None:
+    net = Reader(batch_first=batch_first)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randint(0, 9, (ROWS, 5))), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "batch") == expected
+
+
+def test_what_adam_makes_nan_in_half_precision_is_told_of_its_eps() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).half()
+    optimizer = torch.optim.Adam(net.parameters())
+    with Doctor() as doctor:
+        for _ in range(4):
+            x = torch.randn(ROWS, 6).half()
+            x[:, 2] = 0
+            optimizer.zero_grad()
+            net(x).float().pow(2).mean().backward()
+            optimizer.step()
+    assert doctor.findings[0].name == "NAN_IN_FORWARD"
+    assert "eps" in doctor.findings[0].fix
