@@ -49,7 +49,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
-        follow: takes note of a loss that is known to be finite, and of its value.
+        nonfinite: has to know the last loss that was finite, and its value.
         matters: whether steps that are not sampled have to be told too.
     """
 
@@ -66,8 +66,7 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering, self._stepped)
-        self.follow = self._nonfinite.follow
+        self.nonfinite = NonFiniteWatch(numbering, self._stepped)
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -91,7 +90,7 @@ class Samplers:
     @property
     def not_finite(self) -> bool:
         """Whether a number that is not finite was seen."""
-        return self._nonfinite.found
+        return self.nonfinite.found
 
     def attach(self) -> None:
         """Starts what runs all the time."""
@@ -115,7 +114,7 @@ class Samplers:
         self._safely("kept", self.kept.stop)
         self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
-            self._emit(self._safely("nonfinite", self._nonfinite.look_back))
+            self._emit(self._safely("nonfinite", self.nonfinite.look_back))
         self._stack.close()
         if self._loss_calls is not None:
             self._left_seconds += self._loss_calls.seconds
@@ -217,7 +216,7 @@ class Samplers:
             self._safely("kept", self.kept.backward, loss)
             if into_grad:
                 self._safely("live graphs", self._live.add, loss, step)
-            self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
+            self._emit(self._safely("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
@@ -269,7 +268,7 @@ class Samplers:
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
         self._safely("kept", self.kept.stepping, number)
-        self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
+        self._emit(self._safely("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
 

@@ -195,13 +195,9 @@ class Calls:
             inside.depth = 0
         if not isinstance(result, torch.Tensor):
             return result
-        try:
-            is_like = self._again(name, arguments, result)
-        except BaseException as error:
-            if is_interruption(error):
-                raise
-            is_like = False  # of a transform, whose tensors have no values
-        if not is_like:
+        if (recording is None or recording.sampled_much or name in self._with_ignored) or not self._again(
+            recording, name, arguments, result
+        ):
             self._own(self._loss, name, function, arguments, result)
         return result
 
@@ -227,21 +223,23 @@ class Calls:
             (name, (file, line), count, total), self._evaluation = self._evaluation, []
             self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line))
 
-    def _again(self, name: str, arguments: tuple[Any, ...], result: torch.Tensor) -> bool:
+    def _again(
+        self, recording: "Recording", name: str, arguments: tuple[Any, ...], result: torch.Tensor
+    ) -> bool:  # fmt: skip
         """Notes a call that is like one before, with its value; whether it is."""
-        recording = self._recording
-        if recording is None or recording.sampled_much or name in self._with_ignored or self.failed is not None:
+        try:
+            value = item_of(result) if result.numel() == 1 and result.is_cpu else None
+            if self.failed is not None or (value is not None and not math.isfinite(value)):
+                return False
+            kind = _kind(name, arguments)
+            row = kind and recording.note(LossCall, (kind, recording.root, id(recording.innermost)), (value,))
+        except BaseException as error:  # of a transform, whose tensors have no values
+            if is_interruption(error):
+                raise
             return False
-        value = item_of(result) if result.numel() == 1 and result.is_cpu else None
-        if value is not None and not math.isfinite(value):
-            return False
-        kind = _kind(name, arguments)
-        key = "loss", kind, recording.root, id(recording.innermost), user_place(3)
-        row = None if kind is None else recording.again(key, value)
-        if row is None:
-            return False
-        recording.loss_calls.append(row[1])
-        return True
+        if row is not None:
+            recording.loss_calls.append(row[1])
+        return row is not None
 
     def _loss(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor
@@ -255,13 +253,13 @@ class Calls:
         is_like = facts is not None
         if facts is None:
             facts = self._facts(name, function, arguments, result, root)
-        file, line = user_place(3)
-        fact = LossCall(function=name, module=root.name, root=root.root, file=file, line=line, **facts)
+        entries = {"function": name, "module": root.name, "root": root.root, **facts}
         if is_like and (recording := self._recording) is not None:
-            key = "loss", kind, recording.root, id(recording.innermost), (file, line)
-            recording.loss_calls.append(recording.learn(key, fact).at)
+            same, value = (kind, recording.root, id(recording.innermost)), entries.pop("value", None)
+            recording.loss_calls.append(recording.note(LossCall, same, (value,), lambda: entries).at)
         else:
-            self._emit(fact)
+            file, line = user_place(3)
+            self._emit(LossCall(file=file, line=line, **entries))
 
     def _facts(
         self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor,
