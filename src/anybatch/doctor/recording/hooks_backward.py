@@ -10,7 +10,7 @@ import torch
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import MARKED, Samplers
+from anybatch.doctor.recording.samplers import Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
@@ -99,7 +99,8 @@ class BackwardHooks:
         scale = recording.scaled.scale_of(loss) if recording.scaled.pending else None
         if scale is not None:
             recording.scaled.drop(loss)
-        factor, top = factor_and_top(loss, scaled=scale is not None)
+        top = "" if loss.grad_fn is None else loss.grad_fn.name()
+        factor, top = factor_and_top(loss, scaled=scale is not None) if top in _FACTORS else (1.0, top)
         retain, create = args[1:3] if len(args) > 2 else (False, False)
         numel = loss.numel()
         value = loss.item() if numel == 1 and loss.is_cpu and not loss.is_complex() else None
@@ -115,8 +116,6 @@ class BackwardHooks:
         if recording.looks or (value is not None and not math.isfinite(value)):
             self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
         else:
-            if into_grad and recording.counter.step % MARKED == 0:
-                self._samplers.like_backward(loss)
             self._samplers.nonfinite.last = weakref.ref(loss), value
         return _Begun(same, scale, loss, value)
 

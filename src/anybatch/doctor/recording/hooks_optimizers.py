@@ -224,7 +224,9 @@ class OptimizerHooks:
         if sampled or of != self._gradients.present:
             with_grad, without, changed = self._counted(optimizer, number)
         zero = _are_zero(optimizer) if sampled else None
-        rates, by = rates_of(optimizer), "scaler" if recording.in_scaler.count else "step"
+        groups, by = optimizer.param_groups, "scaler" if recording.in_scaler.count else "step"
+        is_plain = len(groups) == 1 and type(groups[0].get("lr")) is float
+        rates = (groups[0]["lr"],) if is_plain else rates_of(optimizer)
         same = number, with_grad, len(without), zero, begun.closure, by, begun.edited
         if changed:
             file, line = user_place(5)

@@ -52,7 +52,7 @@ class ScalingHooks:
 
         def seen(before: Callable[..., Any] | None, after: Callable[..., Any]) -> Callable[[Any], Any]:
             return recording.around(
-                before, after, "updates", when=lambda scaler: scaler.is_enabled(), outermost=recording.in_scaler
+                before, after, "updates", when=lambda scaler, _: scaler.is_enabled(), outermost=recording.in_scaler
             )
 
         recording.patches.wrap(torch.amp.GradScaler, "scale", seen(None, self._was_scaled))

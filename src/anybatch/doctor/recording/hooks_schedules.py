@@ -30,7 +30,7 @@ class ScheduleHooks:
         self._recording, self._optimizers = recording, optimizers
         self._wrapped = recording.around(
             lambda scheduler, *_: rates_of(getattr(scheduler, "optimizer", None)), self._ended, "updates",
-            when=lambda _: not _is_first_step(), outermost=Depth(),
+            when=lambda *_: not _is_first_step(), outermost=Depth(),
         )  # fmt: skip
         self._counts: dict[int, int] = {}
         self._made: dict[int, tuple[str, int]] = {}

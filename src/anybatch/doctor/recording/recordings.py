@@ -245,35 +245,37 @@ class Recording:
 
     def around(
         self, before: Callable[..., Any] | None, after: Callable[..., Any], does: Does, *, owned: bool = False,
-        when: Callable[[Any], bool] | None = None, outermost: Depth | None = None,
+        when: Callable[[Any, Any], bool] | None = None, outermost: Depth | None = None,
     ) -> Callable[[Any], Callable[..., Any]]:  # fmt: skip
         """Makes what is called in the place of a function: it goes on as it was, whatever is noted of it.
 
         Args:
-            before: is given the arguments, and notes what will be gone; ``None`` for nothing.
+            before: is given the arguments, and notes what will be gone; ``None`` where those behind the first will do.
             after: is given the first argument, what ``before`` gave, unless that is ``None``, and the result.
             does: what the function does.
             owned: whether the first argument is a model or an optimizer.
-            when: says of the first argument whether its calls are seen.
+            when: says of the first argument and the others whether the call is seen.
             outermost: is the same for functions that call each other, of which the first alone is seen.
         """
-        threads, depth = self.threads, outermost or Depth()
+        threads, depth, is_traced = self.threads, outermost or Depth(), torch.compiler.is_dynamo_compiling
         note_before, note_after = None if before is None else self.guarded(before), self.guarded(after)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
+                if is_traced():
+                    return original(first, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
                 if (
                     (outermost is not None and depth.count)
-                    or (when is not None and not when(first))
+                    or (when is not None and not when(first, args))
                     or (is_other and not threads.admits(does, first if owned else None))
                 ):
                     return original(first, *args, **kwargs)
                 threads.inside = True
                 depth.count += 1
                 try:
-                    begun = first if note_before is None else note_before(first, args, kwargs)
+                    begun = args if note_before is None else note_before(first, args, kwargs)
                     result = original(first, *args, **kwargs)
                     if begun is not None:
                         note_after(first, begun, result)
