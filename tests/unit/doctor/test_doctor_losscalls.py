@@ -18,16 +18,18 @@ from torch.nn.functional import cross_entropy as imported_before
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.losscalls import DROPOUTS, LOSSES, CurrentRoot, patched
+from anybatch.doctor.samples.losscalls import DROPOUTS, LOSSES, CurrentRoot
 from anybatch.records.events import DropoutCall
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.report.series import series_of
+from loss_calls import patched
 
 
 @contextmanager
 def seen(root: CurrentRoot | None = None, *, values: bool = True) -> Iterator[list[Any]]:
     found: list[Any] = []
-    with patched(None, found.append, lambda: values, lambda: root):  # type: ignore[arg-type]
+    with patched(found.append, root) as recording:
+        recording.sampled_much = values
         yield found
 
 
@@ -296,8 +298,7 @@ def test_two_that_end_in_any_order_leave_nothing() -> None:
     code, names = F.mse_loss.__code__, set(vars(F))
     first: list[Any] = []
     second: list[Any] = []
-    one = patched(None, first.append, lambda: True, lambda: None)  # type: ignore[arg-type]
-    other = patched(None, second.append, lambda: True, lambda: None)  # type: ignore[arg-type]
+    one, other = patched(first.append), patched(second.append)
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -318,12 +319,12 @@ def test_a_fault_of_its_own_does_not_reach_the_caller() -> None:
     def fail(fact: object) -> None:
         raise ValueError("a fault")
 
-    with patched(None, fail, lambda: True, lambda: None) as calls:  # type: ignore[arg-type]
+    with patched(fail) as recording:
         value = F.mse_loss(logits(3), torch.zeros(3))
         F.mse_loss(logits(3), torch.zeros(3))
     assert value.requires_grad
-    assert isinstance(calls.failed, ValueError)
-    assert calls.seconds > 0
+    assert recording.failure == "ValueError: a fault"
+    assert recording.own > 0
 
 
 def test_targets_that_all_count_have_the_figures_of_those_beside_ignored_ones() -> None:

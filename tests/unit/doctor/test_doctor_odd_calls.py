@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anybatch import Doctor
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording import recordings
 from anybatch.records.events import Ended, Forward, Stepped
 from anybatch.records.lines import Fact, from_line
 from anybatch.records.samples import Memory, NonFinite
@@ -46,12 +46,11 @@ def recorded(loop: Callable[[Doctor], None], path: Path | None = None) -> tuple[
 @contextmanager
 def in_full() -> Iterator[None]:
     """Has every call recorded by itself."""
-    again = Recording.again
-    Recording.again = lambda *_: None  # type: ignore[method-assign]
+    most, recordings._MOST_KNOWN = recordings._MOST_KNOWN, 0
     try:
         yield
     finally:
-        Recording.again = again  # type: ignore[method-assign]
+        recordings._MOST_KNOWN = most
 
 
 def compared(make: Callable[[], Callable[[Doctor], None]]) -> Counter[str]:
@@ -226,6 +225,6 @@ def test_an_error_of_its_own_in_a_repeated_step_does_not_reach_the_user(monkeypa
     with Doctor() as doctor:
         for step in range(40):
             if step == 30:
-                monkeypatch.setattr(Recording, "again", fail)
+                monkeypatch.setattr(recordings.Recording, "note", fail)
             loop.step("")
     assert "own" in doctor.failure

@@ -12,12 +12,12 @@ from torch.overrides import _get_current_function_mode_stack
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.recording.sampling import Sampling
-from anybatch.doctor.samples import losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.doctor.samples.norms import NormSampler
 from anybatch.records.lossfacts import Followed, LossCall
 from anybatch.records.runs import load_run
 from anybatch.records.samples import Norms, Tied
+from loss_calls import patched
 
 
 def wanted(sampling: Sampling, steps: int, *, own: float, step: float) -> list[int]:
@@ -62,9 +62,8 @@ def test_what_the_doctor_takes_is_counted_whole() -> None:
             optimizer.zero_grad()
             F.mse_loss(model(torch.randn(4, 4)), torch.zeros(4, 2)).backward()
             optimizer.step()
-        calls, samplers = doctor._samplers._loss_calls, list(doctor._samplers._activations.values())
-        assert calls is not None
-        parts = [calls.seconds, *(one.seconds for _, one in samplers if one is not None)]
+        samplers = list(doctor._samplers._activations.values())
+        parts = [one.seconds for _, one in samplers if one is not None]
         assert min(parts) > 0
         assert doctor._own() >= doctor._recording.own + sum(parts)
     assert doctor._own() > doctor._recording.own  # and not forgotten when the hooks are off
@@ -72,14 +71,13 @@ def test_what_the_doctor_takes_is_counted_whole() -> None:
 
 def test_a_loss_like_one_before_is_recorded_as_if_it_were_the_first() -> None:
     calls: list[LossCall] = []
-    read = True
     torch.manual_seed(0)
-    with losscalls.patched(None, calls.append, lambda: read, lambda: None):  # type: ignore[arg-type]
+    with patched(calls.append) as recording:
         for _ in range(3):
             logits = torch.randn(6, 3, requires_grad=True)
             value = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0, 1, 2]))
             again = F.mse_loss(logits, torch.zeros(6, 3))
-            read = False
+            recording.sampled_much = False
             assert (calls[-2].value, calls[-1].value) == (value.item(), again.item())
     for call in calls[2:]:
         same = calls[0] if call.function == "cross_entropy" else calls[1]
@@ -91,22 +89,20 @@ def test_a_loss_like_one_before_is_recorded_as_if_it_were_the_first() -> None:
 
 def test_ignored_targets_are_counted_in_each_call_once_there_were_some() -> None:
     calls: list[LossCall] = []
-    read = True
-    with losscalls.patched(None, calls.append, lambda: read, lambda: None):  # type: ignore[arg-type]
+    with patched(calls.append) as recording:
         for count in (1, 2, 3):
             target = torch.tensor([-100] * count + [0] * (5 - count))
             F.cross_entropy(torch.zeros(5, 2, requires_grad=True), target)
-            read = False
+            recording.sampled_much = False
     assert [call.items for call in calls] == [4, 3, 2]
 
 
 def test_a_loss_that_is_not_finite_is_looked_at_again() -> None:
     calls: list[LossCall] = []
-    read = True
-    with losscalls.patched(None, calls.append, lambda: read, lambda: None):  # type: ignore[arg-type]
+    with patched(calls.append) as recording:
         for target in (torch.zeros(3).long(), torch.full((3,), -100)):
             F.cross_entropy(torch.zeros(3, 2, requires_grad=True), target)
-            read = False
+            recording.sampled_much = False
     assert (calls[1].items, calls[1].ignored) == (0, 3)
 
 

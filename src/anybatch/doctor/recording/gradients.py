@@ -32,11 +32,12 @@ class Gradients:
         present: how many of these had a gradient when last looked at.
         is_any: whether any had.
         is_aside: whether anybatch has put them aside.
+        version: of the numbering whose parameters were taken in.
     """
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
-        self._version = -1
+        self.version = -1
         self.numbers: tuple[int, ...] = ()  # the lists below are parallel to it
         self._references: list[weakref.ref[torch.Tensor]] = []
         self._ids: list[int] = []  # of the gradients when last looked at, 0 for none
@@ -53,9 +54,9 @@ class Gradients:
 
     def arrange(self) -> None:
         """Takes in parameters that were not there before."""
-        if self._numbering.version == self._version:
+        if self._numbering.version == self.version:
             return
-        self._version = self._numbering.version
+        self.version = self._numbering.version
         numbers, self._references = self._numbering.references()
         known = zip(self.numbers, self._ids, self._versions, self._used, self._used_versions, strict=True)
         old = {number: rest for number, *rest in known}
@@ -82,20 +83,13 @@ class Gradients:
         self.present = len(self._ids) - self._ids.count(0)
         self.is_any = self.present > 0
 
-    def is_empty(self) -> bool:
-        """Whether none has a gradient, as mostly before a backward; it is the same as looking at them then."""
-        if self._numbering.version != self._version:
-            self.arrange()
-        self._before = []
-        return not self.is_any
-
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
 
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
-        if self._numbering.version != self._version:
+        if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
             self._before = []
@@ -198,7 +192,7 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
-        if self._numbering.version != self._version:
+        if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
             return 0, 0, 0
@@ -224,7 +218,7 @@ class Gradients:
             numbers: of the optimizer's parameters.
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
-        if closely or numbers in self._edits or self._numbering.version != self._version:
+        if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())
             if self.is_any and before != self._versions:

@@ -1,6 +1,7 @@
 """Sees every backward and every call of ``autograd.grad``."""
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import MARKED, Samplers
+from anybatch.doctor.recording.samplers import Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
@@ -17,7 +18,8 @@ from anybatch.torch_private import in_transform, number_of_backward
 
 _MOST_FACTORS = 8
 _FACTORS = frozenset({"MulBackward0", "DivBackward0"})
-_SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor", "weight", "top")
+_SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor", "weight", "top", "touched_count",
+         "kept_count")  # fmt: skip
 """The entries of a backward that are the same where it comes again."""
 
 
@@ -25,7 +27,7 @@ class _Begun(NamedTuple):
     """A backward that is about to run.
 
     Args:
-        same: the entries that ``_SAME`` names.
+        same: the entries that ``_SAME`` names, but for the last two.
         scale: of its loss, ``None`` for one that no ``GradScaler`` has scaled.
         loss: it.
         value: of the loss, ``None`` where it has to be waited for, or where there is none.
@@ -66,19 +68,8 @@ class BackwardHooks:
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
-        noted = self._recording.around(self._before, self._after, "backward")
-
-        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            noted_backward = noted(original)
-
-            def run_backward(tensors: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
-                    return original(tensors, *args, **kwargs)
-                return noted_backward(tensors, *args, **kwargs)
-
-            return run_backward
-
-        self._recording.patches.wrap(torch.autograd, "_engine_run_backward", wrapped)
+        seen = self._recording.around(self._before, self._after, "backward")
+        self._recording.patches.wrap(torch.autograd, "_engine_run_backward", seen)
 
     def _takes(self) -> None:
         """Anybatch is about to put gradients aside, until ``gave``."""
@@ -97,40 +88,41 @@ class BackwardHooks:
             self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
-        recording = self._recording
-        losses = [one for one in tensors if isinstance(one, torch.Tensor)]
+        if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
+            return None
+        recording, losses = self._recording, tensors
+        if len(losses) != 1 or not isinstance(losses[0], torch.Tensor):
+            losses = [one for one in tensors if isinstance(one, torch.Tensor)]
         if not losses or type(losses[0]).__name__ in NUMBERLESS:  # a compiler looks at the backward
             return None
         loss, into_grad = losses[0], bool(kwargs.get("accumulate_grad", True))
         scale = recording.scaled.scale_of(loss) if recording.scaled.pending else None
         if scale is not None:
             recording.scaled.drop(loss)
-        factor, top = factor_and_top(loss, scaled=scale is not None)
+        top = "" if loss.grad_fn is None else loss.grad_fn.name()
+        factor, top = factor_and_top(loss, scaled=scale is not None) if top in _FACTORS else (1.0, top)
         retain, create = args[1:3] if len(args) > 2 else (False, False)
         numel = loss.numel()
-        value = item_of(loss) if numel == 1 and loss.is_cpu and not loss.is_complex() else None
-        weight = self._given(args)
+        value = loss.item() if numel == 1 and loss.is_cpu and not loss.is_complex() else None
+        is_one = not recording.sampled and not self._is_weighted  # as on all sampled steps so far
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+        weight = 1.0 if is_one and not (given and hasattr(given[0], WEIGHT)) else self._given(given)
         same = (
             "backward" if into_grad else "grad", loss.is_leaf, numel, bool(retain), bool(create),
             scale is not None, factor * weight, weight, top if len(losses) == 1 else "",
         )  # fmt: skip
-        if into_grad and not self._gradients.is_empty():
+        if into_grad and (self._gradients.is_any or self._gradients.version != recording.numbering.version):
             self._look_for_clearing()
         if recording.looks or (value is not None and not math.isfinite(value)):
             self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
         else:
-            if into_grad and recording.counter.step % MARKED == 0:
-                self._samplers.like_backward(loss)
-            self._samplers.follow(loss, value)
+            self._samplers.nonfinite.last = weakref.ref(loss), value
         return _Begun(same, scale, loss, value)
 
-    def _given(self, args: Any) -> float:
+    def _given(self, given: Any) -> float:
         """The plain number that a scalar loss was given as its gradient; 1 where it would have to be waited for."""
-        given = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         weight = getattr(given[0], WEIGHT, None) if given else None  # which anybatch gives it
         if weight is None:
-            if not self._recording.sampled and not self._is_weighted:
-                return 1.0  # as on all sampled steps so far
             plain = [one for one in given if type(one) is torch.Tensor and one.numel() == 1 and not one.is_complex()]
             if not plain or len(plain) < len(given):
                 return 1.0
@@ -142,7 +134,7 @@ class BackwardHooks:
         self._is_weighted = self._is_weighted or weight != 1.0
         return float(weight)
 
-    def _after(self, tensors: Any, begun: _Begun) -> None:
+    def _after(self, tensors: Any, begun: _Begun, _: Any) -> None:
         recording, place, same, gradients = self._recording, user_place(6), begun.same, self._gradients
         calls, value = tuple(recording.loss_calls), begun.value
         if calls:
@@ -151,28 +143,34 @@ class BackwardHooks:
             value = begun.unscaled(value)
         came = gradients.after_backward() if same[0] == "backward" else _NONE
         is_as_last = came is _NONE or self._last.get(place) == came  # what was touched is read from the last one there
-        key = "backward", place, len(came.touched), len(came.kept), same
-        noted: Any = recording.again(key, value, calls) if is_as_last and not gradients.is_aside else None
-        if noted is None:
-            noted = Backward(
-                value=value, touched_count=len(came.touched), kept_count=len(came.kept), loss_calls=calls,
-                touched=None if is_as_last else came.touched, kept=None if is_as_last else came.kept, file=place[0],
-                line=place[1], **dict(zip(_SAME, same, strict=True)),
-            )  # fmt: skip
-            if not is_as_last:
-                self._last[place] = came
-                self._samplers.had_gradient.update(came.touched)
-            if gradients.is_aside:
-                recording.emit(noted)
-                self._weighed.append(noted)
-            else:
-                recording.learn(key, noted)
+        all_same = *same, len(came.touched), len(came.kept)
+        if is_as_last and not gradients.is_aside:
+            noted = recording.note(Backward, all_same, (value, calls), _SAME, place=place)
+        else:
+            noted = self._anew(came, is_as_last, all_same, (value, calls), place)
         if value is None and begun.loss.numel() == 1 and not begun.loss.is_complex():
-            recording.journal.later(noted, 3 if isinstance(noted, list) else "value", begun.loss, begun.unscaled)
+            recording.journal.later(noted, "value", begun.loss, begun.unscaled)
         if recording.looks:
             self._samplers.after_backward()
         if recording.counter.step == 0:
             self._on_backward()
+
+    def _anew(
+        self, came: Came, is_as_last: bool, same: tuple[Any, ...], values: tuple[Any, ...], place: tuple[str, int]
+    ) -> Backward:  # fmt: skip
+        """Emits a backward that has touched other parameters than the last one there, or may be weighed later."""
+        fact = Backward(
+            value=values[0], loss_calls=values[1], touched=None if is_as_last else came.touched,
+            kept=None if is_as_last else came.kept, file=place[0], line=place[1],
+            **dict(zip(_SAME, same, strict=True)),
+        )  # fmt: skip
+        if not is_as_last:
+            self._last[place] = came
+            self._samplers.had_gradient.update(came.touched)
+        self._recording.emit(fact)
+        if self._gradients.is_aside:
+            self._weighed.append(fact)
+        return fact
 
 
 def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:

@@ -9,10 +9,11 @@ from torch.nn.utils import clip_grad
 
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_scaling import ScalingHooks
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.records.events import Clipped
 from anybatch.tensors.dispatch import item_of
+
+_SAME = ("by", "limit", "tensors", "optimizers", "scaled", "scale")
 
 
 class ClippingHooks:
@@ -62,20 +63,15 @@ class ClippingHooks:
     def _clips(self, by: str, given: Any, limit: Any, norm: torch.Tensor | None) -> None:
         if not isinstance(limit, (int, float, torch.Tensor)):
             return  # torch refuses it
-        recording, losses, place = self._recording, self._recording.scaled, user_place(2)
+        recording, losses = self._recording, self._recording.scaled
         limit = float(item_of(limit)) if isinstance(limit, torch.Tensor) else float(limit)
-        tensors = sum(tensor.grad is not None for tensor in given)
+        tensors = len([tensor for tensor in given if tensor.grad is not None])
         owners = self._owners_of(given, tensors)
         scaled = losses.pending and not any(id(optimizer) in self._scaling.unscaled for _, optimizer in owners)
         same = by, limit, tensors, tuple([number for number, _ in owners]), scaled, losses.in_force
-        key = "clipped", same, place
-        noted: Any = recording.again(key, None)
-        if noted is None:
-            names = ("by", "limit", "tensors", "optimizers", "scaled", "scale")
-            entries: dict[str, Any] = dict(zip(names, same, strict=True))
-            noted = recording.learn(key, Clipped(**entries, file=place[0], line=place[1]))
+        noted = recording.note(Clipped, same, (None,), _SAME)
         if norm is not None:
-            recording.journal.later(noted, 3 if isinstance(noted, list) else "norm", norm)
+            recording.journal.later(noted, "norm", norm)
 
     def _owners_of(self, given: Any, tensors: int) -> list[tuple[int, Any]]:
         """The optimizers that have some of the parameters that have a gradient, with their numbers."""

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from anybatch.doctor.recording.arguments import without_graph
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
-from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
@@ -157,15 +156,14 @@ class ForwardHooks:
             called = self._number(module)
             if called is None:
                 return None
-        grad, place, root = torch.is_grad_enabled(), user_place(5), called.root
+        grad, root = torch.is_grad_enabled(), called.root
         first: Any = args[0] if len(args) == 1 and not kwargs else None
         is_plain = type(first) is torch.Tensor and first.dim() > 0
         rows = first.size(0) if is_plain else rows_of(args, kwargs)
         inference = torch.is_inference_mode_enabled()
         same = root, called.name, module.training, grad, inference, tuple(map(_training, called.modules)), rows
-        key = "forward", same, place
-        row = recording.again(key, 0.0)
-        at = recording.learn(key, self._fact(called, same, place)).at if row is None else row[1]
+        noted = recording.note(Forward, same, (0.0,), lambda: self._entries(called, same))
+        is_new = type(noted) is Forward
         recording.root = root
         if grad:
             is_clean = is_plain and not first.requires_grad
@@ -174,8 +172,9 @@ class ForwardHooks:
                 self._samplers.last_inputs[root] = (module, *recording.arguments)
             else:
                 self._samplers.keep(root, module)
-        called.is_looked_at = recording.looks or row is None
+        called.is_looked_at = recording.looks or is_new
         if called.is_looked_at:
+            at = noted.at if is_new else noted[1]
             self._samplers.before_forward(module, root, at, args, kwargs)
         return called
 
@@ -199,17 +198,17 @@ class ForwardHooks:
             self._known[id(module)] = called
         return called
 
-    def _fact(self, called: "_Called", same: Any, place: tuple[str, int]) -> Forward:
+    def _entries(self, called: "_Called", same: Any) -> dict[str, Any]:
         root, name, training, grad, inference, modes, rows = same
         model = self.last = self._recording.numbering.models[root]
         if model.in_evaluation and grad:
             self._recording.numbering.look_at_modes(model)
         evaluating = [one for one, trains in zip(called.names, modes, strict=True) if not trains]
-        return Forward(
-            root=root, training=training, grad=grad, inference=inference, evaluating=tuple(evaluating[:_MOST_NAMES]),
-            trained=len(modes) - len(evaluating), evaluated=len(evaluating), rows=rows, module=name, file=place[0],
-            line=place[1],
-        )  # fmt: skip
+        return {
+            "root": root, "training": training, "grad": grad, "inference": inference,
+            "evaluating": tuple(evaluating[:_MOST_NAMES]), "trained": len(modes) - len(evaluating),
+            "evaluated": len(evaluating), "rows": rows, "module": name,
+        }  # fmt: skip
 
     def _look_at(self, module: torch.nn.Module) -> None:
         """Adopts a module that runs inside of a root which does not hold it."""

@@ -11,7 +11,7 @@ from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.hooks_schedules import scheduler_classes
 from anybatch.doctor.recording.naming import variable_of
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.records.events import Loaded, Warned
 
 _MOST_KEYS = 12
@@ -28,16 +28,22 @@ class LoadingHooks:
 
     def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
         self._recording, self._optimizers = recording, optimizers
-        self._inside = 0
 
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         recording, patches = self._recording, self._recording.patches
-        patches.wrap(torch.nn.Module, "load_state_dict", self._around(recording.guarded(self._into_module)))
-        patches.wrap(torch.optim.Optimizer, "load_state_dict", self._around(recording.guarded(self._into_optimizer)))
+        loads = Depth()
+
+        def loading(note: Callable[..., Any]) -> Callable[[Any], Any]:
+            return recording.around(
+                lambda owner, args, kwargs: (rates_of(owner), args, kwargs), note, "looks", outermost=loads
+            )
+
+        patches.wrap(torch.nn.Module, "load_state_dict", loading(self._into_module))
+        patches.wrap(torch.optim.Optimizer, "load_state_dict", loading(self._into_optimizer))
         for cls in scheduler_classes():
             if "load_state_dict" in vars(cls):
-                patches.wrap(cls, "load_state_dict", self._around(recording.guarded(self._into_scheduler)))
+                patches.wrap(cls, "load_state_dict", loading(self._into_scheduler))
         shown = recording.guarded(self._shown, everywhere=True)
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,25 +58,8 @@ class LoadingHooks:
         # showwarning can't be replaced without losing what catch_warnings records and the source of the warning
         patches.wrap(warnings, "_showwarnmsg", showing)
 
-    def _around(self, note: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(owner: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
-                if self._inside:
-                    return original(owner, state, *args, **kwargs)
-                before = rates_of(owner)
-                self._inside += 1
-                try:
-                    result = original(owner, state, *args, **kwargs)
-                finally:
-                    self._inside -= 1
-                note(owner, state, before, args, kwargs)
-                return result
-
-            return load_state_dict
-
-        return wrapped
-
-    def _into_module(self, module: Any, state: Any, before: Any, args: Any, kwargs: Any) -> None:
+    def _into_module(self, module: Any, begun: Any, _: Any) -> None:
+        _, (state, *args), kwargs = begun
         own = module.state_dict()
         given = {name: _shape(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
         matched = sum(1 for name, value in own.items() if name in given and given[name] == _shape(value))
@@ -85,16 +74,16 @@ class LoadingHooks:
             )
         )  # fmt: skip
 
-    def _into_optimizer(self, optimizer: Any, state: Any, before: Any, args: Any, kwargs: Any) -> None:
+    def _into_optimizer(self, optimizer: Any, begun: Any, _: Any) -> None:
         number = self._optimizers.numbered(optimizer)
         self._recording.emit(
             Loaded(
-                into="optimizer", number=number, variable=variable_of(optimizer), lrs_before=before,
+                into="optimizer", number=number, variable=variable_of(optimizer), lrs_before=begun[0],
                 lrs_after=rates_of(optimizer), **self._recording.place(),
             )
         )  # fmt: skip
 
-    def _into_scheduler(self, scheduler: Any, state: Any, before: Any, args: Any, kwargs: Any) -> None:
+    def _into_scheduler(self, scheduler: Any, begun: Any, _: Any) -> None:
         number = self._recording.numbering.scheduler(scheduler)
         rates = rates_of(getattr(scheduler, "optimizer", None))
         self._recording.emit(

@@ -32,6 +32,7 @@ _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
 _STEP_NAMES = frozenset({"wrapper", "doctored_step"})
 _MOST_FRAMES = 40  # between two steps that run within each other
 _UNKNOWN: tuple[int, tuple[int, ...], int] = (0, (), -1)
+_SAME = ("optimizer", "with_grad", "without_count", "zero", "closure", "by", "edited")
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
@@ -85,7 +86,7 @@ class OptimizerHooks:
         self._nested = False  # whether a step within it was seen
         self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
-        self._known: dict[int, _Known] = {}
+        self.known: dict[int, _Known] = {}
         self._handles: list[Any] = []
         self._followed: set[Any] = set()
         self._threads = recording.threads
@@ -189,7 +190,7 @@ class OptimizerHooks:
         if (begun is not None or recording.looks) and _depth_of_steps() > 1:  # else the one that has begun has raised
             self._nested = self._nested or begun is not None
             return
-        known, groups = self._known.get(id(optimizer)), optimizer.param_groups
+        known, groups = self.known.get(id(optimizer)), optimizer.param_groups
         ends = len(groups), len(groups[-1]["params"]) if groups else 0
         if known is None or known.optimizer() is not optimizer or known.ends != ends:
             known = self._know(optimizer)
@@ -216,22 +217,23 @@ class OptimizerHooks:
             self._nested = False
         if begun is None or begun.known.optimizer() is not optimizer:
             return  # its beginning was not seen
-        self._begun, place, known = None, user_place(5), begun.known
+        self._begun, known = None, begun.known
         number, count, sampled = known.number, begun.done, begun.sampled
         with_grad, without, of = self._without.get(number, _UNKNOWN)
         changed = False
         if sampled or of != self._gradients.present:
             with_grad, without, changed = self._counted(optimizer, number)
         zero = _are_zero(optimizer) if sampled else None
-        rates = rates_of(optimizer)
-        key = "stepped", number, with_grad, len(without), zero, begun.closure, recording.in_scaler, begun.edited, place
-        if changed or recording.again(key, count, rates) is None:
-            fact = Stepped(
-                optimizer=number, number=count, lrs=rates, with_grad=with_grad, without=without if changed else None,
-                without_count=len(without), zero=zero, closure=begun.closure,
-                by="scaler" if recording.in_scaler else "step", edited=begun.edited, file=place[0], line=place[1],
-            )  # fmt: skip
-            recording.learn(key, fact)
+        groups, by = optimizer.param_groups, "scaler" if recording.in_scaler.count else "step"
+        is_plain = len(groups) == 1 and type(groups[0].get("lr")) is float
+        rates = (groups[0]["lr"],) if is_plain else rates_of(optimizer)
+        same = number, with_grad, len(without), zero, begun.closure, by, begun.edited
+        if changed:
+            file, line = user_place(5)
+            entries: dict[str, Any] = dict(zip(_SAME, same, strict=True))
+            recording.emit(Stepped(number=count, lrs=rates, without=without, file=file, line=line, **entries))
+        else:
+            recording.note(Stepped, same, (count, rates), _SAME)
         recording.stepped = known.optimizer
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
@@ -247,7 +249,7 @@ class OptimizerHooks:
         number, groups = self.numbered(optimizer), optimizer.param_groups
         ends = len(groups), len(groups[-1]["params"]) if groups else 0
         known = _Known(weakref.ref(optimizer), number, ends, self._parameter_numbers(number))
-        self._known[id(optimizer)] = known
+        self.known[id(optimizer)] = known
         return known
 
     def _look_around(self, number: int) -> None:

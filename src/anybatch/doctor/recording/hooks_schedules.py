@@ -11,9 +11,8 @@ from torch.utils.data import dataloader as loaders
 
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.recording.patches import HIDDEN, hidden
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.naming import user_place, whose_file
+from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.records.events import Epoch, Scheduled
 
 _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
@@ -29,7 +28,10 @@ class ScheduleHooks:
 
     def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
         self._recording, self._optimizers = recording, optimizers
-        self._inside = 0
+        self._wrapped = recording.around(
+            lambda scheduler, *_: rates_of(getattr(scheduler, "optimizer", None)), self._ended, "updates",
+            when=lambda *_: not _is_first_step(), outermost=Depth(),
+        )  # fmt: skip
         self._counts: dict[int, int] = {}
         self._made: dict[int, tuple[str, int]] = {}
         self._classes: set[type] = set()
@@ -60,39 +62,14 @@ class ScheduleHooks:
                 self._follow(cls)
         self._made[id(scheduler)] = user_place(2)
 
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def within(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self._inside += 1
-            try:
-                return original(scheduler, *args, **kwargs)
-            finally:
-                self._inside -= 1
-
-        def before(scheduler: Any, *_: Any) -> tuple[float, ...]:
-            return rates_of(getattr(scheduler, "optimizer", None))
-
-        noted = self._recording.around(before, self._ended, "updates")(hidden(within))
-
-        def scheduler_step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or _is_first_step():
-                return original(scheduler, *args, **kwargs)
-            return noted(scheduler, *args, **kwargs)
-
-        return scheduler_step
-
-    def _ended(self, scheduler: Any, before: tuple[float, ...]) -> None:
-        recording, place, optimizer = self._recording, user_place(2), getattr(scheduler, "optimizer", None)
+    def _ended(self, scheduler: Any, before: tuple[float, ...], _: Any) -> None:
+        recording, optimizer = self._recording, getattr(scheduler, "optimizer", None)
         if optimizer is not None:
             self._optimizers.numbered(optimizer)
         number = recording.numbering.scheduler(scheduler, place=self._made.pop(id(scheduler), None))
         count = self._counts.get(number, 0)
         self._counts[number] = count + 1
-        after, key = rates_of(optimizer), ("scheduled", number, place)
-        if recording.again(key, count, before, after) is None:
-            fact = Scheduled(
-                scheduler=number, number=count, before=before, after=after, file=place[0], line=place[1]
-            )  # fmt: skip
-            recording.learn(key, fact)
+        recording.note(Scheduled, (number,), (count, before, rates_of(optimizer)), ("scheduler",))
 
 
 def scheduler_classes() -> list[type]:
@@ -104,8 +81,7 @@ def scheduler_classes() -> list[type]:
 def _is_first_step() -> bool:
     """Whether a constructor of a scheduler is what called it."""
     frame = inspect.currentframe()
-    frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
-    while frame is not None and frame.f_code.co_filename.startswith((lr_scheduler.__file__, HIDDEN, __file__)):
+    while frame is not None and not whose_file(frame.f_code.co_filename):  # torch's, and ours
         if frame.f_code.co_name in _FIRST_STEPS:
             return True
         frame = frame.f_back

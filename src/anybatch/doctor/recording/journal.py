@@ -23,7 +23,7 @@ from anybatch.records.events import (
 )
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.repeats import by_steps, line_of, repeated
+from anybatch.records.repeats import DIFFERING, by_steps, line_of, repeated
 from anybatch.records.runs import Run, load_run
 from anybatch.tensors.dispatch import has_numbers, item_of, unseen
 
@@ -100,7 +100,7 @@ class Journal:
         self._size = 0
         self._pid = os.getpid()
         self._written = time.perf_counter()
-        self._waiting: list[tuple[Fact | list[Any], Any, torch.Tensor, Callable[[float], Any]]] = []
+        self._waiting: list[tuple[Fact | list[Any], str, torch.Tensor, Callable[[float], Any]]] = []
         self.lost = ""
         self._file = None if path is None else _File(path)
 
@@ -127,13 +127,13 @@ class Journal:
         return counter.at
 
     def later(
-        self, fact: Fact | list[Any], name: Any, value: torch.Tensor, read: Callable[[float], Any] = float
+        self, fact: Fact | list[Any], name: str, value: torch.Tensor, read: Callable[[float], Any] = float
     ) -> None:
         """Fills an entry of a fact with a number of a tensor: at once on a CPU, at the next flush on other devices.
 
         Args:
             fact: that was emitted, or an entry of ``rows``.
-            name: of the entry, or its place there.
+            name: of the entry.
             value: of one entry; it is copied before anything overwrites it, and nothing waits for it. One without a
                 number, as on meta, is passed over.
             read: what the number is made into.
@@ -210,8 +210,8 @@ def _on_its_way(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", non_blocking=True, copy=True)
 
 
-def _enter(fact: Fact | list[Any], name: Any, value: Any) -> None:
+def _enter(fact: Fact | list[Any], name: str, value: Any) -> None:
     if isinstance(fact, list):
-        fact[name] = value
+        fact[3 + DIFFERING[type(fact[0])].index(name)] = value
     else:
         object.__setattr__(fact, name, value)

@@ -77,15 +77,15 @@ def user_place(depth: int = 1) -> tuple[str, int]:
     if frame is None:
         return "", 0
     code = frame.f_code
-    known = _PLACES.get((id(code), frame.f_lasti))
+    known = PLACES.get((id(code), frame.f_lasti))
     if known is None:
-        if len(_PLACES) >= _MOST_FILES:
-            _PLACES.clear()
-        known = _PLACES[id(code), frame.f_lasti] = code, (code.co_filename, frame.f_lineno)
+        if len(PLACES) >= _MOST_FILES:
+            PLACES.clear()
+        known = PLACES[id(code), frame.f_lasti] = code, (code.co_filename, frame.f_lineno)
     return known[1]
 
 
-_PLACES: dict[tuple[int, int], tuple[CodeType, tuple[str, int]]] = {}
+PLACES: dict[tuple[int, int], tuple[CodeType, tuple[str, int]]] = {}
 """Lines that were met, by the code, which is kept so that its ``id`` stays its own, and the place in it."""
 
 

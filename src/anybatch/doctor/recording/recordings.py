@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -14,7 +15,7 @@ import torch
 
 from anybatch.doctor.interruptions import is_interruption
 from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.naming import PLACES, USERS, WHOSE, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches, hidden
 from anybatch.doctor.recording.sampling import Sampling
@@ -22,11 +23,18 @@ from anybatch.doctor.recording.scaledlosses import ScaledLosses
 from anybatch.doctor.recording.threads import Does, TrainingThread
 from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
+from anybatch.records.repeats import DIFFERING
 from anybatch.tensors.dispatch import nobody_looks
 from anybatch.torch_private import number_of_function_modes, number_of_modes
 
 logger = logging.getLogger(__name__)
 _MOST_KNOWN = 2048
+
+
+class Depth:
+    """How many functions of a kind run within each other."""
+
+    count = 0
 
 
 class Recording:
@@ -47,7 +55,7 @@ class Recording:
         sampled_all: whether what is dear on large models is looked at.
         own: seconds that the doctor itself has taken.
         failure: the first error of its own.
-        in_scaler: whether a ``GradScaler`` is calling an optimizer.
+        in_scaler: counts the calls of a ``GradScaler`` that run, within one of which it calls an optimizer.
         scaled: losses that came out of ``GradScaler.scale``.
         threads: say whose events are recorded.
         stepped: a weak reference to the optimizer that has stepped last.
@@ -70,7 +78,7 @@ class Recording:
         self.own = 0.0
         self.saw_mode = False  # whether a mode of the user's that sees operations was on at the last look
         self.failure = ""
-        self.in_scaler = False
+        self.in_scaler = Depth()
         self._pid = os.getpid()
         self.lock = threading.Lock()
         self.threads = TrainingThread(self.lock, self._knows, self._several)
@@ -85,40 +93,53 @@ class Recording:
         self.stepped: Callable[[], Any] = lambda: None
         self.loss_calls: list[int] = []
 
-    def again(self, key: Any, *values: Any) -> list[Any] | None:
-        """Notes a call that is like one before.
+    def note(
+        self, kind: type[Fact], same: Any, values: tuple[Any, ...] = (), entries: Any = None, *,
+        place: tuple[str, int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Notes a call that one of the user's lines makes: as a row where it is like one before, else as a fact.
 
         Args:
-            key: all that is the same.
+            kind: of the fact.
+            same: all that is the same in calls that are alike.
             values: of the entries that differ, see ``records.repeats.DIFFERING``.
+            entries: the names of the entries in ``same``, or what gives these entries; without them only what is like
+                one before is noted.
+            place: the user's line, where it is known.
 
         Returns:
-            The row of the record, where a value that has to be waited for may be filled in; ``None`` if there was none.
+            The row, whose second entry is its number, or the fact, where a value that has to be waited for may be
+            filled in; ``None`` where nothing is noted.
         """
+        if place is None:
+            frame = sys._getframe(2)  # as ``user_place`` does, which is called where the line is new
+            while frame is not None and WHOSE.get(frame.f_code.co_filename, USERS) != USERS:
+                frame = frame.f_back  # type: ignore[assignment]
+            met = None if frame is None else PLACES.get((id(frame.f_code), frame.f_lasti))
+            is_users = met is not None and WHOSE.get(frame.f_code.co_filename) == USERS
+            place = met[1] if met is not None and is_users else user_place(2)
+        key = kind, same, place
         like = self._known.get(key)
-        if like is None:
+        if like is not None:
+            counter = self.counter
+            counter.at = at = counter.at + 1
+            row = [like, at, counter.step, *values]
+            if self.journal.is_full:
+                self.journal.dropped += 1
+            else:
+                self.journal.rows.append(row)
+            return row
+        if entries is None:
             return None
-        counter = self.counter
-        counter.at = at = counter.at + 1
-        row = [like, at, counter.step, *values]
-        if self.journal.is_full:
-            self.journal.dropped += 1
-        else:
-            self.journal.rows.append(row)
-        return row
-
-    def learn(self, key: Any, fact: Fact) -> Fact:
-        """Emits a fact that may come again.
-
-        Args:
-            key: all that is the same then.
-            fact: without its number and step.
-        """
+        given: dict[str, Any] = entries() if callable(entries) else dict(zip(entries, same, strict=True))
+        given |= dict(zip(DIFFERING[kind], values, strict=True))
+        make: Any = kind
+        fact: Fact = make(**given, file=place[0], line=place[1])
         self.emit(fact)
         if not self.journal.is_full:  # else it may have been left out itself
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
             self._known[key] = fact
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
         return fact
 
     def guarded(self, function: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
@@ -223,33 +244,44 @@ class Recording:
             logger.debug("the doctor failed", exc_info=error)
 
     def around(
-        self, before: Callable[..., Any] | None, after: Callable[..., Any], does: Does, *, owned: bool = False
-    ) -> Callable[[Any], Callable[..., Any]]:
+        self, before: Callable[..., Any] | None, after: Callable[..., Any], does: Does, *, owned: bool = False,
+        when: Callable[[Any, Any], bool] | None = None, outermost: Depth | None = None,
+    ) -> Callable[[Any], Callable[..., Any]]:  # fmt: skip
         """Makes what is called in the place of a function: it goes on as it was, whatever is noted of it.
 
         Args:
-            before: is given the arguments, and notes what will be gone; ``None`` for nothing.
-            after: is given the first argument and what ``before`` gave, unless that is ``None``.
+            before: is given the arguments, and notes what will be gone; ``None`` where those behind the first will do.
+            after: is given the first argument, what ``before`` gave, unless that is ``None``, and the result.
             does: what the function does.
             owned: whether the first argument is a model or an optimizer.
+            when: says of the first argument and the others whether the call is seen.
+            outermost: is the same for functions that call each other, of which the first alone is seen.
         """
-        threads = self.threads
+        threads, depth, is_traced = self.threads, outermost or Depth(), torch.compiler.is_dynamo_compiling
         note_before, note_after = None if before is None else self.guarded(before), self.guarded(after)
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
+                if is_traced():
+                    return original(first, *args, **kwargs)
                 me = get_ident()
                 was, is_other = threads.inside, threads.ident != me
-                if is_other and not threads.admits(does, first if owned else None):
+                if (
+                    (outermost is not None and depth.count)
+                    or (when is not None and not when(first, args))
+                    or (is_other and not threads.admits(does, first if owned else None))
+                ):
                     return original(first, *args, **kwargs)
                 threads.inside = True
+                depth.count += 1
                 try:
-                    begun = first if note_before is None else note_before(first, args, kwargs)
+                    begun = args if note_before is None else note_before(first, args, kwargs)
                     result = original(first, *args, **kwargs)
                     if begun is not None:
-                        note_after(first, begun)
+                        note_after(first, begun, result)
                     return result
                 finally:
+                    depth.count -= 1
                     if threads.ident == me:
                         threads.inside = was and not is_other
 

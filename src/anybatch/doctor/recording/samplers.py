@@ -28,8 +28,6 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.samples import InputSample
 
-MARKED = 8
-"""Steps that are not sampled of which one has its graphs followed."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
 _MOST_WALKS = 4  # in one step
@@ -49,7 +47,7 @@ class Samplers:
             without their graph.
         last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
         watcher: follows the modules that were asked for.
-        follow: takes note of a loss that is known to be finite, and of its value.
+        nonfinite: has to know the last loss that was finite, and its value.
         matters: whether steps that are not sampled have to be told too.
     """
 
@@ -59,15 +57,13 @@ class Samplers:
         self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
         self.watcher = Watcher(recording.numbering)
         self._failed: set[str] = set()
-        self._stack = ExitStack()
         self._running = ExitStack()
         self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
         self._first_layers: dict[int, str] = {}
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self._nonfinite = NonFiniteWatch(numbering, self._stepped)
-        self.follow = self._nonfinite.follow
+        self.nonfinite = NonFiniteWatch(numbering, self._stepped)
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -76,38 +72,27 @@ class Samplers:
         self.matters = True
         self._never: list[int] = []
         self._is_measuring = False
-        self._left_seconds = 0.0
-        self._loss_calls: losscalls.Calls | None = None
+        self._loss_calls = losscalls.Calls(recording, self._emit_call, self._current_root, self._keep_loss)
         self._draws = Draws(recording)
         self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled_much, lambda: recording.saw_mode)
 
     @property
     def seconds(self) -> float:
         """What was taken outside of the guard that counts everything else."""
-        calls = 0.0 if self._loss_calls is None else self._loss_calls.seconds
         hooks = sum(one.seconds for _, one in self._activations.values() if one is not None)
-        return self._left_seconds + calls + hooks + self._suspicion.seconds
+        return hooks + self._suspicion.seconds
 
     @property
     def not_finite(self) -> bool:
         """Whether a number that is not finite was seen."""
-        return self._nonfinite.found
+        return self.nonfinite.found
 
     def attach(self) -> None:
         """Starts what runs all the time."""
         recording = self._recording
         self._safely("draws", self._draws.attach)
         self._safely("kept", self.kept.attach, recording.patches.wrap, recording.guarded)
-        self._loss_calls = self._stack.enter_context(
-            losscalls.patched(
-                recording.numbering,
-                self._emit_call,
-                lambda: recording.sampled_much,
-                self._current_root,
-                self._keep_loss,
-                recording,
-            )
-        )
+        self._loss_calls.attach()
 
     def detach(self) -> None:
         """Ends it."""
@@ -115,11 +100,8 @@ class Samplers:
         self._safely("kept", self.kept.stop)
         self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
-            self._emit(self._safely("nonfinite", self._nonfinite.look_back))
-        self._stack.close()
-        if self._loss_calls is not None:
-            self._left_seconds += self._loss_calls.seconds
-            self._loss_calls = None
+            self._emit(self._safely("nonfinite", self.nonfinite.look_back))
+        self._safely("losses", self._loss_calls.end_evaluation)
         self._safely("suspicion", self._suspicion.stop)
 
     # forwards
@@ -217,7 +199,7 @@ class Samplers:
             self._safely("kept", self.kept.backward, loss)
             if into_grad:
                 self._safely("live graphs", self._live.add, loss, step)
-            self._emit(self._safely("nonfinite", self._nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
+            self._emit(self._safely("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
@@ -225,10 +207,6 @@ class Samplers:
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
-
-    def like_backward(self, loss: torch.Tensor) -> None:
-        """Is shown a loss in one of ``MARKED`` steps that are not sampled."""
-        self._live.add(loss, self._recording.counter.step, steps=MARKED)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
@@ -269,7 +247,7 @@ class Samplers:
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
         self._safely("kept", self.kept.stepping, number)
-        self._emit(self._safely("nonfinite", self._nonfinite.at_step, optimizer, sampled=sampled))
+        self._emit(self._safely("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
 

@@ -32,6 +32,9 @@ class NonFiniteWatch:
         numbering: names of parameters and modules.
         stepped: gives the optimizer that has stepped last, if there is one.
 
+    Attributes:
+        last: gives the loss of the last backward, if it is still there; and the value of the last one that was finite.
+
     Example:
         >>> from anybatch.doctor.recording.numbering import Numbering
         >>> model = torch.nn.Linear(2, 1)
@@ -46,8 +49,7 @@ class NonFiniteWatch:
 
     def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
         self._numbering, self._stepped = numbering, stepped
-        self._loss: weakref.ref[torch.Tensor] | None = None
-        self._value: float | None = None  # of it
+        self.last: tuple[Callable[[], Any], float | None] = lambda: None, None
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
 
@@ -69,27 +71,17 @@ class NonFiniteWatch:
         """
         if self._found or loss.numel() != 1 or (loss.device.type != "cpu" and not sampled):
             return None
-        self._loss = weakref.ref(loss)
+        self.last = weakref.ref(loss), self.last[1]
         try:
             value = float(loss.item())
         except (RuntimeError, TypeError):  # on meta, complex, or of a transform
             return None
         if math.isfinite(value) or (scaled and math.isinf(value)):
-            self._value = value
+            self.last = self.last[0], value
             return None
         self._found = True
         with torch.no_grad():
             return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
-
-    def follow(self, loss: torch.Tensor | None, value: float | None) -> None:
-        """Takes note of a loss that is known to be finite.
-
-        Args:
-            loss: of the step, ``None`` where it is gone.
-            value: of it, where it is known.
-        """
-        if not self._found:
-            self._loss, self._value = self._loss if loss is None else weakref.ref(loss), value
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
         """Looks at one gradient before a step of an optimizer.
@@ -127,7 +119,7 @@ class NonFiniteWatch:
             if not bad or not _came_with_gradients(bad, optimizer):
                 return None
             self._found = True
-            return self._of_gradients(None, bad, self._value, ("", 0), late=1)
+            return self._of_gradients(None, bad, self.last[1], ("", 0), late=1)
 
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
         """The gradient of a small early parameter, where what goes wrong in a backward arrives."""
@@ -145,8 +137,9 @@ class NonFiniteWatch:
     def _of_forward(self, loss: torch.Tensor, value: str) -> NonFinite:
         file, line = user_place(3)
         bad = self._bad(parameter for _, parameter in self._numbering.tracked())
-        if bad and self._value is not None and _came_with_gradients(bad, self._stepped()):
-            return self._of_gradients(loss.grad_fn, bad, self._value, (file, line), late=1)
+        before = self.last[1]
+        if bad and before is not None and _came_with_gradients(bad, self._stepped()):
+            return self._of_gradients(loss.grad_fn, bad, before, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
             return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
@@ -165,7 +158,7 @@ class NonFiniteWatch:
 
     def _of_gradient(self, optimizer: Any) -> NonFinite:
         file, line = user_place(3)
-        loss = self._loss() if self._loss is not None else None
+        loss = self.last[0]()
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         bad = [p for p in own if p.grad is not None and (g := plain(p.grad)) is not None and not _finite(g)]
         number = float(loss.detach()) if loss is not None else None
