@@ -213,10 +213,8 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
     fell = fmean(before) - fmean(last)
-    falls = fell > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess)
-    falls &= not (
-        gain < -_FAR and fmean(last) - _AGAIN * fell > guess
-    )  # it is far above a guess, and will not reach it
+    is_hopeless = gain < -_FAR and fmean(last) - _AGAIN * fell > guess
+    falls = fell > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess) and not is_hopeless
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
     counted = [one.items for one in calls if one.items > 0]
     enough = bool(counted) and fmean(counted) * len(calls) >= ENOUGH_TARGETS
