@@ -3,20 +3,16 @@
 import dataclasses
 import math
 
-import pytest
-
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Cleared, Epoch
 from anybatch.records.lossfacts import Followed, Probed, Walk
 from anybatch.records.paths import Paths, Term
-from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Buffers, InputSample, Memory, ModuleSample
 from anybatch.records.tables import ModuleFacts, SchedulerFacts
 from number_runs import Training, call, falling, fires, found, quiet, sample, silent
 from rule_runs import FILE, LINES, RunBuilder, findings, simple
 
 LOGITS = "binary_cross_entropy_with_logits"
-PICKED = {"MeanBackward0": 1, "IndexBackward0": 1, "LogSoftmaxBackward0": 1, "AddmmBackward0": 2}
 
 
 def flat(step: int) -> float:
@@ -69,23 +65,6 @@ def test_rows_that_rounding_parts_later_are_still_symmetric() -> None:
     assert fires(parted.run(), "SYMMETRIC_INIT", "error").place.parameters == ("layers.1.weight",)
     twice = Training(loss=flat, parameter=begins, norms=lambda s: {"equal_grad_rows": (1,) if s < 2 else ()})
     silent(twice.run(), "SYMMETRIC_INIT")
-
-
-def likelihood(*further: str, falls: bool = True) -> Run:
-    """A training on the mean of log-probabilities."""
-    walk = Walk(nodes=9, kinds=PICKED | dict.fromkeys(further, 1))
-    loss = (lambda step: -2.3 - 0.2 * step) if falls else (lambda step: -2.3 + 0.02 * step)
-    return Training(call=None, loss=loss, every=lambda s: [walk], backward=lambda s: {"top": "MeanBackward0"}).run()
-
-
-def test_log_probabilities_without_a_minus_have_the_wrong_sign() -> None:
-    assert "minus" in fires(likelihood(), "LOSS_SIGN", "error").message
-    silent(likelihood(falls=False), "LOSS_SIGN")
-
-
-@pytest.mark.parametrize("kind", ["NegBackward0", "MulBackward0", "ExpBackward0"])
-def test_log_probabilities_with_a_weight_or_a_minus_are_fine(kind: str) -> None:
-    silent(likelihood(kind), "LOSS_SIGN")
 
 
 def test_inputs_and_targets_off_scale_are_one_finding_at_the_first_layer() -> None:
