@@ -271,7 +271,7 @@ class Recording(TorchDispatchMode):
         From tensors of one shape it hardly makes more than twice their bytes; from others up to the product of their
         sizes, and from none any number.
         """
-        given = [one for one in _tensors_in(args) if one.layout is torch.strided]
+        given = [one for one in _tensors_in(args) if one.layout is torch.strided and not one.is_nested]
         near = 2 * sum(one.nbytes for one in given) if given else limit + 1
         if len({one.shape for one in given}) > 1:
             near = max(near, 8 * math.prod(sorted(one.numel() for one in given)[-2:]))
