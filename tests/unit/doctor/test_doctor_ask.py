@@ -412,3 +412,20 @@ def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: st
             optimizer.step()
 
     assert answer(train, "inputs alike") == expected
+
+
+def test_no_graph_of_a_step_is_kept_by_what_else_a_loss_was_given() -> None:
+    """A variance that a net gives is an argument of its loss, beside the target."""
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(6, 2), torch.randn(16, 6), torch.randn(16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with Doctor() as doctor:
+        for _ in range(12):
+            mean, spread = net(x).unbind(1)
+            optimizer.zero_grad()
+            F.gaussian_nll_loss(mean, y, spread.exp()).backward()
+            optimizer.step()
+        kept = [one for batches in doctor.kept.batches.values() for _, _, given in batches for one in given.values()]
+        tensors = [one for one in kept if isinstance(one, torch.Tensor)]
+        assert len(tensors) > 12  # targets and variances
+        assert not any(one.requires_grad for one in tensors)

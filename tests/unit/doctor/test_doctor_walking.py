@@ -274,14 +274,3 @@ def test_what_a_constant_of_another_shape_is_spread_over() -> None:
     assert found(((model(X) - model(X).T) ** 2).mean()) == ()  # all pairs, as is meant
     assert found(((model(X) - y) ** 2).softmax(1).mean()) == ()  # a kernel
     assert found(((model(X) - y) ** 2).mean(), 10) == ()
-
-
-def test_a_step_that_is_marked_stands_for_those_up_to_the_next_one() -> None:
-    graphs, weight, kept = LiveGraphs(), torch.ones(2, requires_grad=True), []
-    assert graphs.count(5) == (0, 0)  # no loss was seen
-    for step in (0, 1, 10, 30):
-        kept.append((weight * step).sum())
-        graphs.add(kept[-1], step)
-    assert graphs.count(40) == (40, 40)
-    kept[2] = torch.zeros(())
-    assert graphs.count(40) == (20, 20)

@@ -323,7 +323,11 @@ class Kept:
         if len(kept) >= _MOST_BATCHES or self._bytes + size > _MOST_BYTES or target.shape[0] % max(first.shape[0], 1):
             return
         self._bytes += size
-        rest = {key: value for key, value in given.items() if key not in ("input", "target")}
+        rest = {
+            key: value.detach() if isinstance(value, torch.Tensor) else value  # a variance has the graph of its step
+            for key, value in given.items()
+            if key not in ("input", "target")
+        }
         shape = tuple(given["input"].shape) if isinstance(given.get("input"), torch.Tensor) else ()
         kept.append((first.detach().clone(), name, {"target": target.detach().clone(), "shape": shape, **rest}))
 

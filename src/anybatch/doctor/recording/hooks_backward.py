@@ -10,7 +10,7 @@ import torch
 from anybatch.doctor.recording.gradients import Came, Gradients
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import Samplers
+from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
@@ -116,6 +116,8 @@ class BackwardHooks:
         if recording.looks or (value is not None and not math.isfinite(value)):
             self._samplers.before_backward(losses, into_grad=into_grad, scaled=scale is not None)
         else:
+            if into_grad and recording.counter.step % MARKED == 0:
+                self._samplers.like_backward(loss)
             self._samplers.nonfinite.last = weakref.ref(loss), value
         return _Begun(same, scale, loss, value)
 

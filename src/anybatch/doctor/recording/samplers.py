@@ -28,6 +28,8 @@ from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.samples import InputSample
 
+MARKED = 8
+"""Steps that are not sampled of which one has its graphs followed."""
 _MOST_ROOTS = 4  # whose last inputs are kept
 _MOST_CALLS = 3  # of one root in one step whose inputs are looked at: an evaluation may come before what is trained on
 _MOST_WALKS = 4  # in one step
@@ -207,6 +209,10 @@ class Samplers:
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
+
+    def like_backward(self, loss: torch.Tensor) -> None:
+        """Is shown a loss in one of ``MARKED`` steps that are not sampled."""
+        self._live.add(loss, self._recording.counter.step, steps=MARKED)
 
     def after_backward(self) -> None:
         """Is told that it has ended."""

@@ -227,30 +227,28 @@ class LiveGraphs:
     """
 
     def __init__(self) -> None:
-        self._alive: list[tuple[int, bool, weakref.ref[_Token]]] = []
-        self._steps: list[int] = []  # that a loss was marked in
+        self._alive: list[tuple[int, bool, weakref.ref[_Token], int]] = []
 
-    def add(self, loss: torch.Tensor, step: int) -> None:
+    def add(self, loss: torch.Tensor, step: int, *, steps: int = 1) -> None:
         """Takes note of a loss that a backward is run for.
 
         Args:
             loss: with a graph.
-            step: how many optimizer steps were done; it stands for the steps up to the next one that is marked.
+            step: how many optimizer steps were done.
+            steps: that it stands for.
         """
         node: Any = loss.grad_fn
         if node is not None:
-            if step not in self._steps[-1:]:
-                self._steps.append(step)
-            self._mark(node, step, is_loss=True)
+            self._mark(node, step, steps, is_loss=True)
             below = _below(node)
             if below is not node:
-                self._mark(below, step, is_loss=False)
+                self._mark(below, step, steps, is_loss=False)
 
-    def _mark(self, node: Any, step: int, *, is_loss: bool) -> None:
+    def _mark(self, node: Any, step: int, steps: int, *, is_loss: bool) -> None:
         token, metadata = _Token(), node.metadata
         alive = metadata.get(_ALIVE)
         metadata[_ALIVE] = token if alive is None else (alive, token)  # lives as long as the node does
-        self._alive.append((step, is_loss, weakref.ref(token)))
+        self._alive.append((step, is_loss, weakref.ref(token), steps))
 
     def count(self, step: int) -> tuple[int, int]:
         """How many of the steps before have a graph that is alive, and how many of them their loss.
@@ -259,11 +257,9 @@ class LiveGraphs:
             step: how many optimizer steps were done.
         """
         self._alive = [entry for entry in self._alive if entry[2]() is not None]
-        ends = dict(zip(self._steps, [*self._steps[1:], step], strict=False))  # there may be none
-        every = {earlier for earlier, _, _ in self._alive if earlier < step}
-        losses = {earlier for earlier, is_loss, _ in self._alive if is_loss and earlier < step}
-        graphs, kept = (sum(max(1, ends[one] - one) for one in steps) for steps in (every, losses))
-        return min(step, graphs), min(step, kept)
+        every = {earlier: steps for earlier, _, _, steps in self._alive if earlier < step}
+        losses = {earlier: steps for earlier, is_loss, _, steps in self._alive if is_loss and earlier < step}
+        return min(step, sum(every.values())), min(step, sum(losses.values()))
 
 
 def _below(node: Any) -> Any:
