@@ -115,7 +115,7 @@ def random_draws(rank: int, world: int) -> None:
         return int(torch.randint(0, most, (), generator=generator))
 
     cases = list(LOSSES)
-    for _ in range(30):
+    for _ in range(60):
         case = LOSSES[cases[draw(len(cases))]]
         rows = [draw(6) for _ in range(world)]
         rows[draw(world)] += 4

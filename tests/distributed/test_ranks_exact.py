@@ -133,7 +133,7 @@ def random_draws(rank: int, world: int) -> None:
     def draw(most: int) -> int:
         return int(torch.randint(0, most, (), generator=generator))
 
-    for number in range(80):
+    for number in range(200):
         rows = [draw(9) for _ in range(world)]
         rows[draw(world)] += 3
         sizes = [draw(6) or None for _ in range(world)]
@@ -251,7 +251,7 @@ CASES: Mapping[str, Case] = {
     "group=False": apart_from_the_group,
     "groups": two_groups,
     "raw samples": raw_samples,
-    "80 random draws": random_draws,
+    "200 random draws": random_draws,
 }
 FOUR: Mapping[str, Case] = {"four ranks": partial(each_loss, rows=(5, 0, 1, 9), sizes=(2, 1, None, 4))}
 

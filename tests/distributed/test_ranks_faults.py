@@ -321,7 +321,7 @@ def random_faults(rank: int, world: int) -> None:
 
     step = anybatch.TrainStep(DistributedDataParallel(model), loss_fn, mine, micro_batch_size=4)
     one = anybatch.TrainStep(alone, mean_loss, its, group=False)
-    for number in range(20):
+    for number in range(40):
         rows = [1 + draw(9) for _ in range(world)]
         place, micro_batch, is_shortage, victim = ("forward", "backward")[draw(2)], 1 + draw(4), draw(3) > 0, draw(3)
         error = shortage() if is_shortage else ValueError("a bad sample")

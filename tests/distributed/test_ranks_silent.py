@@ -16,7 +16,7 @@ from test_ranks_exact import LOSSES, Net, batches_of, joined, mean_loss
 
 
 def random_steps(rank: int, world: int) -> None:
-    """80 steps of uneven data: in no step do the weights differ in a bit, and they are those of one process.
+    """200 steps of uneven data: in no step do the weights differ in a bit, and they are those of one process.
 
     Without momentum, which goes on where a gradient is 0 and not where there is none: a part that is used only by
     samples that do not count has the one or the other, depending on which samples share its micro-batch.
@@ -35,7 +35,7 @@ def random_steps(rank: int, world: int) -> None:
         )
         for one, group in ((model, None), (alone, False))
     ]  # fmt: skip
-    for number in range(80):
+    for number in range(200):
         rows = [draw(9) for _ in range(world)]
         rows[draw(world)] += 1
         batches = batches_of(rows, number, masked=draw(11) / 10)
@@ -82,7 +82,7 @@ def reentrant(rank: int, world: int) -> None:
 
 
 CASES: Mapping[str, Case] = {
-    "80 random steps": random_steps,
+    "200 random steps": random_steps,
     "no_sync": in_a_block_of_no_sync,
     "reentrant checkpoint": reentrant,
 }

@@ -97,7 +97,7 @@ CASES: Mapping[str, Case] = {
     "sharded, no row of its own": partial(no_row_of_its_own, wrap=SHARDED),
     "a part that not all use": partial(each_loss, wrap=sharded(reshards=True, units=PARTS)),
     "collectives": collectives,
-    "random draws": partial(random_draws, draws=30),
+    "random draws": partial(random_draws, draws=60),
 }
 
 
