@@ -50,6 +50,9 @@ def test_a_loss_that_makes_what_it_should_make_large_small_is_told(likeness: Los
         lambda made, y: scores(made, y).pow(2).mean(),
         F.cross_entropy,
         lambda made, y: (picked(made, y)[:, 0] * (y - 1.0)).mean(),  # each row has another sign
+        lambda made, y: -torch.log(1 - made.softmax(1).gather(1, y[:, None]) + 1e-6).mean(),  # a class that it is not
+        lambda made, y: -torch.log1p(-picked(made, y).exp()).mean(),
+        lambda made, y: F.cross_entropy(made, y) + 0.1 * directions(made, (y + 1) % 3).mean(),  # away from another
     ],
 )
 def test_values_that_are_picked_or_weighed_are_not_punished(loss: Loss) -> None:

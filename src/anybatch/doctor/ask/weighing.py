@@ -5,7 +5,7 @@ And which way the loss goes with what it should make large: what was rewarded, w
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,6 +25,8 @@ _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
 _PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
 _THROUGH = frozenset({"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", *_BETWEEN})
+_TURNED = frozenset({"__rsub__", "rsub", "sub", "__sub__", "neg", "__neg__"})
+_LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
 
 
@@ -149,11 +151,30 @@ def punished(tape: Tape) -> Probed:
     ]  # fmt: skip
     if not found or any(_REWARD.search(_right(one)) for one in tape.operations if one.grad):
         raise Unknown("nothing that is made is compared with a target by its probability or direction")
+    if any(one.name.endswith(("_loss", "cross_entropy")) for one in tape.operations if needed & set(one.outs)):
+        raise Unknown("another loss is part of it, beside which something may be meant to become small")
+    if _is_meant_small(tape, found):
+        raise Unknown("the logarithm of one minus a probability is taken: that is meant to become small")
     made = [run.values[one.outs[0]] for one in found]
     slopes = torch.autograd.grad(run.values[loss.slot].sum(), made, allow_unused=True)
     rises = [bool(one.any() and (one >= 0).all()) for one in slopes if one is not None]
     kind = "similarity to" if _is_likeness(found[0], run) else "probability of"
     return told("punished", found[0], answer="yes" if rises and all(rises) else "no", kind=kind, terms=len(found))
+
+
+def _is_meant_small(tape: Tape, found: Sequence[Operation]) -> bool:
+    """Whether log(1 - p) of what is picked is used, as for labels that a row does not have, or for unlikely tokens."""
+    picked, turned = {one.outs[0] for one in found}, set[Slot]()
+    for operation in tape.operations:
+        given, outs = set(slots(operation.args)), set(operation.outs)
+        if given & turned and operation.name in _LOGARITHMS:
+            return True
+        if given & picked and operation.name in _TURNED:
+            turned |= outs
+        elif operation.name in _THROUGH | {"exp"}:
+            picked |= outs if given & picked else set()
+            turned |= outs if given & turned else set()
+    return False
 
 
 def _is_likeness(operation: Operation, run: Replay) -> bool:
