@@ -164,3 +164,25 @@ def test_what_adam_makes_nan_in_half_precision_is_told_of_its_eps() -> None:
             optimizer.step()
     assert doctor.findings[0].name == "NAN_IN_FORWARD"
     assert "eps" in doctor.findings[0].fix
+
+
+def test_a_grid_that_is_the_same_for_each_row_beside_a_code_that_is_not_is_fine() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, grid: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.last(torch.cat((grid, code), 1))
+            return found
+
+    net, grid = Decoder(), torch.linspace(0, 1, 4).expand(ROWS, 4)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(net(grid, torch.randn(ROWS, 4)), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert not asked(train, "inputs alike")

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,7 +185,8 @@ class Kept:
         if self._tape is not None and not mode and (self._tape.losses or _is_fused(module)):
             self.stop()
         state = self.states.get(id(module))
-        first = next((one for one in _numbers((args, kwargs)) if one.dim()), None)
+        given = [one for one in _numbers((args, kwargs)) if one.dim()]
+        first = given[0] if given else None
         is_new = state is None or state.module() is not module
         if is_new and len(self.states) < _MOST_NETS:
             state = self.states[id(module)] = self._state(module, root, name, step)
@@ -200,17 +201,19 @@ class Kept:
                 state.inputs.setdefault(step, set()).add(mark(first))
         key = root, mode
         self._looks[key] = self._looks.get(key, 0) + 1
-        if first is not None:
-            self._look(first, key, step)
+        if given:
+            self._look(given, key, step)
         self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
 
-    def _look(self, first: torch.Tensor, key: tuple[int, bool], step: int) -> None:
+    def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
+        first = given[0]
         found = self.given.setdefault(key, [])
         if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
-            same = rows > 1 and bool((first[:1] == first[1:_MOST_ROWS]).all())
+            with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
+            same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
             found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4)))
 
     def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
