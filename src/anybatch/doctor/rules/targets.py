@@ -262,7 +262,7 @@ def loss_of_itself(run: Run) -> Iterator[Found]:
     for probed in answers(run, "itself")[:1]:
         yield Found(
             text=f"{probed.evidence['op']}{near(probed)} compares a tensor with itself: both sides are equal in each "
-            "entry, and the term is always 0.",
+            "entry, and the term says nothing.",
             fix="compare the prediction of the model that is trained with the target",
             cause="The same tensor is on both sides, or one that was made in the same way.",
             since=0,
