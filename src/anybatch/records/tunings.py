@@ -11,7 +11,8 @@ class BatchAdvice(Shown):
 
     Example:
         >>> print(BatchAdvice(8, "as it is", 24, "samples", 0.1, 0.1, "", "", 8, 7.0, 4.0, 9.0))
-        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and it needs no other learning rate.
+        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and it needs no
+        other learning rate.
     """
 
     batch: int  # samples in the batch of the run

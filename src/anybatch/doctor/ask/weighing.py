@@ -24,7 +24,9 @@ _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
 _PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
-_THROUGH = frozenset({"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", "flatten", *_BETWEEN})
+_THROUGH = frozenset(
+    {"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", "flatten", *_BETWEEN}
+)
 _TURNED = frozenset({"__rsub__", "rsub", "sub", "__sub__", "neg", "__neg__"})
 _LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
