@@ -33,6 +33,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
+    "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
@@ -261,6 +262,14 @@ def test_padding_counted_fires_where_the_answer_is_yes() -> None:
 
 def test_padding_counted_is_quiet_without_an_answer() -> None:
     both("padding", "PADDING_COUNTED", "warning")
+
+
+def test_padding_read_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("padding read", "yes").run(), "PADDING_READ", "warning").fix
+
+
+def test_padding_read_is_quiet_without_an_answer() -> None:
+    both("padding read", "PADDING_READ", "warning")
 
 
 def test_ctc_targets_fires_where_the_answer_is_yes() -> None:

@@ -34,10 +34,15 @@ def turned(tape: Tape) -> Probed:
         if before != after and sorted(before) == sorted(after):
             return told("axes", operation, op=operation.name, before=before, after=after)
     for slot, leaf in tape.leaves.items():
-        if slot in needed and slot not in tape.parameters and leaf.shape[:1] == (rows,) and _is_torn(leaf):
+        if slot not in needed or slot in tape.parameters or leaf.shape[:1] != (rows,):
+            continue
+        sizes: dict[str, Any] = {"after": [size for size in leaf.shape if size > 1]}
+        sizes["before"] = [size for size in tape.bases.get(slot, ()) if size > 1]
+        is_view = sizes["before"] != sizes["after"] and sorted(sizes["before"]) == sorted(sizes["after"])
+        if is_view or _is_torn(leaf):
             given_to = next(one for one in tape.operations if slot in set(slots((one.args, one.kwargs))))
-            count, height, width = leaf.shape[1:]
-            sizes: dict[str, Any] = {"before": [height, width, count], "after": [count, height, width]}
+            count, height, width = leaf.shape[-3:] if leaf.dim() > 3 else (0, 0, 0)
+            sizes = sizes if is_view else {"before": [height, width, count], "after": [count, height, width]}
             return told("axes", given_to, op=given_to.name, **sizes)
     return told("axes", answer="no")
 

@@ -48,10 +48,12 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
 def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Inputs and labels of classes, each input once, and how many classes are told apart."""
     found = [
-        (first, given["target"], given["shape"])
+        (first, given["target"].reshape(-1).long(), (*given["shape"], 1)[:2])
         for first, name, given in kept.batches.get(root, ())
-        if name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
-        and len(given["target"]) == len(first) and not given["target"].is_floating_point() and len(given["shape"]) == 2
+        if len(given["target"].reshape(-1)) == len(first) and (
+            _is_of_two(name, given) or (name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
+            and not given["target"].is_floating_point() and len(given["shape"]) == 2)
+        )
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
     if any(not one.is_floating_point() for one, *_ in found):
@@ -75,6 +77,13 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     if float(counts.max()) > 0.9 * len(labels):
         raise Unknown("nearly all labels are of one class")
     return inputs, labels, int(found[0][2][1])
+
+
+def _is_of_two(name: str, given: dict[str, Any]) -> bool:
+    """Whether a row has one number, the score of the second of two classes."""
+    target = given["target"]
+    is_class = name == "binary_cross_entropy_with_logits" and given["shape"][1:] in ((), (1,))
+    return is_class and bool(((target == 0) | (target == 1)).all())
 
 
 def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
@@ -119,7 +128,8 @@ def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width:
 
 
 def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
-    found = [one for one in tensors(model(inputs)) if one.shape == (len(inputs), width)]
+    made = [one[:, None] if width == 1 and one.dim() == 1 else one for one in tensors(model(inputs))]
+    found = [one for one in made if one.shape == (len(inputs), width)]
     if len(found) != 1:
         raise Unknown(f"{len(found)} outputs have a row of classes for each input")
-    return found[0]
+    return nn.functional.pad(found[0], (1, 0)) if width == 1 else found[0]  # the score of the first of two is 0

@@ -179,6 +179,8 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
 _COMPARING = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 _MATCHING = frozenset({"matmul", "__matmul__", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "__sub__", "rsub", "__rsub__"})
+_RATIOS = frozenset({"div", "__truediv__", "true_divide"})
+_EXPONENTS = frozenset({"exp", "expm1"})
 _SIZING = frozenset({"pow", "__pow__", "square", "abs", "__abs__", "norm", "mul", "__mul__"})
 
 
@@ -189,6 +191,7 @@ def of_itself(tape: Tape) -> Probed:
     run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     computed = set[Slot]()
     differences: dict[Slot, Operation] = {}
+    twins: dict[Slot, Operation] = {}
     for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
         given = list(slots((operation.args, operation.kwargs)))
         computed |= set(operation.outs)
@@ -198,8 +201,16 @@ def of_itself(tape: Tape) -> Probed:
             return _itself(operation)
         if operation.name in _MATCHING and _is_twice(tape, [given[0], given[-1]], run):
             return _itself(operation)
+        if operation.name == "cross_entropy" and _is_of_pairs_of_one(given, run):
+            return _itself(operation)
+        if operation.name in _RATIOS and bool((found[0] == 1).all()) and _are_twins(tape, given, run):
+            return _itself(operation)
+        if operation.name in _EXPONENTS and (twin := next((twins[one] for one in given if one in twins), None)):
+            return _itself(twin)
         if bool(found[0].count_nonzero()):
             continue
+        if operation.name in _DIFFERENCES and _are_twins(tape, given, run):
+            twins[operation.outs[0]] = operation
         if operation.name in _COMPARING or operation.name in _DIFFERENCES:
             sides = [run.values[one] for one in given[:2]]
             alike = len(given) >= 2 and sides[0].shape == sides[1].shape and set(given[:2]) & computed
@@ -232,6 +243,30 @@ def _is_twice(tape: Tape, sides: list[Slot], run: Replay) -> bool:
         return False
     first, second = ({id(one) for one in _makers(tape, side)} for side in sides)
     return not first & second
+
+
+def _are_twins(tape: Tape, given: list[Slot], run: Replay) -> bool:
+    """Whether both sides of a ratio were computed apart by the same parameters, are equal, and get a gradient."""
+    values = [run.values[one] for one in given[:2]]
+    if len(set(given[:2])) < 2 or not all(one.requires_grad and one.numel() > 1 for one in values):
+        return False
+    one, two = (value.detach() for value in values)
+    if one.shape != two.shape or not bool((one == two).all()) or float(one.double().std()) == 0:
+        return False
+    made = [list(_makers(tape, side)) for side in given[:2]]
+    apart = all(given[1 - side] not in {s for maker in makers for s in maker.outs} for side, makers in enumerate(made))
+    used = [{slot for maker in makers for slot in slots((maker.args, maker.kwargs))} for makers in made]
+    held = [one & tape.parameters.keys() for one in used]
+    return apart and bool(held[0]) and held[0] == held[1]
+
+
+def _is_of_pairs_of_one(given: list[Slot], run: Replay) -> bool:
+    """Whether scores of each of some tensors with each other have as their targets those with themselves."""
+    scores, targets = (run.values[one].detach() for one in given[:2]) if len(given) > 1 else (torch.ones(0),) * 2
+    if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 4 or targets.dim() != 1:
+        return False
+    own = torch.arange(len(scores), device=targets.device)
+    return bool(torch.equal(targets, own)) and _close(scores, scores.t()) and float(scores.double().std()) > 0
 
 
 def _makers(tape: Tape, slot: Slot) -> Iterator[Operation]:

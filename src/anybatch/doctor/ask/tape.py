@@ -87,6 +87,7 @@ class Tape(TorchFunctionMode):
         parameters: of these, those that models hold.
         opaque: of these, those that something computed that was not seen.
         losses: in order.
+        bases: of leaves that are views, with all entries in their order, the shape of what they are views of.
         rows: of the batch; -1 where it is not known.
         numbers: slots whose values became numbers of Python.
         sizes: whether a size was asked for.
@@ -102,6 +103,7 @@ class Tape(TorchFunctionMode):
         self.parameters: dict[Slot, torch.Tensor] = {}
         self.opaque: set[Slot] = set()
         self.losses: list[Loss] = []
+        self.bases: dict[Slot, tuple[int, ...]] = {}
         self.rows = -1
         self.numbers: set[Slot] = set()
         self.sizes = False
@@ -221,6 +223,9 @@ class Tape(TorchFunctionMode):
         if _is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self._bytes += tensor.numel() * tensor.element_size()
+        base = tensor._base
+        if base is not None and base.numel() == tensor.numel() and base.is_contiguous() and tensor.is_contiguous():
+            self.bases[slot] = tuple(base.shape)
         self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)

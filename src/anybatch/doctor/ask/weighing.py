@@ -24,7 +24,9 @@ _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
 _PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
-_THROUGH = frozenset({"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", *_BETWEEN})
+_THROUGH = frozenset(
+    {"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", "flatten", *_BETWEEN}
+)
 _TURNED = frozenset({"__rsub__", "rsub", "sub", "__sub__", "neg", "__neg__"})
 _LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
@@ -147,7 +149,8 @@ def punished(tape: Tape) -> Probed:
     run = replayed(tape, loss, lambda one: one)
     found = [
         one for one in tape.operations[: loss.before]
-        if one.grad and needed & set(one.outs) and (_is_likeness(one, run) or _is_of_target(tape, one, run))
+        if one.grad and needed & set(one.outs)
+        and (_is_likeness(one, run) or _is_of_target(tape, one, run) or _is_masked(tape, one, run))
     ]  # fmt: skip
     if not found or any(_REWARD.search(_right(one)) for one in tape.operations if one.grad):
         raise Unknown("nothing that is made is compared with a target by its probability or direction")
@@ -196,10 +199,51 @@ def _is_of_target(tape: Tape, operation: Operation, run: Replay) -> bool:
     index = run.values[given[-1]]
     if index.dtype != torch.int64 or index.requires_grad or len(index.unique()) < 2:
         return False
-    slot = given[0]
+    return _is_probability(tape, given[0], ("softmax", "log_softmax"))
+
+
+def _is_masked(tape: Tape, operation: Operation, run: Replay) -> bool:
+    """Whether it weighs probabilities, or their logarithms, with targets of 0 and 1 that come from outside."""
+    given = list(slots(operation.args))
+    if operation.name not in _TIMES or len(given) != 2:
+        return False
+    made, mask = sorted(given, key=lambda one: not run.values[one].requires_grad)
+    one, other = run.values[made], run.values[mask]
+    if not one.requires_grad or other.requires_grad or one.shape != other.shape or one.numel() < 2:
+        return False
+    if not bool(((other == 0) | (other == 1)).all()) or len(other.unique()) < 2 or _is_turned(tape, mask):
+        return False
+    return _is_probability(tape, made, ("softmax", "log_softmax", "sigmoid", "logsigmoid")) and _is_all(tape, made)
+
+
+def _is_all(tape: Tape, made: Slot) -> bool:
+    """Whether nothing of the parameters reaches the loss but through a tensor, or what that one is made of."""
+    source = made
+    for one in reversed(tape.operations):
+        if source in one.outs and one.name in _THROUGH:
+            source = next(iter(slots(one.args)), source)
+    needed = {tape.losses[-1].slot}
+    for one in reversed(tape.operations[: tape.losses[-1].before]):
+        outs = set(one.outs) - {source}
+        if needed & outs:
+            needed |= set(slots((one.args, one.kwargs)))
+    return not needed & tape.parameters.keys()
+
+
+def _is_turned(tape: Tape, slot: Slot) -> bool:
+    """Whether targets were computed, as those of what is not there are: 1 - y."""
     for one in reversed(tape.operations):
         if slot in one.outs:
-            if one.name in ("softmax", "log_softmax"):
+            return one.name not in _THROUGH | {"one_hot", "permute"} or _is_turned(
+                tape, next(iter(slots(one.args)), slot)
+            )
+    return False
+
+
+def _is_probability(tape: Tape, slot: Slot, names: Sequence[str]) -> bool:
+    for one in reversed(tape.operations):
+        if slot in one.outs:
+            if one.name in names:
                 return True
             if one.name not in _THROUGH:
                 return False
