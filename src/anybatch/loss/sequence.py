@@ -318,7 +318,7 @@ class _Sequences:
         if entered:
             torch.clear_autocast_cache()  # of weights that were cast without a graph
         upstream: Gradients = []
-        # From the end of time: what a chunk leaves at its first state is the gradient of the last state of the one before.
+        # From the end of time: the gradient at the first state of a chunk is that of the last state of the one before.
         for index in reversed(range(self._count)):
             is_again = index + 1 < self._count
             after, again = carried, contextlib.nullcontext()
