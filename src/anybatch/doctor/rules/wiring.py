@@ -363,7 +363,7 @@ def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -
     yield Found(
         text=f"{new} was made anew {len(chain)} times for the same parameters, first after "
         f"{counted(len(old.steps), 'step')}; its state starts from zero each time.",
-        fix=f"move `{new} = {facts.cls}(...)`{near(facts)} in front of the loop",
+        fix=f"move `{new} = {facts.cls}(...)`{near(facts)} before the loop",
         cause=f"A new {facts.cls} has no momentum and no second moments, so that its first steps are too large.",
         since=new.steps[0],
         where=facts,
