@@ -233,7 +233,9 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
     with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
         curve = run.run(on_update, on_validation, asked.is_set)
     screen.show_outcome(facts, plan, curve)
-    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
+    # A model that does not yet know how often each byte occurs writes noise.
+    has_learned = curve.points[-1].validation_bits < facts.unigram_bits
+    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed) if has_learned else ""
     screen.show_sample(sample)
     return DemoRecord(_versions(), options.seed, facts, plan, comparison, curve, sample)
 

@@ -116,9 +116,13 @@ class Screen:
         self.say(outcome_text(text, plan, training))
 
     def show_sample(self, sample: str) -> None:
-        """Shows what the model wrote."""
+        """Shows what the model wrote, or says that it has not learned to."""
         self._heading("4. What the model writes")
-        if self._console.is_terminal:
+        if not sample:
+            self.say(
+                "Left out: after so few updates it is noise. anybatch demo without --quick trains for two minutes."
+            )
+        elif self._console.is_terminal:
             self._console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
         else:
             self._console.print(sample, markup=False, soft_wrap=True)
