@@ -51,8 +51,8 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         (first, given["target"].reshape(-1).long(), (*given["shape"], 1)[:2])
         for first, name, given in kept.batches.get(root, ())
         if len(given["target"].reshape(-1)) == len(first) and (
-            _is_of_two(name, given) or name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
-            and not given["target"].is_floating_point() and len(given["shape"]) == 2
+            _is_of_two(name, given) or (name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
+            and not given["target"].is_floating_point() and len(given["shape"]) == 2)
         )
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]

@@ -252,8 +252,11 @@ def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch:
     calls = [one for one in run.of(LossCall) if one.step == walk.step]
     # A likelihood has a target for each of the rows, or of some, and what it gets is no log-probability along them.
     taken = dims == 2 and any(
-        one.function == "nll_loss" and len(one.target_shape) == 1 and one.target_shape[0] <= size  # a mask takes some
-        and one.log_normalised is False for one in calls
+        one.function == "nll_loss"
+        and len(one.target_shape) == 1
+        and one.target_shape[0] <= size  # a mask takes some
+        and one.log_normalised is False
+        for one in calls
     )
     if dim != 0 or dims < 2 or not (is_batch or taken) or size < 2:
         return False
