@@ -2,7 +2,7 @@
 # For a GPU, build on an image that has torch for it: docker build --build-arg BASE=pytorch/pytorch:2.13.0-cuda12.8-cudnn9-runtime .
 ARG BASE=python:3.11-slim
 FROM ${BASE}
-COPY pyproject.toml README.md LICENSE constraints.txt /source/
+COPY pyproject.toml README.md LICENSE /source/
 COPY src /source/src
 # torch comes from the index of CPU builds, unless the base image has one.
 RUN python -c "import torch" 2>/dev/null \

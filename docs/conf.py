@@ -12,7 +12,13 @@ author = "anybatch contributors"
 copyright = author
 release = version = anybatch.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -25,9 +31,13 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes that are properties too are described once
 
 html_theme = "furo"
-pygments_dark_style = "github-dark"  # the default underlines the names of modules, as if they were links
+pygments_dark_style = (
+    "github-dark"  # the default underlines the names of modules, as if they were links
+)
 html_title = f"anybatch {release}"
-html_baseurl = os.environ.get("DOCS_URL", "")  # where the folder of this version is served, for links from elsewhere
+html_baseurl = os.environ.get(
+    "DOCS_URL", ""
+)  # where the folder of this version is served, for links from elsewhere
 html_static_path = ["static"]
 html_css_files = ["anybatch.css"]
 html_favicon = "static/favicon.svg"
@@ -48,12 +58,16 @@ DESCRIPTION = (
 _LITERAL = re.compile(r"(``.*?``)")
 
 
-def _keep_bars(app: Any, what: str, name: str, object_: Any, options: Any, lines: list[str]) -> None:
+def _keep_bars(
+    app: Any, what: str, name: str, object_: Any, options: Any, lines: list[str]
+) -> None:
     """Bars in a docstring are norms, as in |G|^2, and no substitutions of reStructuredText."""
     for number, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = _LITERAL.split(line)
-            lines[number] = "".join(part if part.startswith("``") else part.replace("|", r"\|") for part in parts)
+            lines[number] = "".join(
+                part if part.startswith("``") else part.replace("|", r"\|") for part in parts
+            )
 
 
 def _add_card(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
@@ -68,8 +82,12 @@ def _add_card(app: Any, page: str, template: str, context: dict[str, Any], doctr
         "og:image:alt": "anybatch: train any batch in any memory, and know why it does not learn",
         "twitter:card": "summary_large_image",
     }
-    tags = "".join(f'<meta property="{name}" content="{escape(text)}">' for name, text in facts.items() if text)
-    context["metatags"] = f'{context.get("metatags", "")}<meta name="description" content="{DESCRIPTION}">{tags}'
+    tags = "".join(
+        f'<meta property="{name}" content="{escape(text)}">' for name, text in facts.items() if text
+    )
+    context["metatags"] = (
+        f'{context.get("metatags", "")}<meta name="description" content="{DESCRIPTION}">{tags}'
+    )
 
 
 def setup(app: Any) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reference import torch_random
+
 
 class OutOfMemoryAt(TorchDispatchMode):
     """Raises ``torch.OutOfMemoryError`` in place of one operation, counted from 1, and lets all others through.
@@ -152,7 +154,7 @@ def random_facts() -> dict[str, Any]:
     state: Any = np.random.get_state()
     name, keys, *rest = state
     return {
-        "random torch": torch.get_rng_state(),
+        "random torch": torch.cat(torch_random()),
         "random python": random.getstate(),
         "random numpy": (name, keys.tobytes(), *rest),
     }

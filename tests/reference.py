@@ -155,10 +155,23 @@ def assert_exact_at_every_size(
     clear(wanted)
 
 
+def torch_random() -> list[torch.Tensor]:
+    """The states of torch's generators: of the host, and of the default device if that is another."""
+    device = torch.empty(0).device
+    return [torch.get_rng_state(), *([] if device.type == "cpu" else [getattr(torch, device.type).get_rng_state()])]
+
+
+def set_torch_random(states: Sequence[torch.Tensor]) -> None:
+    """Puts back what ``torch_random`` gave."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        getattr(torch, torch.empty(0).device.type).set_rng_state(state)
+
+
 def random_state() -> tuple[Any, ...]:
     """The state of torch's, Python's and numpy's generators, comparable with ``==``."""
     name, keys, *rest = np.random.get_state()
-    return tuple(torch.get_rng_state().tolist()), random.getstate(), (name, tuple(map(int, keys)), *rest)
+    return frozen(torch_random()), random.getstate(), (name, tuple(map(int, keys)), *rest)
 
 
 def frozen(value: Any) -> Any:

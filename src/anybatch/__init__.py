@@ -1,4 +1,4 @@
-"""Trains any batch in any memory, with the gradient that the whole batch would have given.
+"""Exact gradient accumulation within a memory budget, and a doctor that says why a model does not learn.
 
 The public names are loaded on first use (PEP 562), so that ``import anybatch`` and the command line's help import no
 torch.

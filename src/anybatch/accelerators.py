@@ -100,7 +100,16 @@ class TakenBlock(NamedTuple):
     is_used: bool  # whether a tensor lies there, or did so until work that was asked for is done
 
 
-def segments_of(device: torch.device) -> list[tuple[bool, int, list[TakenBlock]]] | None:
+class TakenSegment(NamedTuple):
+    """Bytes that an allocator has from its device in one piece; of an expandable segment, pages without a gap."""
+
+    is_small: bool  # whether it is for blocks of at most 1 MiB
+    stream: int  # whose blocks it holds
+    is_expandable: bool  # whether it may grow
+    blocks: list[TakenBlock]  # in order
+
+
+def segments_of(device: torch.device) -> list[TakenSegment] | None:
     """What the allocator of a device holds; ``None`` where its module does not tell."""
     tells = getattr(module_of(device), "memory_snapshot", None)
     if tells is None:
@@ -111,7 +120,8 @@ def segments_of(device: torch.device) -> list[tuple[bool, int, list[TakenBlock]]
         for block in segment["blocks"]:
             blocks.append(TakenBlock(address, int(block["size"]), block["state"] != "inactive"))
             address += blocks[-1].size
-        found.append((segment["segment_type"] == "small", int(segment["stream"]), blocks))
+        is_small, grows = segment["segment_type"] == "small", bool(segment.get("is_expandable"))
+        found.append(TakenSegment(is_small, int(segment["stream"]), grows, blocks))
     return found
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import anybatch
 from accelerator import sim
-from anybatch.accelerators import release_cache
-from anybatch.memory.allocator import CachingAllocator
+from anybatch.accelerators import release_cache, segments_of
+from anybatch.memory.allocator import CachingAllocator, Segment
 from anybatch.records.plans import PlanRow
 
 MIB = 2**20
@@ -218,6 +218,7 @@ def test_the_model_of_the_allocator_reserves_what_the_device_does_to_the_byte(
 ) -> None:
     limit = None if seed % 2 else 96 * MIB
     device.set_limit(1, limit or 0)
+    device.set_share(1, limit or 0)  # which is looked at before pages are, so that the stricter of both decides
     device.set_expandable(expandable)
     device.empty_cache()
     device.reset_peak(1)
@@ -244,6 +245,45 @@ def test_the_model_of_the_allocator_reserves_what_the_device_does_to_the_byte(
         model.peak_allocated, model.peak_reserved
     )  # fmt: skip
     held.clear()
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_model_goes_on_from_what_the_device_holds(device: Any, seed: int, expandable: bool) -> None:
+    device.set_expandable(expandable)
+    device.empty_cache()
+    draws, held = random.Random(seed), dict[int, torch.Tensor]()
+
+    def taken() -> int:
+        return int(2 ** draws.uniform(2, draws.choice((12, 20, 24))))
+
+    for number in range(60):
+        held[number] = torch.empty(taken(), dtype=torch.uint8, device="sim:1")
+    for number in draws.sample(sorted(held), 40):
+        del held[number]
+    device.empty_cache()
+    found = segments_of(torch.device("sim", 1))
+    assert found is not None
+    assert all(one.is_expandable is expandable for one in found)
+    model = CachingAllocator(expandable=expandable)
+    model.adopt(
+        Segment(one.is_small, one.stream, tuple((b.size, b.is_used) for b in one.blocks), one.blocks[0].address)
+        for one in found
+    )
+    new: dict[int, torch.Tensor] = {}
+    for number in range(200):
+        stats = device.stats(1)
+        assert (stats["allocated"], stats["reserved"]) == (model.allocated, model.reserved)
+        if new and draws.random() < 0.45:
+            name = draws.choice(sorted(new))
+            del new[name]
+            model.free(name)
+        else:
+            size = taken()
+            new[number] = torch.empty(size, dtype=torch.uint8, device="sim:1")
+            model.allocate(number, size)
+    held.clear()
+    new.clear()
 
 
 def plan_of(samples: int, batch: int, **changes: Any) -> anybatch.Plan:
@@ -421,10 +461,13 @@ def autoencoder() -> nn.Module:
     return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
 
 
-@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+@pytest.mark.parametrize(("share", "expandable"), [(0.45, False), (0.6, False), (0.8, False), (0.5, True)])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_allocator_refuses_nothing_under_a_plan(device: Any, share: float, optimizer: Any) -> None:
+def test_the_allocator_refuses_nothing_under_a_plan(
+    device: Any, share: float, optimizer: Any, expandable: bool
+) -> None:
     device.set_idle(True)  # only memory is looked at
+    device.set_expandable(expandable)
     torch.manual_seed(0)
     model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
     gc.collect()
@@ -494,3 +537,35 @@ def test_what_else_lies_on_the_device_is_not_taken_from_the_budget(device: Any) 
     assert out.plan.reserved_bytes <= budget
     assert device.stats(0)["refusals"] == refused
     assert len(others) == 40 * MIB
+
+
+@pytest.fixture
+def _as_default(device: Any) -> Iterator[None]:
+    torch.set_default_device("sim")
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_as_default")
+def test_what_a_loss_makes_lies_on_the_default_device_and_has_the_default_precision(device: Any) -> None:
+    def noisy(model: Any, batch: Any) -> Any:
+        weights = torch.ones(4) + 0.1 * torch.arange(4)
+        assert (weights.device.type, weights.dtype) == ("sim", torch.float64)
+        noise = torch.rand(len(batch["x"]), 1)
+        return F.cross_entropy(model(batch["x"] + 0.1 * noise), batch["y"], weight=weights, reduction="none").mean()
+
+    model, batch = mlp().to("sim"), {name: one.to("sim") for name, one in batch_of(12).items()}
+    certificate = anybatch.check(model, noisy, batch, micro_batch_size=4)
+    assert certificate.exact, certificate
+    out = anybatch.backward(model, noisy, batch, micro_batch_size=4)
+    assert out.micro_batches == 3
+    assert "the same gradient, by comparison" in str(out.proof)
+    blocks = Blocks().to("sim")
+    step = anybatch.TrainStep(
+        blocks, noisy, torch.optim.SGD(blocks.parameters(), lr=0.1), plan=plan_of(12, 4, offload=("blocks.1",))
+    )
+    assert step(batch).micro_batches == 3
+    with pytest.raises(anybatch.DoesNotFit):
+        anybatch.plan(blocks, noisy, batch, memory=MIB)

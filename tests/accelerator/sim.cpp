@@ -17,6 +17,8 @@
 #define SIM_HAS_DEVICE_ALLOCATOR 1
 #endif
 
+#include <sys/mman.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -28,6 +30,7 @@ namespace {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
+constexpr size_t kSpace = size_t(3200) * (20 << 20);  // addresses of an expandable segment, far more than there are bytes
 constexpr size_t kRound = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kLargeSegment = 20 << 20,
                  kLarge = 10 << 20, kRoundLarge = 2 << 20;
 
@@ -46,15 +49,20 @@ struct Block;
 struct BySize {
   bool operator()(const Block* a, const Block* b) const;
 };
+struct ByStart {
+  bool operator()(const Block* a, const Block* b) const;
+};
 struct Pool {
   std::set<Block*, BySize> free;
+  std::set<Block*, ByStart> unmapped;  // addresses of expandable segments without memory
 };
 struct Block {
   int device;
   char* start;
   size_t size;
   size_t asked = 0;
-  bool used = false, small = false;
+  bool used = false, small = false, mapped = true;
+  char* base = nullptr;  // of the segment, if it is expandable
   c10::StreamId stream = 0;
   Pool* pool = nullptr;
   Block *before = nullptr, *after = nullptr;  // neighbours in the same segment
@@ -62,6 +70,8 @@ struct Block {
 bool BySize::operator()(const Block* a, const Block* b) const {
   return a->size != b->size ? a->size < b->size : a->start < b->start;
 }
+
+bool ByStart::operator()(const Block* a, const Block* b) const { return a->start < b->start; }
 
 struct Device {
   std::map<c10::StreamId, std::pair<Pool, Pool>> pools;  // of small blocks and of large ones: a stream has its own
@@ -139,7 +149,7 @@ class SimAllocator final
     bool used;
   };
   struct Segment {
-    bool small;
+    bool small, expandable;
     int64_t stream, address;
     std::vector<Piece> blocks;
   };
@@ -147,9 +157,13 @@ class SimAllocator final
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Segment> found;
     for (const Block* first : segments_[index]) {
-      Segment segment{first->small, first->stream, reinterpret_cast<int64_t>(first->start), {}};
-      for (const Block* one = first; one; one = one->after) segment.blocks.push_back({one->size, one->used});
-      found.push_back(segment);
+      bool goes_on = false;  // each range that has memory counts as a segment
+      for (const Block* one = first; one; goes_on = one->mapped, one = one->after) {
+        if (!one->mapped) continue;
+        if (!goes_on)
+          found.push_back({one->small, one->base != nullptr, one->stream, reinterpret_cast<int64_t>(one->start), {}});
+        found.back().blocks.push_back({one->size, one->used});
+      }
     }
     return found;
   }
@@ -204,45 +218,131 @@ class SimAllocator final
     Block wanted{0, nullptr, size};
     auto found = pool.free.lower_bound(&wanted);
     if (found == pool.free.end()) return nullptr;
+    auto growable = [](const Block* one) {
+      return one->size + (one->after && !one->after->mapped ? one->after->size : 0);
+    };
+    for (auto next = std::next(found); expandable_ && (*found)->base && next != pool.free.end(); ++next) {
+      if (growable(*next) >= growable(*found)) break;
+      found = next;
+    }
     Block* block = *found;
     pool.free.erase(found);
     return block;
   }
 
   Block* grow(Device& device, int index, Pool& pool, size_t size) {
-    size_t segment = size <= kSmall ? kSmallSegment
-                     : size < kLarge ? kLargeSegment
-                                     : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
-    if (expandable_) segment = size;  // segments that grow by pages: no more is reserved than is used
-    const size_t limit = !device.limit || (device.share && device.share < device.limit) ? device.share : device.limit;
-    if (limit && device.reserved + segment > limit) {
-      give_back(device);
-      device.flushes += 1;
-      if (device.reserved + segment > limit) return nullptr;
+    const size_t segment = size <= kSmall ? kSmallSegment
+                           : size < kLarge ? kLargeSegment
+                                           : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
+    for (bool again : {false, true}) {
+      if (again) {
+        give_back(device);
+        device.flushes += 1;
+      }
+      if (device.share && device.reserved + segment > device.share) continue;
+      Block* block = expandable_ ? extend(device, index, pool, size) : fresh(device, index, pool, size, segment);
+      if (block != nullptr) return block;
     }
-    auto* block = new Block{index, static_cast<char*>(std::aligned_alloc(64, (segment + 63) / 64 * 64)), segment};
+    return nullptr;
+  }
+
+  Block* fresh(Device& device, int index, Pool& pool, size_t size, size_t segment) {
+    if (device.limit && device.reserved + segment > device.limit) return nullptr;
+    auto* start = static_cast<char*>(std::aligned_alloc(64, (segment + 63) / 64 * 64));
+    reserve(device, segment);
+    return segment_of(index, pool, size, start, segment);
+  }
+
+  Block* segment_of(int index, Pool& pool, size_t size, char* start, size_t bytes) {
+    auto* block = new Block{index, start, bytes};
     block->pool = &pool;
     block->small = size <= kSmall;
     block->stream = current_stream[index];
     segments_[index].insert(block);
-    device.reserved += segment;
-    device.peak_reserved = std::max(device.peak_reserved, device.reserved);
     return block;
+  }
+
+  void reserve(Device& device, size_t bytes) {
+    device.reserved += bytes;
+    device.peak_reserved = std::max(device.peak_reserved, device.reserved);
+  }
+
+  // Expandable segments: addresses of which pages have memory, 2 MiB each for small blocks and 20 MiB for large ones.
+
+  Block* extend(Device& device, int index, Pool& pool, size_t size) {
+    Block* block = room(index, pool, size);
+    if (!block->mapped && !(block = map(device, block, std::min(block->size, size)))) return nullptr;
+    while (block->size < size) {
+      block = map(device, block->after, std::min(block->after->size, size - block->size));
+      if (block == nullptr) return nullptr;
+    }
+    pool.free.erase(block);
+    return block;
+  }
+
+  // The first of free blocks, one after the other, that have addresses enough.
+  Block* room(int index, Pool& pool, size_t size) {
+    for (Block* one : pool.unmapped) {
+      Block* first = one->before && !one->before->used ? one->before : one;
+      size_t bytes = 0;
+      for (Block* next = first; bytes < size && next && !next->used; next = next->after) bytes += next->size;
+      if (bytes >= size) return first;
+    }
+    void* space = mmap(nullptr, kSpace, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(space != MAP_FAILED, "no addresses for an expandable segment");
+    Block* block = segment_of(index, pool, size, static_cast<char*>(space), kSpace);
+    block->base = block->start;
+    block->mapped = false;
+    pool.unmapped.insert(block);
+    return block;
+  }
+
+  static size_t page_of(const Block* block) { return block->small ? kSmallSegment : kLargeSegment; }
+
+  Block* map(Device& device, Block* block, size_t size) {
+    const size_t page = page_of(block), bytes = (size + page - 1) / page * page;
+    if (device.limit && device.reserved + bytes > device.limit) return nullptr;
+    block->pool->unmapped.erase(block);
+    if (bytes < block->size) block->pool->unmapped.insert(cut(block, bytes));
+    block->mapped = true;
+    reserve(device, bytes);
+    return join(block);
+  }
+
+  void unmap(Device& device, Block* block) {
+    const size_t page = page_of(block), start = block->start - block->base;
+    const size_t begin = (start + page - 1) / page * page, end = (start + block->size) / page * page;
+    if (begin >= end) return;
+    Pool& pool = *block->pool;
+    pool.free.erase(block);
+    if (begin > start) {
+      Block* whole = cut(block, begin - start);
+      pool.free.insert(block);
+      block = whole;
+    }
+    if (end - begin < block->size) pool.free.insert(cut(block, end - begin));
+    madvise(block->start, block->size, MADV_DONTNEED);
+    device.reserved -= block->size;
+    block->mapped = false;
+    join(block);
   }
 
   void split(Block* block, size_t size) {
     const size_t rest = block->size - size;
-    if (block->small ? rest < kRound : rest <= kSmall) return;
-    auto* other = new Block{block->device, block->start + size, rest};
-    other->pool = block->pool;
-    other->small = block->small;
-    other->stream = block->stream;
+    if (block->small || expandable_ ? rest < kRound : rest <= kSmall) return;
+    block->pool->free.insert(cut(block, size));
+  }
+
+  Block* cut(Block* block, size_t size) {  // the rest of a block beyond some bytes
+    auto* other = new Block(*block);
+    other->start += size;
+    other->size -= size;
+    other->used = false;
     other->before = block;
-    other->after = block->after;
     if (other->after) other->after->before = other;
     block->after = other;
     block->size = size;
-    block->pool->free.insert(other);
+    return other;
   }
 
   void put_back(Block* block) {
@@ -251,22 +351,27 @@ class SimAllocator final
     block->used = false;
     device.allocated -= block->size;
     device.asked -= block->asked;
-    if (block->after && !block->after->used) merge(block, block->after);
-    if (block->before && !block->before->used) {
+    join(block);
+  }
+
+  Block* join(Block* block) {  // with neighbours that are free, too
+    auto joins = [&](const Block* one) { return one && !one->used && one->mapped == block->mapped; };
+    auto take_out = [](Block* one) { one->mapped ? one->pool->free.erase(one) : one->pool->unmapped.erase(one); };
+    if (joins(block->after)) {
+      take_out(block->after);
+      merge(block, block->after);
+    }
+    if (joins(block->before)) {
       Block* first = block->before;
-      block->pool->free.erase(first);
-      first->size += block->size;
-      first->after = block->after;
-      if (first->after) first->after->before = first;
-      delete block;
+      take_out(first);
+      merge(first, block);
       block = first;
     }
-    block->pool->free.insert(block);
-    if (expandable_) give_back(device);
+    block->mapped ? (void)block->pool->free.insert(block) : (void)block->pool->unmapped.insert(block);
+    return block;
   }
 
   void merge(Block* block, Block* next) {
-    next->pool->free.erase(next);
     block->size += next->size;
     block->after = next->after;
     if (block->after) block->after->before = block;
@@ -275,17 +380,16 @@ class SimAllocator final
 
   void give_back(Device& device) {
     for (auto& [stream, pools] : device.pools) for (Pool* pool : {&pools.first, &pools.second}) {
-      for (auto entry = pool->free.begin(); entry != pool->free.end();) {
-        Block* block = *entry;
-        if (block->before || block->after) {
-          ++entry;
-          continue;
+      for (Block* block : std::vector<Block*>(pool->free.begin(), pool->free.end())) {
+        if (block->base) {
+          unmap(device, block);
+        } else if (!block->before && !block->after) {
+          device.reserved -= block->size;
+          pool->free.erase(block);
+          segments_[block->device].erase(block);
+          std::free(block->start);
+          delete block;
         }
-        device.reserved -= block->size;
-        segments_[block->device].erase(block);
-        std::free(block->start);
-        delete block;
-        entry = pool->free.erase(entry);
       }
     }
   }
@@ -450,8 +554,9 @@ struct SimHooks final : at::PrivateUse1HooksInterface {
 // ------------------------------------------------------------------------------------------------------------ kernels
 
 at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
-                               std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>,
+                               std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool> pin,
                                std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "Cannot pin 'sim' memory, only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(),
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -898,11 +1003,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_limit", [](int index, size_t limit) { allocator().set_limit(index, limit); });
   m.def("set_share", [](int index, size_t share) { allocator().set_share(index, share); });
   m.def("snapshot", [](int index) {
-    std::vector<std::tuple<bool, int64_t, int64_t, std::vector<std::pair<size_t, bool>>>> found;
+    std::vector<std::tuple<bool, bool, int64_t, int64_t, std::vector<std::pair<size_t, bool>>>> found;
     for (const auto& segment : allocator().snapshot(index)) {
       std::vector<std::pair<size_t, bool>> blocks;
       for (const auto& one : segment.blocks) blocks.emplace_back(one.size, one.used);
-      found.emplace_back(segment.small, segment.stream, segment.address, blocks);
+      found.emplace_back(segment.small, segment.expandable, segment.stream, segment.address, blocks);
     }
     return found;
   });

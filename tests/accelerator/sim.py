@@ -92,6 +92,7 @@ def _module(own: Any) -> types.ModuleType:
         "memory_snapshot": lambda: [one for index in range(own.device_count()) for one in _segments(own, index)],
         "set_per_process_memory_fraction": lambda share, device=None: _set_share(own, index_of(device), share),
         "empty_cache": own.empty_cache,
+        "_initialized": True,  # without which torch.utils.checkpoint replays no draws of the device
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         **_draws(own, index_of),
@@ -106,10 +107,10 @@ def _segments(own: Any, index: int) -> list[dict[str, Any]]:
     return [
         {
             "device": index, "stream": stream, "segment_type": "small" if is_small else "large",
-            "address": address, "total_size": sum(size for size, _ in blocks),
+            "is_expandable": is_expandable, "address": address, "total_size": sum(size for size, _ in blocks),
             "blocks": [{"size": size, "state": "active_allocated" if used else "inactive"} for size, used in blocks],
         }
-        for is_small, stream, address, blocks in own.snapshot(index)
+        for is_small, is_expandable, stream, address, blocks in own.snapshot(index)
     ]  # fmt: skip
 
 

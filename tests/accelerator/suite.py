@@ -19,14 +19,11 @@ FILES = (
 
 WHY = {
     "recurrent]": "packed sequences want their lengths on the host, where these tests do not make them",
-    "test_an_exception_leaves": "they put back the random state of the host alone, and dropout draws on the device",
     "autocast": "what they are compared with runs under autocast of the host",
     "test_boundary.py::test_everything_happens_once_and": "they count torch.autograd.backward, which torch calls once "
     "more where there is a default device",
     "test_a_retry_does_nothing_of_the_boundary_twice": "they count torch.autograd.backward, which torch calls once "
     "more where there is a default device",
-    "test_the_loss_of_each_micro_batch_is_another_loss": "a proof runs the loss without a default device",
-    "test_check_sees_an_encode": "a proof runs the loss without a default device",
 }
 """Parts of names of tests, and why these are not run."""
 

@@ -40,8 +40,12 @@ class Columns(NamedTuple):
     def of(cls, outcomes: Sequence[Outcome], name: str) -> "Columns":
         """The columns of runs in which one loss was the only one that counted."""
         counts = [outcome.counts[name] for outcome in outcomes if name in outcome.counts]
-        factors = torch.tensor([outcome.counts.get(name, 1.0) for outcome in outcomes], dtype=torch.float64)
-        values = torch.tensor([outcome.losses.get(name, 0.0) for outcome in outcomes], dtype=torch.float64)
+        factors = torch.tensor(
+            [outcome.counts.get(name, 1.0) for outcome in outcomes], dtype=torch.float64, device="cpu"
+        )
+        values = torch.tensor(
+            [outcome.losses.get(name, 0.0) for outcome in outcomes], dtype=torch.float64, device="cpu"
+        )
         return cls(values * factors, torch.stack([outcome.sketch() for outcome in outcomes], 1) * factors, counts)
 
     def chosen(self, which: torch.Tensor) -> "Columns":
@@ -56,7 +60,7 @@ class Columns(NamedTuple):
     @property
     def norms(self) -> torch.Tensor:
         """The norm of each gradient."""
-        return torch.tensor([norm_of(column) for column in self.gradients.T], dtype=torch.float64)
+        return torch.tensor([norm_of(column) for column in self.gradients.T], dtype=torch.float64, device="cpu")
 
 
 class Pieces(NamedTuple):
@@ -90,7 +94,7 @@ class Pieces(NamedTuple):
         Returns:
             The larger of the relative differences of the value and of the gradient; infinite if it is not finite.
         """
-        factors = torch.tensor(weights, dtype=torch.float64)
+        factors = torch.tensor(weights, dtype=torch.float64, device="cpu")
         used, factors = self.splits[split].chosen(factors != 0), factors[factors != 0]
         if not used.is_finite:
             return float("inf")
@@ -310,7 +314,7 @@ class Averages:
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)
         found: dict[str, tuple[str, str, str]] = {}
         for owner, own in owners.items():
-            one = pieces.narrowed(torch.isin(self._owners, torch.tensor(own)))
+            one = pieces.narrowed(torch.isin(self._owners, torch.tensor(own, device="cpu")))
             if not norm_of(one.whole.gradients):
                 continue
             if fitting := self._of_shares(one, self._candidates):

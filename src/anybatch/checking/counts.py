@@ -213,7 +213,7 @@ def apart(one: Candidate, other: Candidate, samples: Sequence[Any]) -> int:
     """
     shares = []
     for candidate in (one, other):
-        numbers = torch.tensor([candidate.number(sample, 1) for sample in samples], dtype=torch.float64)
+        numbers = torch.tensor([candidate.number(sample, 1) for sample in samples], dtype=torch.float64, device="cpu")
         shares.append((numbers / numbers.sum()).cumsum(0)[:-1])
     difference = (shares[0] - shares[1]).abs().nan_to_num(0.0)
     return int(difference.argmax()) + 1 if difference.numel() and float(difference.max()) >= 1e-9 else 0

@@ -83,7 +83,7 @@ def cuts_inside(
     yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
     generator = torch.Generator().manual_seed(0)
     for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
-        drawn = torch.randperm(len(units), generator=generator)[:wanted].tolist()
+        drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
@@ -156,9 +156,9 @@ class _Kinds:
 
     def __init__(self, columns: torch.Tensor, units: Units) -> None:
         longest = max(map(len, units))
-        rows = torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units])
+        rows = torch.tensor([unit + unit[:1] * (longest - len(unit)) for unit in units], device="cpu")
         held = columns[:, rows]  # [kinds, units, longest]
-        sizes = torch.tensor([[float(len(unit)) for unit in units]], dtype=torch.float64)
+        sizes = torch.tensor([[float(len(unit)) for unit in units]], dtype=torch.float64, device="cpu")
         self._largest = torch.cat([held.amax(2), sizes])
         means = [columns[:, unit].mean(1) for unit in units] if longest > 1 else []
         self._means = torch.cat([torch.stack(means, 1), sizes]) if means else self._largest
@@ -166,7 +166,7 @@ class _Kinds:
         self._varies = spread[:, 0] > 0
         self._rank = ((self._means - self._means.amin(1, keepdim=True)) / spread)[self._varies].mean(0).nan_to_num() / 3
         self.common = (held[:, :, None, :, None] == held[:, None, :, None, :]).flatten(3).any(3)
-        self.common &= ~torch.eye(len(units), dtype=torch.bool)
+        self.common &= ~torch.eye(len(units), dtype=torch.bool, device="cpu")
         self.common &= (columns != columns[:, :1]).any(1)[:, None, None]
 
     def in_both(self, chosen: Choice) -> torch.Tensor:
@@ -228,7 +228,7 @@ def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.T
         rows = min(splittable.layouts[batch].rows, among)
         nodes = [node for node in splittable.nodes(batch) if isinstance(node, Rows)]
         found = [column for node in nodes for column in _of_leaf(node.value, rows)]
-    return torch.tensor([[0.0] * rows, *found], dtype=torch.float64)
+    return torch.tensor([[0.0] * rows, *found], dtype=torch.float64, device="cpu")
 
 
 def _of_leaf(value: Any, rows: int) -> list[list[float]]:
@@ -240,7 +240,7 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
     if not isinstance(value, torch.Tensor):
         if rows_of(value) is None or getattr(value, "dtype", None) is None or value.dtype.kind not in "biuf":
             return []
-        value = torch.as_tensor(value[:rows])
+        value = torch.as_tensor(value[:rows], device="cpu")
     if value.layout is not torch.strided or value.is_meta or not value.numel():
         return []
     flat = value.detach()[:rows].reshape(rows, -1)
@@ -248,7 +248,7 @@ def _of_leaf(value: Any, rows: int) -> list[list[float]]:
         return []
     if flat.is_floating_point():
         numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
-        along = torch.arange(numbers.shape[1], dtype=torch.float64)
+        along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
         return [
             flat.count_nonzero(1).tolist(),
             numbers.sum(1).tolist(),

@@ -351,7 +351,9 @@ class Examination(Case):
         generator = torch.Generator().manual_seed(0)
         try:
             for parameter in self.rig.parameters:
-                signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+                signs = (
+                    torch.randint(0, 2, parameter.shape, generator=generator, device="cpu").to(parameter.device) * 2 - 1
+                )
                 parameter.data = parameter.data + parameter.data * (signs * (2 * unit)).to(parameter.dtype)
             moved = self.rig.run()
         finally:

@@ -43,7 +43,7 @@ def _less(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor 
 
 def sketched(gradient: torch.Tensor | None, size: int) -> torch.Tensor:
     """What is kept of a gradient of so many entries, in float64 on the CPU; 0 where there is none."""
-    kept = torch.zeros(length_of(size)) if gradient is None else _sketch_of(gradient)
+    kept = torch.zeros(length_of(size), device="cpu") if gradient is None else _sketch_of(gradient)
     return kept.to("cpu", torch.float64)
 
 

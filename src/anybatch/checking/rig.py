@@ -77,12 +77,12 @@ class Outcome:
     def sketch(self) -> torch.Tensor:
         """What is kept of the gradient, always of the same entries; 0 where there is none."""
         found = [sketched(gradient, size) for gradient, size in zip(self.gradients, self.sizes, strict=True)]
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
+        return torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *found])
 
     def owners(self) -> torch.Tensor:
         """The position of the parameter that each of these numbers is of."""
-        lengths = torch.tensor(list(map(length_of, self.sizes)), dtype=torch.int64)
-        return torch.arange(len(lengths)).repeat_interleave(lengths)
+        lengths = torch.tensor(list(map(length_of, self.sizes)), dtype=torch.int64, device="cpu")
+        return torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
 
 
 class Rig:
@@ -398,7 +398,7 @@ def _filled(loss_fn: LossFunction) -> LossFunction:
         result = loss_fn(model, batch)
         if isinstance(result, Mapping):
             result = {name: loss for name, loss in result.items() if not is_nothing(loss)}
-        return torch.zeros((), requires_grad=True) if is_nothing(result) else result
+        return torch.zeros((), requires_grad=True, device="cpu") if is_nothing(result) else result
 
     return _in_place_of(loss_fn, evaluate)
 

@@ -63,7 +63,7 @@ class Numbers:
             return torch.full((), _PLACE, device=like.device)
         total = torch.zeros((), device=like.device)
         for dim, size in enumerate(shape):
-            steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64).add_(1)
+            steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64, device="cpu").add_(1)
             steps = (steps * _STEPS[dim % len(_STEPS)]).frac_().to(like.device, torch.float32)
             total = total + steps.view(-1, *[1] * (len(shape) - dim - 1))
         return total.frac_().clamp_(1e-6, 1 - 1e-6)

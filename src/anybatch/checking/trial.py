@@ -25,7 +25,7 @@ from anybatch.memory.meter import LiveBytes, Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
-from anybatch.tensors.dispatch import unwatched
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.precision import LOW_PRECISION
@@ -215,7 +215,7 @@ class Trial:
                 self._reducer.listen()
             found = [] if outside is None else [leaf for leaf, _ in outside.found]
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
-            with unwatched():
+            with without_modes():
                 losses = values_of(sums) if sums.shared is None else dict(sums.shared.losses)
                 return Ran(Sketch(leaves), leaves, losses, *self._moved())
 
@@ -277,8 +277,11 @@ class Trial:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing."""
-    with unobserved(), warnings.catch_warnings(), unwatched(), torch.enable_grad():
+    """What is on during a proof: nothing is compiled for it, no mode and no doctor sees it, and it warns of nothing.
+
+    The default device stays, since the loss may make tensors there.
+    """
+    with unobserved(), warnings.catch_warnings(), without_modes(), torch.enable_grad():
         warnings.simplefilter("ignore")
         yield
 

@@ -167,6 +167,9 @@ def _difference(whole: Print, part: Print, rows: int, recording: Recording) -> f
     if whole.shape[dim] % rows or part.shape[dim] != times * recording.rows:
         return math.nan
     values, norms = whole.along[dim]
-    scale, chosen = max(float(norms.max()), torch.finfo(torch.float64).tiny), torch.tensor(list(recording.samples))
+    scale, chosen = (
+        max(float(norms.max()), torch.finfo(torch.float64).tiny),
+        torch.tensor(list(recording.samples), device="cpu"),
+    )
     orders = values.view(rows, times)[chosen].flatten(), values.view(times, rows)[:, chosen].flatten()
     return min(float((part.along[dim][0] - order).abs().max()) for order in orders) / scale

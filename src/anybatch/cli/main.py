@@ -101,4 +101,4 @@ def _without_output(error: OSError) -> int:
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, prog_name="anybatch")
 def main() -> None:
-    """Train any batch in any memory, with the gradient the whole batch would have given."""
+    """Exact gradient accumulation within a memory budget, and a doctor for training runs."""

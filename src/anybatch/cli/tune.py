@@ -156,8 +156,10 @@ def _rates(tuned: BatchAdvice, console: Console) -> None:
         print_words(console, "No learning rate lowered the loss within a few updates from here.")
         return
     best, most = max(falls, key=lambda factor: falls[factor]), max(falls)
+    highest = max(factor for factor, _ in tuned.rated)
+    further = "no higher one was tried" if most == highest else f"it still fell at {tuned.rate * most:.3g}"
     print_words(
         console,
-        "Tried for a few updates with your batch, from where the run was: the loss fell furthest at a learning rate of "
-        f"{tuned.rate * best:.3g}, and it still fell at {tuned.rate * most:.3g}; yours is {tuned.rate:g}.",
+        "Learning rates tried for a few updates with your batch, from where the run was: the loss fell furthest at "
+        f"{tuned.rate * best:.3g}; {further}. Yours is {tuned.rate:g}.",
     )

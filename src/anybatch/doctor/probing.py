@@ -45,6 +45,7 @@ def _of_root(
         ("batch", leaks.mixing),
         ("time", leaks.leaking),
         ("input", ignoring.ignored),
+        ("padding read", ignoring.padding_read),
         ("modes", ignoring.random_in_evaluation),
     ]
     if active:

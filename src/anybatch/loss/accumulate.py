@@ -292,7 +292,7 @@ class Accumulation:
         names = [name or SINGLE] if not isinstance(loss, Mapping) else list(weights.totals)
         if isinstance(loss, Mean) or any(weights.part(each, index) for each in names):
             return checked_loss(loss, name)
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     def _run_pieces(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
         loss_fn: Any = self._loss_fn

@@ -160,7 +160,7 @@ def checked_loss(loss: Any, name: str) -> Any:
         raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")
     if isinstance(loss, Mean):
         if is_nothing(loss):
-            return Mean(torch.zeros(()), loss.count)
+            return Mean(torch.zeros((), device="cpu"), loss.count)
         if not isinstance(loss.total, torch.Tensor):
             raise LossError(
                 f"the total of the {which} is a {type(loss.total).__name__}; expected a tensor that depends on the "

@@ -30,7 +30,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _norm_of(by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]) -> torch.Tensor:
     if not by_kind:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     home, norms = next(iter(by_kind))[0], list[torch.Tensor]()
     for (_, dtype), group in by_kind.items():
         if dtype in (torch.bfloat16, torch.float16):

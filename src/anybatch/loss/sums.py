@@ -213,7 +213,7 @@ def values_of(sums: Sums) -> dict[str, float]:
 def total_of(sums: Sums) -> torch.Tensor:
     """The sum of the values of all losses, without waiting for a device."""
     if sums.shared is not None:
-        return torch.tensor(sum(sums.shared.losses.values()))
+        return torch.tensor(sum(sums.shared.losses.values()), device="cpu")
     found = []
     for term in (term for terms in sums.terms.values() for term in terms):
         value, divisor = term.value.detach() * term.factor, term.divisor
@@ -221,4 +221,4 @@ def total_of(sums: Sums) -> torch.Tensor:
             found.append(torch.where(divisor.to(value.device) == 0, 0.0, value / divisor.to(value.device)))
         elif divisor:
             found.append(value / divisor)
-    return torch.stack([value.to(found[0].device) for value in found]).sum() if found else torch.zeros(())
+    return torch.stack([value.to(found[0].device) for value in found]).sum() if found else torch.zeros((), device="cpu")

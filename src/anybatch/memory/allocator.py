@@ -1,5 +1,6 @@
 """What a caching allocator reserves for allocations that come and go, found without a device."""
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -9,6 +10,7 @@ ROUND = 512
 SMALL = 2**20
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * 2**20, 20 * 2**20
 _LARGE, _ROUND_LARGE = 10 * 2**20, 2 * 2**20
+_ADDRESSES = 2**20 * _LARGE_SEGMENT  # of an expandable segment: more than any device has bytes
 
 
 class Segment(NamedTuple):
@@ -17,21 +19,32 @@ class Segment(NamedTuple):
     is_small: bool  # whether it is for blocks of at most 1 MiB
     stream: int  # whose blocks it holds
     blocks: tuple[tuple[int, bool], ...]  # sizes in order, and whether each is taken
+    address: int = 0  # where it begins, which tells what pages of an expandable segment have memory
 
 
 class _Block:
     """A part of a segment, between two neighbours."""
 
-    __slots__ = ("after", "before", "is_small", "is_used", "size", "start", "stream")
+    __slots__ = ("after", "before", "is_mapped", "is_small", "is_used", "size", "start", "stream")
 
     def __init__(self, start: int, size: int, is_small: bool, stream: int) -> None:
         self.start, self.size, self.is_small, self.stream, self.is_used = start, size, is_small, stream, False
+        self.is_mapped = True  # whether there is memory behind its addresses
         self.before: _Block | None = None
         self.after: _Block | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         return self.size, self.start
+
+    @property
+    def page(self) -> int:
+        return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
+
+    @property
+    def growable(self) -> int:
+        """The size that it has with the addresses behind it that have no memory."""
+        return self.size + (self.after.size if self.after is not None and not self.after.is_mapped else 0)
 
     @property
     def pool(self) -> tuple[bool, int]:
@@ -46,10 +59,13 @@ class CachingAllocator:
     large enough is taken, and what it has too much is split off; what is freed is joined with its free neighbours.
     Segments that are all free go back to the device only when it has no more.
 
+    With ``expandable_segments:True`` the blocks of a kind have one segment of very many addresses, whose pages get
+    memory when it is needed: 2 MiB each for small blocks and 20 MiB for large ones. Then free pages go back.
+
     Args:
-        limit: bytes of the device; ``None`` for as many as are asked for.
-        expandable: whether segments grow by what is needed (``expandable_segments:True``), so that little more is
-            reserved than is allocated.
+        limit: bytes that may be reserved, of the device or as a share of it that was set, whichever is stricter;
+            ``None`` for as many as are asked for.
+        expandable: whether segments are expandable.
 
     Attributes:
         allocated: bytes in blocks that are taken.
@@ -75,25 +91,49 @@ class CachingAllocator:
         self._taken: dict[Hashable, _Block] = {}
         # Keys of free blocks in order, and the blocks by their place: small ones and large ones of each stream.
         self._free: defaultdict[tuple[bool, int], list[tuple[int, int]]] = defaultdict(list)
+        self._unmapped: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # places, in order
         self._at: dict[int, _Block] = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Begins with what an allocator holds; segments that are all free went back to the device."""
-        for segment in segments:
-            last: _Block | None = None
-            for size, is_used in segment.blocks if any(is_used for _, is_used in segment.blocks) else ():
-                block = _Block(self._next, size, segment.is_small, segment.stream)
-                self._next, block.is_used, block.before = self._next + size, is_used, last
-                if last is not None:
-                    last.after = block
-                self.reserved += size
-                self.allocated += size if is_used else 0
-                if not is_used:
-                    self._add(block)
-                last = block
-            self._next += 1
+        """Begins with what an allocator holds; what is free and can go back to the device went back."""
+        last: _Block | None = None
+        end, pool = 0, (False, -1)
+        for segment in sorted(segments, key=lambda one: (one.is_small, one.stream, one.address)):
+            own = segment.is_small, segment.stream
+            if last is None or not self._expandable or own != pool:
+                self._close(last)
+                last = None
+            elif segment.address > end:
+                last = self._append(last, segment.address - end, *own, is_mapped=False)
+            for size, is_used in segment.blocks:
+                last = self._append(last, size, *own, is_used=is_used)
+            end, pool = segment.address + sum(size for size, _ in segment.blocks), own
+        self._close(last)
+        self.release()
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def _close(self, last: _Block | None) -> None:
+        """Ends a segment that was appended to, an expandable one with addresses that have no memory."""
+        if last is not None and self._expandable:
+            self._append(last, _ADDRESSES, *last.pool, is_mapped=False)
+        self._next = -(-(self._next + 1) // _LARGE_SEGMENT) * _LARGE_SEGMENT  # segments are no neighbours
+
+    def _append(
+        self, last: _Block | None, size: int, is_small: bool, stream: int, *, is_used: bool = False,
+        is_mapped: bool = True,
+    ) -> _Block:  # fmt: skip
+        """A block behind the last one of a segment, or the first one of another."""
+        block = _Block(self._next, size, is_small, stream)
+        self._next += size
+        block.is_used, block.is_mapped, block.before = is_used, is_mapped, last
+        if last is not None:
+            last.after = block
+        self._reserve(size if is_mapped else 0)
+        self.allocated += size if is_used else 0
+        if not is_used:
+            self._add(block)
+        return block
 
     def allocate(self, name: Hashable, size: int, stream: int = 0) -> None:
         """Takes a block."""
@@ -102,6 +142,7 @@ class CachingAllocator:
         size = -(-size // ROUND) * ROUND
         is_small = size <= SMALL
         block = self._found(size, (is_small, stream)) or self._grown(size, is_small, stream)
+        self._remove(block)
         self._split(block, size)
         block.is_used = True
         self._taken[name] = block
@@ -115,23 +156,16 @@ class CachingAllocator:
             return
         block.is_used = False
         self.allocated -= block.size
-        if block.after is not None and not block.after.is_used:
-            self._remove(block.after)
-            self._join(block, block.after)
-        if block.before is not None and not block.before.is_used:
-            self._remove(block.before)
-            before = block.before
-            self._join(before, block)
-            block = before
-        self._add(block)
-        if self._expandable:
-            self.release()
+        self._join(block)
 
     def release(self) -> None:
-        """Gives segments that are all free back to the device."""
-        for block in [one for one in self._at.values() if one.before is None and one.after is None]:
-            self._remove(block)
-            self.reserved -= block.size
+        """Gives back to the device what is free: segments of their own, or pages of expandable ones."""
+        for block in [one for one in self._at.values() if one.is_mapped]:
+            if self._expandable:
+                self._unmap(block)
+            elif block.before is None and block.after is None:
+                self._remove(block)
+                self.reserved -= block.size
 
     def _found(self, size: int, pool: tuple[bool, int]) -> _Block | None:
         free = self._free[pool]
@@ -139,51 +173,134 @@ class CachingAllocator:
         if number == len(free):
             return None
         block = self._at[free[number][1]]
-        self._remove(block)
+        for _, start in itertools.islice(free, number + 1, None if self._expandable else number + 1):
+            if self._at[start].growable >= block.growable:
+                break
+            block = self._at[start]
         return block
 
     def _grown(self, size: int, is_small: bool, stream: int) -> _Block:
         segment = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         if size >= _LARGE:
             segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        segment = size if self._expandable else segment
-        if self._limit is not None and self.reserved + segment > self._limit:
-            self.release()
-            self.flushes += 1
-            if self.reserved + segment > self._limit:
-                raise MemoryError(
-                    f"the allocator can't reserve {segment} bytes more for a block of {size}: {self.reserved} of "
-                    f"{self._limit} are reserved, {self.allocated} of them allocated"
-                )
-        block = _Block(self._next, segment, is_small, stream)
-        self._next += segment + 1  # segments are no neighbours
-        self.reserved += segment
+        for is_again in (False, True):
+            if is_again:
+                self.release()
+                self.flushes += 1
+            if not self._has_room(segment):
+                continue
+            if not self._expandable:
+                block = self._append(None, segment, is_small, stream)
+                self._close(None)
+                return block
+            if (extended := self._extended(size, (is_small, stream))) is not None:
+                return extended
+        raise MemoryError(
+            f"the allocator can't reserve {segment} bytes more for a block of {size}: {self.reserved} of "
+            f"{self._limit} are reserved, {self.allocated} of them allocated"
+        )
+
+    def _has_room(self, size: int) -> bool:
+        return self._limit is None or self.reserved + size <= self._limit
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _extended(self, size: int, pool: tuple[bool, int]) -> _Block | None:
+        """A free block of an expandable segment, whose pages get the memory that they lack; ``None`` without room."""
+        block: _Block | None = self._room(size, pool)
+        if block is not None and not block.is_mapped:
+            block = self._map(block, min(block.size, size))
+        while block is not None and block.size < size:
+            after = block.after
+            block = None if after is None else self._map(after, min(after.size, size - block.size))
         return block
+
+    def _room(self, size: int, pool: tuple[bool, int]) -> _Block:
+        """The first of free blocks, one behind the other, that have addresses enough."""
+        for start in self._unmapped[pool]:
+            first = self._at[start]
+            if first.before is not None and not first.before.is_used:
+                first = first.before
+            found, following = first.size, first.after
+            while found < size and following is not None and not following.is_used:
+                found, following = found + following.size, following.after
+            if found >= size:
+                return first
+        block = self._append(None, _ADDRESSES, *pool, is_mapped=False)
+        self._close(None)
+        return block
+
+    def _map(self, block: _Block, size: int) -> _Block | None:
+        size = -(-size // block.page) * block.page
+        if not self._has_room(size):
+            return None
+        self._remove(block)
+        if size < block.size:
+            self._add(self._cut(block, size))
+        block.is_mapped = True
+        self._reserve(size)
+        return self._join(block)
+
+    def _unmap(self, block: _Block) -> None:
+        begin, end = -(-block.start // block.page) * block.page, (block.start + block.size) // block.page * block.page
+        if begin >= end:
+            return
+        self._remove(block)
+        if begin > block.start:
+            whole = self._cut(block, begin - block.start)
+            self._add(block)
+            block = whole
+        if end - begin < block.size:
+            self._add(self._cut(block, end - begin))
+        self.reserved -= block.size
+        block.is_mapped = False
+        self._join(block)
 
     def _split(self, block: _Block, size: int) -> None:
         rest = block.size - size
-        if rest < ROUND if block.is_small else rest <= SMALL:
-            return
-        other = _Block(block.start + size, rest, block.is_small, block.stream)
-        other.before, other.after = block, block.after
+        if rest >= ROUND if block.is_small or self._expandable else rest > SMALL:
+            self._add(self._cut(block, size))
+
+    @staticmethod
+    def _cut(block: _Block, size: int) -> _Block:
+        """The rest of a block beyond some bytes."""
+        other = _Block(block.start + size, block.size - size, block.is_small, block.stream)
+        other.is_mapped, other.before, other.after = block.is_mapped, block, block.after
         if other.after is not None:
             other.after.before = other
         block.after, block.size = other, size
-        self._add(other)
+        return other
 
-    @staticmethod
-    def _join(block: _Block, following: _Block) -> None:
-        block.size += following.size
-        block.after = following.after
-        if block.after is not None:
-            block.after.before = block
+    def _join(self, block: _Block) -> _Block:
+        """Adds a free block, as one with its neighbours that are free, too."""
+        for is_before in (False, True):
+            other = block.before if is_before else block.after
+            if other is None or other.is_used or other.is_mapped != block.is_mapped:
+                continue
+            self._remove(other)
+            first, following = (other, block) if is_before else (block, other)
+            first.size += following.size
+            first.after = following.after
+            if first.after is not None:
+                first.after.before = first
+            block = first
+        self._add(block)
+        return block
 
     def _add(self, block: _Block) -> None:
-        insort(self._free[block.pool], block.key)
+        if block.is_mapped:
+            insort(self._free[block.pool], block.key)
+        else:
+            insort(self._unmapped[block.pool], block.start)
         self._at[block.start] = block
 
     def _remove(self, block: _Block) -> None:
-        free = self._free[block.pool]
-        del free[bisect_left(free, block.key)]
+        if block.is_mapped:
+            free = self._free[block.pool]
+            del free[bisect_left(free, block.key)]
+        else:
+            unmapped = self._unmapped[block.pool]
+            del unmapped[bisect_left(unmapped, block.start)]
         del self._at[block.start]

@@ -185,7 +185,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors[1:])
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -221,7 +221,7 @@ class _Call:
 
         self._arguments = map_leaves(slot, (args, kwargs))
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
-        self._keeper = _Kept.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+        self._keeper = _Kept.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
         self._surroundings = Surroundings({*what.devices, *_devices_among([*tensors, *what.tensors()])})
         self._state = State(what)
 

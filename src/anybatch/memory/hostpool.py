@@ -123,7 +123,7 @@ class HostPool:
             free = self._free[size, device]
             buffer = free.pop() if free else None
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=has_streams(device))
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=has_streams(device), device="cpu")
             self.bytes += size
         self.used += size
         return buffer

@@ -93,18 +93,22 @@ class Fit:
         self._granularity = granularity
         _check_aligned(traces)
         self._count = count = len(traces)
-        features = torch.tensor([_features(size, count)[:count] for size, _ in traces], dtype=torch.float64)
+        features = torch.tensor(
+            [_features(size, count)[:count] for size, _ in traces], dtype=torch.float64, device="cpu"
+        )
 
         def line_of(values: list[Any]) -> torch.Tensor:
-            found: torch.Tensor = torch.linalg.solve(features, torch.tensor(values, dtype=torch.float64).flatten(1))
+            found: torch.Tensor = torch.linalg.solve(
+                features, torch.tensor(values, dtype=torch.float64, device="cpu").flatten(1)
+            )
             return found
 
         self._coefficients = line_of([[a.size for a in trace.allocations] for _, trace in traces])
         own = self.trace.allocations
         self._end = end = len(self.trace.operations)
-        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long)
+        self._born = torch.tensor([max(a.born, 0) for a in own], dtype=torch.long, device="cpu")
         died = [end + 1 if a.died is None else min(a.died, end + 1) for a in own]
-        self._died = torch.tensor(died, dtype=torch.long)
+        self._died = torch.tensor(died, dtype=torch.long, device="cpu")
         inputs = [trace.input_sizes for _, trace in traces]
         if len({*map(len, inputs)}) > 1 or not inputs[0]:
             inputs = [[sum(one)] for one in inputs]
@@ -114,7 +118,7 @@ class Fit:
         self._costs = line_of([trace.costs for _, trace in traces]) if self.trace.costs else None
 
     def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
         exact = (features @ coefficients).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
@@ -143,7 +147,7 @@ class Fit:
         """
         if self._costs is None:
             return None
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64)
+        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
         return (features @ self._costs).view(self._end, 2).clamp(min=0)
 
     @unseen
@@ -153,7 +157,7 @@ class Fit:
         if known is not None:
             return known
         born, died, sizes = self._lives(size, first)
-        steps = torch.zeros(self._end + 2, dtype=torch.long)
+        steps = torch.zeros(self._end + 2, dtype=torch.long, device="cpu")
         steps.index_add_(0, born, sizes)
         steps.index_add_(0, died, -sizes)
         found: list[int] = steps.cumsum(0)[: self._end].tolist()

@@ -158,17 +158,17 @@ def margin_of(target: Target, confidence: Confidence, *, expandable: bool = Fals
     """The share of a budget that is kept free, since a plan knows less than the whole truth.
 
     On the CPU live tensors are what is counted. An allocator of a device reserves more than is allocated; where that
-    was not found by a replay of the allocations, it is guessed. Of segments that grow it knows no pages.
+    was not found by a replay of the allocations, it is guessed.
     """
     if target.device_type == "cpu":
         return {"predicted": 0.0, "measured": 0.02, "estimated": 0.1}[confidence]
-    allocator = 0.03 if expandable else 0.0 if replays else 0.1
+    allocator = 0.0 if replays else 0.03 if expandable else 0.1
     return allocator + {"predicted": 0.0, "measured": 0.0, "estimated": 0.1}[confidence]
 
 
 def segments_expand(target: Target) -> bool:
-    """Whether CUDA's allocator was told to let its segments grow, which the environment says before it starts."""
-    said = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    """Whether the device's allocator was told to let its segments grow, which the environment says before it starts."""
+    said = " ".join(os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("CUDA_", "HIP_", ""))
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
 
 

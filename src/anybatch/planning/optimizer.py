@@ -163,7 +163,7 @@ def _give_state(clone: Any, optimizer: torch.optim.Optimizer, fakes: Mapping[int
 
 def _state_like(shape: torch.Size, fake: torch.Size, value: torch.Tensor) -> torch.Tensor:
     """Zeros for a tensor of the state of a parameter of a shape, for a fake of another."""
-    return torch.zeros(fake if value.shape == shape else value.shape, dtype=value.dtype)
+    return torch.zeros(fake if value.shape == shape else value.shape, dtype=value.dtype, device="cpu")
 
 
 def _idle_state(optimizer: torch.optim.Optimizer, trained: set[int]) -> int:

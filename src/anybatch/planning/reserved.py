@@ -47,9 +47,14 @@ def held_on(subject: Subject, target: Target) -> Held | None:
         return None
     batches = [tensor for batch in subject.splittable.batches for tensor in tensors_in(batch)]
     own = {s.data_ptr() for tensor in (*subject.tensors_held, *batches) for s in storages_of(tensor)}
-    others = sum(b.size for _, _, blocks in found for b in blocks if b.is_used and b.address not in own)
-    segments = (Segment(small, stream, tuple((b.size, b.is_used) for b in blocks)) for small, stream, blocks in found)
-    return Held(tuple(segments), others, segments_expand(target))
+    others = sum(b.size for one in found for b in one.blocks if b.is_used and b.address not in own)
+    segments = [
+        Segment(one.is_small, one.stream, tuple((b.size, b.is_used) for b in one.blocks), one.blocks[0].address)
+        for one in found
+    ]
+    # What it does shows in what it holds: not every system has segments that grow where they are asked for.
+    expandable = any(one.is_expandable for one in found) if found else segments_expand(target)
+    return Held(tuple(segments), others, expandable)
 
 
 class Replay:

@@ -74,7 +74,7 @@ class _EncoderAlone:
         """Gives the sum of the means of what the encoder gives."""
         tensors = tensors_of(self._coupled.encode(model, batch))
         means = [one.mean() for one in tensors if one is not None and one.requires_grad]
-        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True)
+        return sum(means[1:], start=means[0]) if means else torch.zeros((), requires_grad=True, device="cpu")
 
 
 class Uncounted(Accumulation):

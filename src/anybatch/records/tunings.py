@@ -11,7 +11,8 @@ class BatchAdvice(Shown):
 
     Example:
         >>> print(BatchAdvice(8, "as it is", 24, "samples", 0.1, 0.1, "", "", 8, 7.0, 4.0, 9.0))
-        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and the learning rate stays 0.1.
+        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and it needs no
+        other learning rate.
     """
 
     batch: int  # samples in the batch of the run
@@ -54,7 +55,7 @@ class BatchAdvice(Shown):
             about = f"{_shown(self.low)} to {_shown(self.high)}"
         pays = f"{fits}, a batch of about {self.pays} pays (noise scale {_shown(self.noise)}, {about})"
         if self.pays == self.batch:
-            return f"{pays}, and the learning rate stays {self.rate:g}."
+            return f"{pays}, and it needs no other learning rate."
         return f"{pays}, and its learning rate is {self.new_rate:.3g} instead of {self.rate:g} (rule {self.rule})."
 
 

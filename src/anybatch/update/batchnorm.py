@@ -268,7 +268,7 @@ class _Merged:
 
     def __init__(self) -> None:
         self.items = 0.0
-        self.mean = self.spread = torch.zeros((), dtype=torch.float64)
+        self.mean = self.spread = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(self, items: float, mean: torch.Tensor, spread: torch.Tensor, *, between: bool) -> None:
         """Takes a micro-batch in (Chan, Golub, LeVeque 1983)."""

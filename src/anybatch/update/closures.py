@@ -92,7 +92,7 @@ def step_alone(optimizer: torch.optim.Optimizer) -> bool:
         runs.append(bool(runs) or before != [_trace(p) for p, _ in own])
         for parameter, gradient in own:
             parameter.grad = gradient
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     optimizer.step(closure) if _is_given(optimizer, None) else optimizer.step()
     for parameter, gradient in own:  # for the next step

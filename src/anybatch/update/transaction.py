@@ -378,7 +378,7 @@ class Failure:
         self._tracebacks.clear()
         # What a backward had queued when it failed keeps its tensors until the next one in this thread.
         with torch.enable_grad():
-            number = torch.zeros((), requires_grad=True)
+            number = torch.zeros((), requires_grad=True, device="cpu")
             torch.autograd.grad(number.mul(1), number)
         gc.collect()
         release_cache()

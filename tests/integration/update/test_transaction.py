@@ -15,6 +15,7 @@ from torch import nn
 
 import anybatch
 from faults import Bomb, CtrlCAt, Line, different, facts, half_square, press_ctrl_c, quick_collections
+from reference import set_torch_random, torch_random
 
 ROWS, SIZE = 10, 4  # three micro-batches
 
@@ -142,11 +143,11 @@ def test_an_exception_leaves_everything_as_it_was(
             trainee.step(trainee.samples)
         without_gradient = {name: None for name in before if name.startswith("gradient")}
         assert not different({**before, **without_gradient}, trainee.facts())
-        state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        state = torch_random(), random.getstate(), np.random.get_state()
         out = trainee.step(trainee.samples)
         assert len(out.attempts) == 1
         after = trainee.facts()
-        torch.set_rng_state(state[0])
+        set_torch_random(state[0])
         random.setstate(state[1])
         np.random.set_state(state[2])
         other = smooth.step(smooth.samples)

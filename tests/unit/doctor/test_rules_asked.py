@@ -37,6 +37,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
     "forgotten": {"steps": 12},
+    "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
@@ -273,6 +274,14 @@ def test_several_classes_fires_where_the_answer_is_yes() -> None:
 
 def test_several_classes_is_quiet_without_an_answer() -> None:
     both("several classes", "SEVERAL_CLASSES", "warning")
+
+
+def test_padding_read_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("padding read", "yes").run(), "PADDING_READ", "warning").fix
+
+
+def test_padding_read_is_quiet_without_an_answer() -> None:
+    both("padding read", "PADDING_READ", "warning")
 
 
 def test_ctc_targets_fires_where_the_answer_is_yes() -> None:

@@ -60,6 +60,32 @@ def test_double_activation_fires_on_what_the_graph_shows() -> None:
     assert fires(training.run(), "DOUBLE_ACTIVATION", "error").evidence["in_the_graph"]
 
 
+@pytest.mark.parametrize("made", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    ("times", "between"), [(2, False), (1, False), (2, True)], ids=["twice", "once", "layer between"]
+)
+def test_double_activation_fires_on_a_loss_by_hand(made: str, times: int, between: bool) -> None:
+    torch.manual_seed(0)
+    net, layer = torch.nn.Linear(6, 5), torch.nn.Linear(5, 5)
+    adam = torch.optim.Adam([*net.parameters(), *layer.parameters()])
+    squash = torch.sigmoid if made == "sigmoid" else torch.nn.Softmax(-1)
+    with Doctor() as doctor:
+        for _ in range(6):
+            x = torch.randn(16, 6)
+            given = squash(net(x))
+            if times == 2:
+                given = squash(layer(given) if between else given[:, None].transpose(1, 2).squeeze(-1))
+            hit = (x[:, :5] > 0).float()
+            loss = 1 - (2 * (given * hit).sum() + 1) / (given.sum() + hit.sum() + 1)
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    if times == 2 and not between:
+        assert made in fires(doctor.run, "DOUBLE_ACTIVATION", "warning").fix
+    else:
+        silent(doctor.run, "DOUBLE_ACTIVATION")
+
+
 @pytest.mark.parametrize("pair", [("softmax", "cross_entropy"), ("log_softmax", "cross_entropy"), ("sigmoid", LOGITS)])
 def test_double_activation_is_quiet_on_another_line_than_that_of_the_graph(pair: tuple[str, str]) -> None:
     training = walked(doubled=(pair,))

@@ -1,15 +1,18 @@
-"""Is the input ignored, and do two evaluations differ?"""
+"""Is the input ignored, is its padding read, and do two evaluations differ?"""
 
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.leaks import _difference, _largest, _pairs
-from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown, told
+from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown, tensors, told
+from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _SPREAD = 1e-6
+_ROUNDED = 1e-4  # of the largest output
+_MUCH = 0.5  # of the spread over rows: a convolution at the border of a row, or a mean of many tokens, changes less
 
 
 def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
@@ -31,6 +34,52 @@ def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
         raise Unknown("the outputs are not finite")
     spread = _largest(outputs) / size if size else 0.0
     return told("input", root=root, answer="yes" if spread < _SPREAD else "no", spread=spread, size=size)
+
+
+def padding_read(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+    """Whether an output of one row changes with the number of tokens that only fill the rows up."""
+    inputs = trial.inputs
+    found = [behind for one in inputs.by_rows() if (behind := padding_of(one)) is not None]
+    if not found:
+        raise Unknown("the last input has no padded tokens")
+    behind = found[0]
+    length = behind.shape[1]
+    spare = max(int(behind.sum(1).min()) - 1, 0)
+    outputs = _outputs_of_rows(trial.forward(inputs), trial.forward(_padded(inputs, behind, -spare or length)))
+    if not outputs:
+        raise Unknown("no output has a place for each row, whatever their length")
+    moved = max(float((one - other).pow(2).mean().sqrt()) for one, other in outputs)
+    spread = max(float((one - one.mean(0)).pow(2).mean().sqrt()) for one, _ in outputs)
+    share = float(behind.double().mean())
+    size = max(float(one.abs().max()) for one, _ in outputs)
+    answer = "yes" if moved > max(_MUCH * spread, _ROUNDED * size) else "no"
+    return told("padding read", root=root, answer=answer, moved=moved, spread=spread, share=share, tokens=length)
+
+
+def _padded(inputs: Inputs, behind: torch.Tensor, more: int) -> Inputs:
+    """The same with so many more places at the ends of rows, or fewer, filled as the ends of short rows are."""
+
+    def change(one: torch.Tensor) -> torch.Tensor:
+        if one.shape[:2] != behind.shape:
+            return one
+        fill = one[behind]
+        if one.dim() > 2 or bool((fill != fill[0]).any()):
+            raise Unknown("an input has a place for each token, and what it holds for padding differs")
+        if more < 0:
+            return one[:, :more]
+        return torch.cat([one, fill[0].expand(len(one), more)], 1)
+
+    return inputs.changed(change)
+
+
+def _outputs_of_rows(before: Any, after: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = [
+        (one, other) for one, other in zip(tensors(before), tensors(after), strict=False) if one.is_floating_point()
+    ]
+    return [
+        (one.double(), other.double()) for one, other in pairs
+        if one.shape == other.shape and 0 < one.dim() < 3 and len(one) > 1
+    ]  # fmt: skip
 
 
 def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:

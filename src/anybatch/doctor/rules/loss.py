@@ -24,7 +24,7 @@ def _model(run: Run, call: LossCall) -> str:
 
 
 @rule(
-    "AB601", "DOUBLE_ACTIVATION", "error", needs=(LossCall,), slows=True,
+    "AB601", "DOUBLE_ACTIVATION", "error", slows=True,
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "SATURATED", "CANNOT_FIT_BATCH", "LOSS_SIGN"),
 )  # fmt: skip
 def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Found]:
@@ -40,6 +40,32 @@ def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterato
         others = sorted(set(lines[key]) - {lines[key][0]})
         more = f" Lines {', '.join(map(str, others))} get the same." if others else ""
         yield replace(one, text=one.text + more)
+    if not first:
+        yield from _again_by_hand(run, batches)
+
+
+def _again_by_hand(run: Run, least: float) -> Iterator[Found]:
+    """A sigmoid of a sigmoid, or a softmax of a softmax, that no loss function of torch is given."""
+    for spot, walks in _walks_by_spot(run).items():
+        for made in ("sigmoid", "softmax"):
+            wrong = [one for one in walks if (made, made) in one.doubled]
+            if len(wrong) < least or len(wrong) * 2 < len(walks):
+                continue
+            module = _only(run, made)
+            yield Found(
+                text=f"A {made} is taken of the result of a {made}.",
+                fix=f"take the {made} once: in the model or in the loss"
+                + (f", such as without {module}" if module else ""),
+                cause="Between 0 and 1, numbers are all much alike to a second one: from 0.5 to 0.73 after a sigmoid."
+                if made == "sigmoid"
+                else "Between 0 and 1, scores can hardly differ, so no class can become likely.",
+                since=wrong[0],
+                where=spot,
+                module=module or None,
+                evidence={"graphs": len(wrong), "in_the_graph": True, "made": made},
+                severity="warning",
+            )
+            return
 
 
 def _doubled(run: Run, batches: float) -> Iterator[Found]:
@@ -169,14 +195,7 @@ _BROADCAST = "The shapes are broadcast, and the best such a model can do is to p
 
 def _by_hand(run: Run, least: float) -> Iterator[Found]:
     """Differences of shape (N, N) below a loss that was written by hand, of an output that has (N, 1) or (N,)."""
-    by_spot: dict[tuple[str, int], list[Walk]] = {}
-    backwards = [one for one in run.of(Backward) if one.function == "backward"]
-    at = [one.at for one in backwards]
-    for walk in run.of(Walk):
-        place = bisect(at, walk.at)
-        if place < len(at):
-            by_spot.setdefault((backwards[place].file, backwards[place].line), []).append(walk)
-    for spot, walks in by_spot.items():
+    for spot, walks in _walks_by_spot(run).items():
         wrong = [one for one in walks if one.spread]
         if len(wrong) < least or len(wrong) * 2 < len(walks):
             continue
@@ -194,6 +213,18 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
             severity="warning",
         )
         return
+
+
+def _walks_by_spot(run: Run) -> dict[tuple[str, int], list[Walk]]:
+    """The graphs of losses, by the line of their backward."""
+    found: dict[tuple[str, int], list[Walk]] = {}
+    backwards = [one for one in run.of(Backward) if one.function == "backward"]
+    at = [one.at for one in backwards]
+    for walk in run.of(Walk):
+        place = bisect(at, walk.at)
+        if place < len(at):
+            found.setdefault((backwards[place].file, backwards[place].line), []).append(walk)
+    return found
 
 
 def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from statistics import fmean
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.naming import near, root_variable
+from anybatch.doctor.views.naming import first_call, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
 from anybatch.records.draws import Scored
@@ -138,6 +138,27 @@ def padding_counted(run: Run) -> Iterator[Found]:
             fix=f"ignore_index={seen['value']}, or -100 as the target of what is padding",
             cause="The loss does not know which of the targets are there to make rows equally long.",
             since=call or probed,
+            evidence=seen,
+        )
+
+
+@rule(
+    "AB661", "PADDING_READ", "warning", needs=(Probed,), slows=True,
+    explains=("VANISHING", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "LOSS_CONSTANT"),
+)  # fmt: skip
+def padding_read(run: Run) -> Iterator[Found]:
+    """Outputs that change with what only fills up."""
+    for probed in answers(run, "padding read"):
+        seen = probed.evidence
+        yield Found(
+            text=f"{seen['share']:.0%} of the tokens that {root_variable(run, probed.root)} is given only fill the "
+            "rows up, and its output changes with how many they are.",
+            fix="out[torch.arange(len(x)), lengths - 1] or pack_padded_sequence in place of out[:, -1]; "
+            "(h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) in place of h.mean(1); "
+            "src_key_padding_mask=x == 0 for attention",
+            cause="What is read at the end of a row, or averaged over it, is that of padding.",
+            since=probed,
+            where=first_call(run, probed.root),
             evidence=seen,
         )
 
