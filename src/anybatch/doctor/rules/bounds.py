@@ -130,6 +130,21 @@ def loss_sign(
             since=probed,
             severity="error",
         )
+    for probed in answers(run, "misplaced"):
+        yield Found(
+            text=f"The loss makes positive pairs less alike, or negative ones more{near(probed)}.",
+            fix="loss = -F.logsigmoid(positive - negative).mean() of scores; "
+            "(positive - negative + margin).relu().mean() of distances; -F.logsigmoid(-negative)",
+            cause="Scores are large for what is alike; only distances are taken the other way round.",
+            since=probed,
+        )
+    for probed in answers(run, "unlikely"):
+        yield Found(
+            text=f"A log-likelihood is minimised{near(probed)}: what is seen becomes less likely with each step.",
+            fix="loss = -log_prob.mean()",
+            cause="An optimizer minimises: a likelihood that should become large needs a minus.",
+            since=probed,
+        )
     for probed in answers(run, "signs"):
         seen = probed.evidence
         yield Found(
