@@ -128,7 +128,7 @@ class Search:
             self.profiles.least = max(len(part.samples) for part in self._all_splittings[-1].parts)
         self.splittings = self._all_splittings
         found: list[Splitting] = []
-        for splitting in reversed(self._all_splittings):
+        for splitting in reversed(self._all_splittings):  # from the smallest micro-batches on
             if self._profile_within(Recipe(), splitting) is None:
                 break
             found.insert(0, splitting)
@@ -229,6 +229,7 @@ class Search:
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
             part = self.worst(Recipe(), splitting)
+            # Doubling, since times between two sizes are interpolated; one sample alone may take other kernels.
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue

@@ -114,7 +114,7 @@ def run_pass(
     """
     rows = task.splittable.rows_in(parts)
     weights, batches = _counted(task, parts, rows, progress, differentiate)
-    if weights.is_empty:
+    if weights.is_empty:  # by the count of all ranks, so that all of them return here
         return weights, Sums()
     reducer = task.settings.reducer
     if task.devices is not None:
@@ -156,6 +156,7 @@ def _counted(
     progress.text = "counting"
     weights, batches = _weigh(task, parts, rows)
     reducer = task.settings.reducer
+    # Before any forward: the weight of a micro-batch is its share of what all micro-batches of all ranks count.
     weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
     if weights.is_empty:
         return weights, batches
