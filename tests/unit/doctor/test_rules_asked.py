@@ -33,6 +33,10 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
+    "several classes": {"rows": 64, "least": 0, "most": 4},
+    "misplaced": {"op": "sub"},
+    "unlikely": {"op": "mean"},
+    "forgotten": {"steps": 12},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
@@ -264,6 +268,14 @@ def test_padding_counted_is_quiet_without_an_answer() -> None:
     both("padding", "PADDING_COUNTED", "warning")
 
 
+def test_several_classes_fires_where_the_answer_is_yes() -> None:
+    assert fires(asked("several classes", "yes").run(), "SEVERAL_CLASSES", "warning").fix
+
+
+def test_several_classes_is_quiet_without_an_answer() -> None:
+    both("several classes", "SEVERAL_CLASSES", "warning")
+
+
 def test_padding_read_fires_where_the_answer_is_yes() -> None:
     assert fires(asked("padding read", "yes").run(), "PADDING_READ", "warning").fix
 
@@ -287,6 +299,9 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("hidden tokens", "MASK_INVERTED", "error"),
         ("rewarded", "LOSS_SIGN", "warning"),
         ("helped", "LOSS_SIGN", "warning"),
+        ("misplaced", "LOSS_SIGN", "warning"),
+        ("unlikely", "LOSS_SIGN", "warning"),
+        ("forgotten", "GRAPH_CUT", "warning"),
     ],
 )
 def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:

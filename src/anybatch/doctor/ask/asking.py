@@ -27,7 +27,7 @@ Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
     schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
-    axes.about_padding,
+    axes.about_padding, axes.about_several,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
@@ -36,6 +36,8 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),
+    ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
+    ("flat", functions.flat),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

@@ -17,6 +17,8 @@ from anybatch.records.runs import Run
 _CHANNELS = (2, 3, 4)
 _MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of an image
 _MOST = 0.6  # of the samples: some may have one colour
+_LEAST_BATCHES = 3
+_LEAST_SEVERAL = 0.2  # of the rows
 _LEAST_PADDED = 0.1  # of the tokens
 _SIGNED = frozenset({"cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"})
 _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
@@ -134,6 +136,20 @@ def unsigned(tape: Tape) -> Probed:
 
 def _value(values: Any, one: Any) -> torch.Tensor:
     return values[one] if one in values else torch.as_tensor(one)
+
+
+def about_several(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a loss that takes one class for each row, or shares that sum to 1, is given the marks of several."""
+    for root, batches in kept.batches.items():
+        given = [
+            one["target"] for _, name, one in batches if name == "cross_entropy" and one["shape"] == one["target"].shape
+        ]
+        given = [one for one in given if one.dim() == 2 and one.is_floating_point() and one.shape[0] != one.shape[1]]
+        if len(given) < _LEAST_BATCHES or not all(bool(((one == 0) | (one == 1)).all()) for one in given):
+            continue
+        marks = torch.cat([one.sum(1) for one in given])
+        if float((marks != 1).double().mean()) > _LEAST_SEVERAL and bool((marks > 1).any()):
+            yield told("several classes", root=root, rows=len(marks), most=int(marks.max()), least=int(marks.min()))
 
 
 def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:

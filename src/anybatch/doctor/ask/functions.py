@@ -1,6 +1,7 @@
-"""The backward of a user's own autograd.Function: does it follow the gradient that it is given?"""
+"""Ways of a gradient: does an own autograd.Function follow it, and does it pass from step to step of a sequence?"""
 
 import inspect
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,12 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
+from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
 from anybatch.doctor.ask.trials import FAILURES, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _MOST_NODES = 3000
 _MOST_FUNCTIONS = 8
+_FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
+_LEAST_CUTS = 3
+_PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 
 
 class Function(NamedTuple):
@@ -78,3 +84,43 @@ def _line(cls: Any) -> tuple[str, int]:
         return inspect.getsourcefile(cls.backward) or "", inspect.getsourcelines(cls.backward)[1] + 1
     except (OSError, TypeError):
         return "", 0
+
+
+def flat(tape: Tape) -> Probed:
+    """Where the loss goes through an operation whose gradient is zero everywhere."""
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    for one in tape.operations[: loss.before]:
+        given = next(iter(slots(one.args)), None)
+        is_flat = one.name.strip("_") in _FLAT and one.grad and needed & set(one.outs)
+        if is_flat and given is not None and run.values[given].requires_grad:
+            return told("flat", one, op=one.name.strip("_"))
+    return told("flat", answer="no")
+
+
+def forgotten(tape: Tape) -> Probed:
+    """Whether a state is detached at each step of a sequence, so that a loss behind it trains the last step only."""
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    lines: dict[tuple[str, int], list[Operation]] = {}
+    pieces: dict[Slot, int] = {}
+    made: dict[Slot, list[torch.Tensor]] = {}  # by parameter what each operation with it gave
+    for one in tape.operations[: loss.before]:
+        given = list(slots((one.args, one.kwargs)))
+        if one.name == "detach" and needed & set(one.outs) and run.values[given[0]].requires_grad:
+            lines.setdefault((one.file, one.line), []).append(one)
+        elif one.name in _PIECES and given and not run.values[given[0]].requires_grad:
+            pieces[given[0]] = pieces.get(given[0], 0) + len(one.outs)
+        for slot in set(given) & tape.parameters.keys() if one.grad and one.outs else ():
+            made.setdefault(slot, []).append(run.values[one.outs[0]])
+    for cuts in lines.values():
+        again = [one[:-1] for one in made.values() if len(cuts) <= len(one) <= len(cuts) + 1]
+        if len(cuts) < _LEAST_CUTS or not again or not any(count >= len(cuts) for count in pieces.values()):
+            continue  # without pieces it is no sequence: what is made again of the same may be trained by its last step
+        early = list(itertools.chain(*again))
+        slopes = torch.autograd.grad(run.values[loss.slot].sum(), early, retain_graph=True, allow_unused=True)
+        if all(one is None for one in slopes):
+            return told("forgotten", cuts[0], steps=len(cuts))
+    return told("forgotten", answer="no")

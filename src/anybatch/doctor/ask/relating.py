@@ -129,7 +129,8 @@ def _meetings(tape: Tape, loss: Loss, first: Replay, rows: int) -> list[Meeting]
     for index, operation in enumerate(tape.operations[: loss.before]):
         given = set(slots((operation.args, operation.kwargs))) & follows
         made = [one for one in given if first.values[one].requires_grad]
-        if not made or not operation.grad or not wanted & set(operation.outs) or operation.name.endswith("_"):
+        writes = operation.name.endswith("_") and not operation.name.endswith("__")
+        if not made or not operation.grad or not wanted & set(operation.outs) or writes:
             continue
         others = [one for one in given if not first.values[one].requires_grad and first.values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if first.values[one].shape[0] >= _LEAST_ROWS]

@@ -192,6 +192,7 @@ def of_itself(tape: Tape) -> Probed:
     computed = set[Slot]()
     differences: dict[Slot, Operation] = {}
     twins: dict[Slot, Operation] = {}
+    drops = any(one.drops for one in tape.operations)  # which may tell two calls apart in the run
     for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
         given = list(slots((operation.args, operation.kwargs)))
         computed |= set(operation.outs)
@@ -201,15 +202,15 @@ def of_itself(tape: Tape) -> Probed:
             return _itself(operation)
         if operation.name in _MATCHING and _is_twice(tape, [given[0], given[-1]], run):
             return _itself(operation)
-        if operation.name == "cross_entropy" and _is_of_pairs_of_one(given, run):
+        if operation.name == "cross_entropy" and not drops and _is_of_pairs_of_one(given, run):
             return _itself(operation)
-        if operation.name in _RATIOS and bool((found[0] == 1).all()) and _are_twins(tape, given, run):
+        if operation.name in _RATIOS and not drops and bool((found[0] == 1).all()) and _are_twins(tape, given, run):
             return _itself(operation)
         if operation.name in _EXPONENTS and (twin := next((twins[one] for one in given if one in twins), None)):
             return _itself(twin)
         if bool(found[0].count_nonzero()):
             continue
-        if operation.name in _DIFFERENCES and _are_twins(tape, given, run):
+        if operation.name in _DIFFERENCES and not drops and _are_twins(tape, given, run):
             twins[operation.outs[0]] = operation
         if operation.name in _COMPARING or operation.name in _DIFFERENCES:
             sides = [run.values[one] for one in given[:2]]

@@ -27,7 +27,22 @@ _PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
 _THROUGH = frozenset(
     {"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", "flatten", *_BETWEEN}
 )
+_PAIRED = re.compile(r"\b(?:\w*pos\w*\s*-\s*\w*neg|\w*neg\w*\s*-\s*\w*pos)", re.IGNORECASE)
+_POSITIVE_FIRST = re.compile(r"\b\w*pos\w*\s*-", re.IGNORECASE)
+_SCORES = frozenset({*_PRODUCTS, "einsum", "cosine_similarity", "dot", "mv"})
+_DISTANCES = frozenset({"norm", "linalg_norm", "vector_norm", "pairwise_distance", "cdist", "dist"})
+_SIZES = frozenset({"pow", "__pow__", "square", "abs"})
+_NEGATED = frozenset({"neg", "__neg__"})
+_NEGATIVE = re.compile(r"logsigmoid\(\s*\w*neg\w*\s*\)", re.IGNORECASE)
+_LOG_SIGMOIDS = frozenset({"logsigmoid", "log_sigmoid"})
+_MEANS = frozenset({"mean", "sum"})
+_LIKELIHOOD = re.compile(
+    r"(torch\.(mean|sum)\()?(\w+(\[\w+\])?\.)+log_?prob\(.*\)"
+    r"(\.(mean|sum)\([^)]*\)|\))\s*(#.*)?"
+)
+_DRAWN = re.compile(r"sampl|action|\ba\b|fake|generated", re.IGNORECASE)
 _TURNED = frozenset({"__rsub__", "rsub", "sub", "__sub__", "neg", "__neg__"})
+_NEGATIONS = frozenset({"ne", "__ne__", "logical_not", "bitwise_not", "__invert__"})
 _LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
 
@@ -165,6 +180,60 @@ def punished(tape: Tape) -> Probed:
     return told("punished", found[0], answer="yes" if rises and all(rises) else "no", kind=kind, terms=len(found))
 
 
+def misplaced(tape: Tape) -> Probed:
+    """Whether a loss makes positive pairs, by their names, less alike, or negative ones more alike."""
+    loss, needed = tape.losses[-1], slots_of(tape, tape.losses[-1])
+    rows_of(tape)
+    run = replayed(tape, loss, lambda one: one)
+    lines: dict[tuple[str, int], list[tuple[bool, Operation]]] = {}
+    for operation in tape.operations[: loss.before]:
+        given, text, wrong = list(slots(operation.args)), _right(operation), 0
+        if not needed & set(operation.outs) or not given or not run.values[given[0]].requires_grad:
+            continue
+        if operation.name in ("sub", "__sub__") and len(given) == 2 and len(found := _PAIRED.findall(text)) == 1:
+            kinds, first = [_alikeness(tape, one) for one in given], bool(_POSITIVE_FIRST.match(found[0]))
+            wrong, made = kinds[0] if kinds[0] == kinds[1] else 0, run.values[given[0 if first else 1]]
+        elif operation.name in _LOG_SIGMOIDS and _NEGATIVE.search(text):
+            wrong, made = -_alikeness(tape, given[0]), run.values[given[0]]
+        if not wrong:
+            continue
+        (slope,) = torch.autograd.grad(run.values[loss.slot].sum(), made, retain_graph=True, allow_unused=True)
+        is_wrong = slope is not None and bool(slope.any()) and bool((slope * wrong >= 0).all())
+        lines.setdefault((operation.file, operation.line), []).append((is_wrong, operation))
+    wrong_ones = (same[0][1] for same in lines.values() if all(is_wrong for is_wrong, _ in same))
+    guilty = next(wrong_ones, None)
+    return told("misplaced", guilty, op=guilty.name.strip("_")) if guilty else told("misplaced", answer="no")
+
+
+def _alikeness(tape: Tape, slot: Slot) -> int:
+    """1 for a product of vectors, which is large for what is alike, -1 for a distance, and 0 for what is not known."""
+    sign = 1
+    for operation in reversed(tape.operations):
+        if slot in operation.outs:
+            given = list(slots(operation.args))
+            made = next((one.name for one in reversed(tape.operations) if given and given[0] in one.outs), "")
+            if operation.name in _SCORES or (operation.name == "sum" and made in _TIMES):
+                return sign
+            if operation.name in _DISTANCES or (operation.name == "sum" and made in _SIZES):
+                return -sign
+            if operation.name not in _THROUGH | _NEGATED or not given:
+                return 0
+            sign *= -1 if operation.name in _NEGATED else 1
+            slot = given[0]
+    return 0
+
+
+def unlikely(tape: Tape) -> Probed:
+    """Whether what is minimised is, as its line says, a log-likelihood of data."""
+    loss = tape.losses[-1]
+    made = next((one for one in reversed(tape.operations[: loss.before]) if loss.slot in one.outs), None)
+    if tape.failed or made is None or made.name not in _MEANS:
+        raise Unknown(tape.failed or "the loss is no mean")
+    text = _right(made).strip()
+    is_one = _LIKELIHOOD.fullmatch(text) and not _DRAWN.search(text) and not _REWARD.search(text)
+    return told("unlikely", made, answer="yes" if is_one else "no", op=made.name)
+
+
 def _is_meant_small(tape: Tape, found: Sequence[Operation]) -> bool:
     """Whether log(1 - p) of what is picked is used, as for labels that a row does not have, or for unlikely tokens."""
     picked, turned = {one.outs[0] for one in found}, set[Slot]()
@@ -213,7 +282,7 @@ def _is_masked(tape: Tape, operation: Operation, run: Replay) -> bool:
         return False
     if not bool(((other == 0) | (other == 1)).all()) or len(other.unique()) < 2 or _is_turned(tape, mask):
         return False
-    return _is_probability(tape, made, ("softmax", "log_softmax", "sigmoid", "logsigmoid")) and _is_all(tape, made)
+    return _is_probability(tape, made, ("softmax", "log_softmax", "sigmoid", *_LOG_SIGMOIDS)) and _is_all(tape, made)
 
 
 def _is_all(tape: Tape, made: Slot) -> bool:
@@ -231,12 +300,12 @@ def _is_all(tape: Tape, made: Slot) -> bool:
 
 
 def _is_turned(tape: Tape, slot: Slot) -> bool:
-    """Whether targets were computed, as those of what is not there are: 1 - y."""
+    """Whether targets say what is not there, as 1 - y does, or were drawn."""
     for one in reversed(tape.operations):
         if slot in one.outs:
-            return one.name not in _THROUGH | {"one_hot", "permute"} or _is_turned(
-                tape, next(iter(slots(one.args)), slot)
-            )
+            if one.drawn is not None or one.name in _TURNED | _NEGATIONS:
+                return True
+            slot = next(iter(slots(one.args)), slot)
     return False
 
 

@@ -80,6 +80,17 @@ class Cut(NamedTuple):
 def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave a part out")) -> Iterator[Found]:
     """Parameters whose way to the loss is cut."""
     yield from _zero_gradients(run)
+    for probed in answers(run, "forgotten"):
+        yield Found(
+            text=f"The state is detached{near(probed)} at each of {probed.evidence['steps']} steps of a sequence, and "
+            "the loss comes behind the last one: nothing is trained to remember what came before.",
+            fix="h = cell(x[:, t], h)  # without detach; between sequences it may stand",
+            cause="A detached state is a constant, so that no gradient goes back to the steps before.",
+            since=0,
+            where=probed,
+            evidence=probed.evidence,
+            severity="warning",
+        )
     hidden = _roots_without_graph(run)
     lost = {number for number in _without_gradient(run) if run.parameters[number].root not in hidden}
     count = len(passes(run))
@@ -190,6 +201,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
     names, op = names_of(run, zero), ops[0]
+    place = next((one for one in answers(run, "flat") if one.evidence["op"] == op), back)
     yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
         f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and its gradient is zero "
@@ -198,6 +210,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
+        where=place,
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
     )

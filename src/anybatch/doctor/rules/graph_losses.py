@@ -35,11 +35,16 @@ def _constant_terms(run: Run) -> Iterator[Found]:
     for one, paths in followed(run):
         for index, term in enumerate(paths.terms if one.why != "loss without graph" else ()):
             key = (term.op, term.file, term.line)
-            if term.has_gradient or not term.stopped or key in seen or _cancels(term, paths):
+            if _trains(term) or not term.stopped or key in seen or _cancels(term, paths):
                 continue
             if not walks or any(walk.constant_terms for walk in walks[-3:]):
                 seen.add(key)
                 yield _constant(run, one, term, f"{index + 1} of {len(paths.terms)}")
+
+
+def _trains(term: Term) -> bool:
+    """Whether a gradient goes through a term; that of a residual may end at the points that it was derived by."""
+    return term.has_gradient and (term.parameters > 0 or term.by != "autograd.grad")
 
 
 def _cancels(term: Term, paths: Paths) -> bool:

@@ -182,6 +182,22 @@ def ctc_targets(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB616", "SEVERAL_CLASSES", "warning", explains=("LR_TOO_LOW", "LOSS_CONSTANT"), needs=(Probed,))
+def several_classes(run: Run) -> Iterator[Found]:
+    """Targets that mark several classes, for a loss that takes one."""
+    for probed in answers(run, "several classes"):
+        seen = probed.evidence
+        calls = (one for one in run.of(LossCall) if one.root == probed.root and one.function == "cross_entropy")
+        yield Found(
+            text=f"The targets of cross_entropy mark {seen['least']} to {seen['most']} classes of a row, and it takes "
+            "one: its softmax has the classes of a row push each other away.",
+            fix="F.binary_cross_entropy_with_logits(scores, y)",
+            cause="Classes that may be there together each need a sigmoid of their own.",
+            since=next(calls, probed),
+            evidence=seen,
+        )
+
+
 @rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(
     run: Run, *, steps: float = Limit(16, "so many alike are no chance"),

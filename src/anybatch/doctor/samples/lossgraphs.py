@@ -84,6 +84,20 @@ def summands(start: Any) -> list[Any]:
     return found
 
 
+def entrywise(parts: Sequence[Any]) -> list[Any]:
+    """Summands, with those of the entries in the place of a mean or sum over them; numbers in these are left out.
+
+    Args:
+        parts: as ``summands`` gives them.
+    """
+    found: list[Any] = []
+    for part in parts:
+        before = following(part) if part is not None and part.name() in ("MeanBackward0", "SumBackward0") else []
+        is_sum = len(before) == 1 and before[0] is not None and before[0].name() in _ADDITIONS
+        found += [inner for inner in summands(before[0]) if inner is not None] if is_sum else [part]
+    return found
+
+
 def _sums_a_stack(name: str, before: Any) -> bool:
     return name in ("MeanBackward0", "SumBackward0") and before.name() == "StackBackward0"
 

@@ -232,7 +232,7 @@ class Suspicion:
         paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), outside)
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
-            is_it = any(not term.has_gradient for term in terms)
+            is_it = any(not (term.has_gradient and term.parameters) for term in terms)
         elif self._why == "loss without graph":
             is_it = loss.grad_fn is None
         else:

@@ -14,6 +14,7 @@ from anybatch.doctor.samples.lossgraphs import (
     SOFTMAXES,
     activated,
     doubled,
+    entrywise,
     products,
     shape_of,
     softmax,
@@ -101,14 +102,15 @@ class Walker:
         softmaxes = [softmax(node, rows) for node in seen.nodes if seen.names.get(node) in SOFTMAXES]
         parts = summands(loss.grad_fn) if loss.numel() == 1 else []
         advantages = products(seen.nodes, seen.names)
-        reach = self._reach(loss) if len(parts) > 1 or advantages else lambda node: ()
+        inner = entrywise(parts)
+        reach = self._reach(loss) if len(inner) > 1 or advantages else lambda node: ()
         kept = kept_by([loss], {}, (t for _, t in self._numbering.tracked())) if count_bytes else None
         return Walk(
             nodes=len(seen.nodes),
             cut_short=seen.cut_short,
             reached=reached,
             outside=outside,
-            constant_terms=sum(1 for part in parts if part is None),
+            constant_terms=sum(1 for part in parts if part is None or (len(parts) > 1 and not reach(part))),
             softmaxes=tuple(one for one in softmaxes if one is not None),
             doubled=tuple(dict.fromkeys(doubled(seen.nodes, seen.names))),
             previous=tuple(_previous(seen.old, step)),
@@ -118,7 +120,7 @@ class Walker:
             kinds={
                 kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
             },
-            terms=terms(parts, reach),
+            terms=terms(inner, reach),
             advantages=tuple(
                 own
                 for one, other in advantages
