@@ -167,7 +167,7 @@ def _check_options(options: Options, *, force: bool) -> None:
             raise click.UsageError(f"{path} can't be written; name another file")
     if options.output.exists() and not force and not is_own_page(options.output):
         raise click.UsageError(
-            f"{options.output} exists and was not written by anybatch; name another with -o or add --force"
+            f"{options.output} exists and is not a page that anybatch wrote; name another with -o or add --force"
         )
 
 

@@ -155,7 +155,10 @@ def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> No
         return
     for path, name, is_own in ((wishes.output, "page", is_own_page), (wishes.record, "record", is_record)):
         if path is not None and path.is_file() and not is_own(path):
-            raise click.UsageError(f"{path} exists and is no {name} of anybatch; name another or add --force")
+            text = f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
+            raise click.UsageError(text)
+                f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
+            )
 
 
 def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool, bool]:

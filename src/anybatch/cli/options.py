@@ -95,7 +95,7 @@ def check_page(path: Path | None, *, force: bool) -> None:
     if path is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
     if path is not None and path.is_file() and not force and not is_own_page(path):
-        raise click.UsageError(f"{path} exists and was not written by anybatch; name another or add --force")
+        raise click.UsageError(f"{path} exists and is not a page that anybatch wrote; name another or add --force")
 
 
 def check_patch(path: Path | None, *, force: bool) -> None:
@@ -113,7 +113,7 @@ def check_patch(path: Path | None, *, force: bool) -> None:
     with path.open("rb") as file:
         begin = file.read(len(_PATCH))
     if begin not in (b"", _PATCH):  # one without any change is empty
-        raise click.UsageError(f"{path} exists and is no patch; name another or add --force")
+        raise click.UsageError(f"{path} exists and is not a patch; name another or add --force")
 
 
 def json_text(values: Mapping[str, Any]) -> str:

@@ -216,7 +216,7 @@ def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> No
     check_folder(output)
     check_page(html, force=force)
     if output is not None and not force and output.exists() and not _is_own_plan(output):
-        raise click.UsageError(f"{output} exists and is no plan; name another with -o or add --force")
+        raise click.UsageError(f"{output} exists and is not a plan; name another with -o or add --force")
 
 
 def _is_own_plan(path: Path) -> bool:

@@ -78,9 +78,9 @@ REFUSED = {
     ("missing.py", "--json", "x"): "'missing.py' does not exist. Options of the doctor stand before the script",
     ("-m",): "Argument expected for the -m option",
     ("--json", "no/such/out.json", "train.py"): "does not exist; make it first",
-    ("--record", "other.txt", "train.py"): "other.txt exists and is no record of anybatch",
-    ("-o", "other.txt", "train.py"): "other.txt exists and was not written by anybatch",
-    ("--fix", "--patch", "other.txt", "train.py"): "other.txt exists and is no patch",
+    ("--record", "other.txt", "train.py"): "other.txt exists and is not a record that anybatch wrote",
+    ("-o", "other.txt", "train.py"): "other.txt exists and is not a page that anybatch wrote",
+    ("--fix", "--patch", "other.txt", "train.py"): "other.txt exists and is not a patch",
     ("--fail-on", "info", "train.py"): "Invalid value for '--fail-on'",
     ("--every", "0", "train.py"): "Invalid value for '--every'",
 }

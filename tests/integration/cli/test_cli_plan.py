@@ -257,9 +257,9 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["-o", "no/plan.json"], "does not exist"),
         (["--html", "no/plan.html"], "does not exist"),
         (["--json", "no/plan.json"], "does not exist"),
-        (["-o", "train.py"], "train.py exists and is no plan"),
-        (["--html", "train.py"], "train.py exists and was not written by anybatch"),
-        (["--patch", "train.py"], "train.py exists and is no patch"),
+        (["-o", "train.py"], "train.py exists and is not a plan"),
+        (["--html", "train.py"], "train.py exists and is not a page that anybatch wrote"),
+        (["--patch", "train.py"], "train.py exists and is not a patch"),
         (["--timeout", "0"], "0"),
     ],
 )
