@@ -157,8 +157,6 @@ def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> No
         if path is not None and path.is_file() and not is_own(path):
             text = f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
             raise click.UsageError(text)
-                f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
-            )
 
 
 def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool, bool]:
