@@ -156,7 +156,7 @@ def _attempt(
     optimizations: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Outcome:
     only = task.settings.inputs
-    outside = before.take_off()
+    outside = before.take_off()  # of an attempt that fails nothing may be left in gradients that were there
     with optimizations():
         weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
     task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)

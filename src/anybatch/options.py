@@ -220,7 +220,7 @@ def _checked_blocks(model: torch.nn.Module, blocks: Any) -> tuple[str, ...]:
         for name in found:
             if name not in known:
                 near = ", ".join(known[:5])
-                raise BatchError(f"blocks names {name!r}, which the model has not; expected names such as {near}")
+                raise BatchError(f"blocks names {name!r}, which the model does not have; expected names such as {near}")
     return found
 
 

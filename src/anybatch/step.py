@@ -255,6 +255,7 @@ class TrainStep:
                 task, progress = self._task(splittable, before), Progress()
 
                 def roll_back() -> None:
+                    # An optimizer that has begun may have changed weights: going back would apply a part of it twice.
                     if not boundary.is_committed:
                         boundary.roll_back()
                         before.restore()
@@ -274,8 +275,9 @@ class TrainStep:
     ) -> Outcome:
         """Takes the gradient in these micro-batches, and steps once."""
         boundary, reducer = self._boundary, task.settings.reducer
+        # First: a split that is not exact is refused before anything is counted, run or changed.
         self._proofs.look(task, parts, parameters, self._optimizations, clear=boundary.zero_, update=self.updates)
-        carried = getattr(task.loss_fn, "carried", None)
+        carried = getattr(task.loss_fn, "carried", None)  # where an optimizer's closure begins again
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(task, parts, parameters, progress)
@@ -394,7 +396,7 @@ class TrainStep:
             for group in optimizer.param_groups:
                 stepped += group["params"]
         known = list(map(id, stepped))  # which all live on in what was found for them
-        if known != self._known[0]:
+        if known != self._known[0]:  # compared by identity: == of tensors would compare their numbers
             found = dict(zip(known, stepped, strict=True))
             inputs = self._options.inputs
             found.update((id(p), p) for p in (self.model.parameters() if inputs is None else inputs))
@@ -476,6 +478,7 @@ class TrainStep:
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
+            # .grad stays readable until the next call; now its memory is needed more.
             self._boundary.zero_()
             release_cache()
         raise AssertionError("unreachable")

@@ -441,18 +441,91 @@ def test_devices_share_the_samples(device: Any, devices: Any) -> None:
 
 
 def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
-    torch.manual_seed(0)
-    model, budget = on_device(mlp(1024)), 48 * MIB
-    for index in range(2):
-        device.set_limit(index, budget)
+    def made(limit: int, **settings: Any) -> anybatch.TrainStep:
+        gc.collect()
+        device.empty_cache()
+        torch.manual_seed(0)
+        model = on_device(mlp(1024))
+        for index in range(2):
+            device.set_limit(index, limit)
+            device.reset_peak(index)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return anybatch.TrainStep(model, loss_fn, optimizer, devices=["sim:0", "sim:1"], **settings)
+
+    device.set_idle(True)
+    budget, batch = 48 * MIB, batch_of(4096, torch.float32)
     before = [device.stats(index)["refusals"] for index in range(2)]
-    step = anybatch.TrainStep(
-        model, loss_fn, torch.optim.AdamW(model.parameters()), memory=budget, devices=["sim:0", "sim:1"]
-    )
+    step = made(budget, memory=budget)
     for _ in range(3):
-        out = step(batch_of(4096, torch.float32))
-    assert out.micro_batches > 1
+        plan = step(batch).plan
+    assert plan is not None
+    assert plan.micro_batches > 1
+    for index in range(2):
+        assert 0 < device.stats(index)["peak_reserved"] <= plan.reserved_bytes <= budget
+    del step
+    step = made(plan.reserved_bytes, plan=plan)  # as little as the plan says is enough
+    for _ in range(3):
+        assert step(batch).micro_batches == plan.micro_batches
     assert [device.stats(index)["refusals"] for index in range(2)] == before
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(16 + 256, 256), nn.Linear(256, 1)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x.new_zeros(())
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.cell(torch.cat([x[:, step], state], 1)))
+            total = total + self.head(state).square().sum()
+        return total, state
+
+
+def over_time() -> anybatch.OverTime:
+    def chunk_loss(model: Any, chunk: Any, state: torch.Tensor) -> Any:
+        total, state = model(chunk["x"], state)
+        return anybatch.Mean(total, chunk["x"].shape[0] * chunk["x"].shape[1]), state
+
+    return anybatch.OverTime(chunk_loss, lambda model, batch: batch["x"].new_zeros(len(batch["x"]), 256))
+
+
+@pytest.mark.parametrize(("steps", "budget", "is_known"), [(12, 64, True), (64, 32, False)])
+def test_a_plan_over_time_holds_and_is_estimated_where_not_all_chunks_were_traced(
+    device: Any, steps: int, budget: int, is_known: bool
+) -> None:
+    device.set_idle(True)
+    device.empty_cache()
+    torch.manual_seed(0)
+    model, batch = on_device(Unrolled()), {"x": torch.randn(512, steps, 16)}
+    device.set_limit(0, budget * MIB)
+    device.reset_peak(0)
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(
+        model, over_time(), torch.optim.AdamW(model.parameters()), memory=budget * MIB, verify="off"
+    )
+    for _ in range(2):
+        plan = step(batch).plan
+    assert plan is not None
+    assert device.stats(0)["refusals"] == refused
+    assert plan.confidence == ("predicted" if is_known else "estimated")
+    assert device.stats(0)["peak_reserved"] <= (plan.reserved_bytes if is_known else budget * MIB)
+
+
+def test_a_plan_of_a_coupled_loss_holds_and_is_estimated(device: Any) -> None:
+    device.set_idle(True)
+    device.empty_cache()
+    torch.manual_seed(0)
+    model, budget = on_device(mlp(256)), 40 * MIB
+    coupled = anybatch.Coupled(lambda m, b: m(b["x"]), lambda m, z, b: (z @ z.T).square().mean())
+    device.set_limit(0, budget)
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.0), memory=budget, verify="off")
+    for _ in range(2):
+        plan = step(batch_of(1024, torch.float32)).plan
+    assert plan is not None
+    assert (plan.confidence, device.stats(0)["refusals"]) == ("estimated", refused)
+    assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
 
 
 def autoencoder() -> nn.Module:

@@ -13,19 +13,68 @@ import torch
 from accelerator import sim
 
 FILES = (
-    "test_exactness", "test_several_losses", "test_coupled", "test_retries", "test_transaction", "test_noise_scale",
-    "test_precision", "test_boundary",
+    # batches
+    "test_bad_arguments", "test_bad_input", "test_layout_detection", "test_layout_named", "test_layout_time_first",
+    "test_layout_tuples", "test_trees", "test_whole_batches", "test_windows",
+    # losses
+    "test_coupled", "test_coupled_faults", "test_coupled_passes", "test_cut", "test_cut_memory", "test_cut_old_ways",
+    "test_cut_rows", "test_cut_steps", "test_cut_weighting", "test_gradients_in_losses", "test_losses", "test_overtime",
+    "test_overtime_carry", "test_overtime_random", "test_parameters", "test_several_losses",
+    # memory and plans
+    "test_checkpointing", "test_freed", "test_optimizations_loss", "test_optimizations_offload", "test_optimizations_recompute", "test_plan_loops",
+    # steps and updates
+    "test_batchnorm_policies", "test_boundary", "test_exactness", "test_interrupted_updates", "test_precision",
+    "test_repeated", "test_resume", "test_retries", "test_several_optimizers", "test_states", "test_transaction",
+    # proofs and certificates
+    "test_certificate", "test_certificate_counts", "test_certificate_grouped", "test_certificate_isolation",
+    "test_certificate_matrix", "test_certificate_modules", "test_certificate_random", "test_certificate_state",
+    "test_proof", "test_proof_causes", "test_proof_passes",
+    "test_noise_scale",
 )  # fmt: skip
 
+_SMALL_BUDGET = "their budgets are less than the segment of 2 MiB that the device's allocator takes at least"
+_ON_HOST = "they name devices of the host, or internals that are given tensors of it"
+_NUMPY = "arrays of NumPy lie on the host, and these tests take them for tensors of the device"
+_LENGTHS = "packed sequences want their lengths on the host, where these tests do not make them"
+_COUNTED = "they count torch.autograd.backward, which torch calls once more where there is a default device"
 WHY = {
-    "recurrent]": "packed sequences want their lengths on the host, where these tests do not make them",
+    "recurrent]": _LENGTHS, "packed": _LENGTHS,
     "autocast": "what they are compared with runs under autocast of the host",
-    "test_boundary.py::test_everything_happens_once_and": "they count torch.autograd.backward, which torch calls once "
-    "more where there is a default device",
-    "test_a_retry_does_nothing_of_the_boundary_twice": "they count torch.autograd.backward, which torch calls once "
-    "more where there is a default device",
-}
+    "test_boundary.py::test_everything_happens_once_and": _COUNTED,
+    "test_a_retry_does_nothing_of_the_boundary_twice": _COUNTED,
+    **dict.fromkeys(
+        ("sparse", "test_embeddings[True", "test_what_could_not_be_compared_is_said_once"),
+        "the device has no sparse tensors",
+    ),
+    "nested": "the device has no nested tensors",
+    "complex": "the device has no kernels of its own for complex numbers",
+    "test_mixed_precision_of_the_leaves": "the device has no kernels of its own for complex numbers",
+    **dict.fromkeys(
+        ("arrays", "numpy", "generator_of_its_own", "test_buffers_are_changed_as_in_the_loop"), _NUMPY,
+    ),
+    **dict.fromkeys(
+        ("a tight budget", "test_a_budget_cuts_along", "test_the_other_options_of_backward", "planned]",
+         "RepeatedBackward]", "test_a_plan_with_anything_wrong", "test_blocks_with_numbers",
+         "test_the_plan_is_that_of_the_step"), _SMALL_BUDGET,
+    ),
+    **dict.fromkeys(
+        ("[devices]", "one_of_several_devices", "test_the_leaf_of_a_cut_is_no_parameter",
+         "test_parts_make_up_the_whole", "test_objects_that_can_be_moved", "in a function]"), _ON_HOST,
+    ),
+    "under_ddp": "torch.distributed has no backend for the device",
+}  # fmt: skip
 """Parts of names of tests, and why these are not run."""
+
+LEFT_OUT = {
+    "test_out_of_memory": "names the operations that the host takes; engine.py lets every allocation fail instead",
+    "test_budgets_held, test_plan_*, test_planning_*": "count bytes of tensors on the host; engine.py counts those reserved",
+    "test_optimizations_together": "compares the operations of fake tensors, those of the host, with the device's",
+    "test_batches, test_remedies_*": "make packed sequences while they are collected",
+    "test_devices_*": "name threads of the host; engine.py has two devices",
+    "test_noise_scale_hooks, test_noise_scale_steps, test_verbs_matrix, test_proof_stops": "take many minutes there",
+    "tests/distributed": "torch.distributed has no backend for the device",
+}
+"""Files of the engine that are not run, and why."""
 
 
 def pytest_load_initial_conftests(args: list[str]) -> None:
@@ -50,3 +99,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("not run on the test accelerator")
     for why, number in skipped.most_common():
         terminalreporter.write_line(f"{number:5} tests: {why.removeprefix('Skipped: ')}")
+    for files, why in LEFT_OUT.items():
+        terminalreporter.write_line(f"{files}: {why}")

@@ -6,11 +6,17 @@ import pytest
 
 from source_tree import PACKAGE, ROOT
 
-NOT_USED = ("lever", "levers", "lane", "lanes", "told of", "nothing traded", "settle", "settled", "habit", "habits")
+NOT_USED = (
+    "lever", "levers", "lane", "lanes", "told of", "nothing traded", "settle", "settled", "habit", "habits",
+    "pretends to have", "wired wrongly", "numbers never", "ways to run it", "came to no step", "what binds",
+)  # fmt: skip
 PAGES = [
     *(path for path in sorted(PACKAGE.rglob("*")) if path.suffix in {".py", ".md", ".html", ".js"}),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
+    ),
 ]
 WORD = re.compile(rf"\b(?:{'|'.join(NOT_USED)})\b", re.IGNORECASE)
 

@@ -91,7 +91,7 @@ def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[
     for leaf in tensors:
         if _is_integer(leaf.value) and (leaf.is_label or not _is_mask(leaf.value)):
             found += _of_integers(leaf)
-    for way in (_of_masks, lambda leaf: _of_class_weights(leaf, named)):
+    for way in (_of_masks, _of_missing, lambda leaf: _of_class_weights(leaf, named)):
         found += [one for leaf in tensors for one in way(leaf)]
     found += [one for leaf in rows if isinstance(leaf.value, (list, tuple)) for one in _of_lists(leaf)]
     lengths = [leaf for leaf in tensors if _is_integer(leaf.value) and leaf.value.dim() == 1]
@@ -150,6 +150,19 @@ def _of_masks(leaf: _Leaf) -> Iterator[Candidate]:
         yield leaf.counted(f"{{0}}{cut}.sum({'' if is_mask else 'dtype=torch.float64'})", "items")
         if is_mask:
             yield leaf.counted(f"({{0}}{cut} == 0).sum()", "items")
+
+
+def _of_missing(leaf: _Leaf) -> Iterator[Candidate]:
+    """Numbers that are there, where missing ones are NaN, or one value that labels often have."""
+    values = leaf.value
+    if not values.is_floating_point():
+        return
+    if bool(values.isnan().any()):
+        yield leaf.counted("(~{0}.isnan()).sum()", "numbers")
+    elif leaf.is_label:
+        found, times = values.unique(return_counts=True)
+        if int(times.max()) > 1:
+            yield leaf.counted(f"({{0}} != {float(found[times.argmax()])!r}).sum()", "numbers")
 
 
 def _of_class_weights(leaf: _Leaf, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Candidate]:

@@ -31,11 +31,11 @@ class Cut(NamedTuple):
 
     Args:
         splittable: the samples.
-        sizes: of the parts, the first samples first, which are not fewer than the others.
+        sizes: of the parts, the first samples first; of two made here they are not fewer than the others.
     """
 
     splittable: Splittable
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
 
     @property
     def whole(self) -> list[Part]:
@@ -44,9 +44,13 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """The two parts."""
-        first, second = self.sizes
-        return [Part(range(first), first), Part(range(first, first + second), second)]
+        """The parts."""
+        ends = itertools.accumulate(self.sizes)
+        return [Part(range(end - size, end), size) for end, size in zip(ends, self.sizes, strict=True)]
+
+    def alone(self, part: Part) -> "Cut":
+        """One part as a batch of its own."""
+        return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
 
 
 def most_of(largest: int) -> int:
@@ -85,6 +89,25 @@ def cuts_inside(
     for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
         drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
+
+
+def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int) -> Cut | None:
+    """Some of the step's own micro-batches of one batch, from all over it; ``None`` if no batch has two.
+
+    Args:
+        splittable: the logical batch.
+        parts: how the step splits it.
+        most: micro-batches that are taken, at least two.
+    """
+    start = 0
+    for batch in range(max(1, len(splittable.layouts))):
+        own = [[row - start for row in part.samples] for part in parts if part.batch == batch]
+        if len(own) > 1:
+            taken = min(most, len(own))
+            chosen = [own[turn * (len(own) - 1) // (taken - 1)] for turn in range(taken)]
+            return Cut(splittable.chosen(list(itertools.chain(*chosen)), batch), tuple(map(len, chosen)))
+        start += splittable.layouts[batch].rows if splittable.layouts else 0
+    return None
 
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * _MOST) -> Iterator[Cut]:

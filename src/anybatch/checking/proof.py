@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.cuts import Cut, cuts_between, cuts_inside, most_of
+from anybatch.checking.cuts import Cut, cut_as_split, cuts_between, cuts_inside, most_of
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.records.proofs import Proof
@@ -34,6 +35,7 @@ SMALL = 4
 """Samples of a micro-batch, below which two of them are compared rather than two parts of one."""
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
+_OWN = 4  # micro-batches whose losses are compared: a fixed number of hardest samples, or a bound of a mean, shows
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
@@ -100,12 +102,32 @@ class _Prover:
                 if reason is not None or proof.by == "certificate":
                     break
             if found is not None:
-                return found
+                return found if found[0].by == "certificate" or found[1] else self._as_split(found)
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return Proof("undecided", note=next(iter(notes), alone)), None
+
+    def _as_split(self, found: Found) -> Found:
+        """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
+        if isinstance(self._task.loss_fn, InPieces) or any(map(is_scripted, self._task.every_module)):
+            return found
+        most = 2 if self._task.is_planned else _OWN
+        while most >= 2 and (cut := cut_as_split(self._task.splittable, self._parts, most)) is not None:
+            failure = None
+            try:
+                difference = self._trial.of_losses(cut)
+                proof, reason = found if difference.is_none else self._decided(cut, difference, by="losses")
+                return found if reason is None else (proof, reason)
+            except OverBudget:
+                most = len(cut.sizes) // 2
+            except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself
+                failure = Failure(error)
+                most = most // 2 if is_out_of_memory(error) else 0
+            if failure is not None:
+                failure.release()
+        return found
 
     def _by_losses(self) -> Found:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""
@@ -169,8 +191,8 @@ class _Prover:
             note, most = "memory ran out", most // 2
         yield note
 
-    def _decided(self, cut: Cut, difference: Difference) -> Found:
-        """What a certificate says of gradients that differ by more than rounding."""
+    def _decided(self, cut: Cut, difference: Difference, by: Literal["comparison", "losses"] = "comparison") -> Found:
+        """What a certificate says of gradients, or of losses, that differ by more than rounding."""
         certificate = self._certified(cut)
         if certificate is not None and certificate.exact:
             return _proof("exact", "certificate", cut, difference, certificate), None
@@ -190,7 +212,7 @@ class _Prover:
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
         unexplained = worded("unexplained", "loss", {"error": difference.error})
-        return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
+        return _proof("not exact", by, cut, difference), reason or refused or unexplained
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""

@@ -139,7 +139,7 @@ def _mixing(case: Case, name: str, difference: float, whole: Recording) -> Reaso
     modules = case.rig.modules
     module = modules[name]
     evidence = {"module": name, "class": type(module).__name__, "difference": difference}
-    shown = f"`{name}`" if name else "the model's own forward"
+    shown = f"`{name}`" if name else "The model's own forward"
     coupled = reason("module", name or type(module).__name__, evidence, shown=shown)
     batch_first = getattr(module, "batch_first", None)
     given = whole.visits[name, 0].got

@@ -21,7 +21,7 @@ from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
-from anybatch.memory.meter import LiveBytes, Recording
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
@@ -41,6 +41,8 @@ _ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
+_LITTLE = 2**24
+"""Bytes that may be there without a plan, whatever a micro-batch takes."""
 Optimizations = Callable[[], AbstractContextManager[Any]]
 
 
@@ -161,19 +163,26 @@ class Trial:
         return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws)
 
     def of_losses(self, cut: Cut) -> Difference:
-        """Compares the losses of samples that together fit only without their gradients.
+        """Compares the losses of parts that together may fit only without their gradients.
 
         Raises:
-            OverBudget: they take more than one does with its gradient, which is measured.
+            OverBudget: they take more than one does with its gradient, which is measured; but for a little, without a
+                plan.
         """
-        for row in range(cut.splittable.rows):
-            alone = Cut(cut.splittable.chosen([row]), (1, 0))
-            with LiveBytes() as live:
+        if not self._task.is_planned:
+            with contextlib.suppress(OverBudget):
+                return self._of_losses(cut, _LITTLE)
+        for part in cut.parts:
+            alone = cut.alone(part)
+            with Recording() as recording:
                 self.run(alone, alone.whole, None)
-            if live.peak:  # else it counts nothing, and was not run
+            if recording.most:  # else it counts nothing, and was not run
                 break
+        return self._of_losses(cut, recording.most)
+
+    def _of_losses(self, cut: Cut, limit: int) -> Difference:
         numbers = StandIns()
-        with Recording(limit=live.peak):
+        with Recording(limit=limit):
             whole = self.run(cut, cut.whole, numbers, differentiate=False)
         draws = bool(numbers.draws) or whole.drew_others
         split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)

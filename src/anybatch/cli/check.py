@@ -31,7 +31,7 @@ class NoCertificate(click.ClickException):
     exit_code = 2
 
 
-@click.command("check", cls=ScriptCommand, short_help="Is the gradient of micro-batches the whole batch's?")
+@click.command("check", cls=ScriptCommand, short_help="Does accumulating give the gradient of the whole batch?")
 @of_script
 @json_option("the certificate")
 @format_option()
@@ -51,12 +51,12 @@ def check_command(
 ) -> None:
     """Checks whether SCRIPT may split its batches.
 
-    SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
+    SCRIPT runs as it is, with its own arguments after it, until it first calls anybatch.TrainStep or
     anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss and batch
     are checked: the whole batch against two splits of it. Nothing of the script runs after that, no finally block and
     no exit handler.
 
-    Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script came to no step.
+    Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script never reached a step.
     """
     outputs = Outputs(formats, json_path)
     try:

@@ -46,7 +46,7 @@ class Options:
     sources: Path | None  # where the text is from, ``None`` for the standard library
     output: Path  # the page
     json_path: Path | None  # the findings as JSON, ``None`` for none
-    memory: int | None  # what the demo pretends to have, in bytes; ``None`` for a quarter of what the whole batch needs
+    memory: int | None  # the simulated budget, in bytes; ``None`` for a quarter of what the whole batch needs
     samples: int | None  # sequences in a logical batch, ``None`` for what suits
     sample_bytes: int  # how much text is written
 
@@ -57,7 +57,7 @@ class Options:
 
     @property
     def pretended(self) -> str:
-        """The memory that the demo pretends to have, in words."""
+        """The simulated budget, in words."""
         return "a quarter of what the whole batch needs" if self.memory is None else format_bytes(self.memory)
 
     @property
@@ -70,7 +70,7 @@ class Options:
         return format_seconds(self.seconds or _SECONDS)
 
 
-@click.command("demo", short_help="Train a small model here, on text that is here.")
+@click.command("demo", short_help="Run a self-contained demo on local files.")
 @click.option("--quick", is_flag=True, help="Take about 20 seconds in all.")
 @click.option("--tour", is_flag=True, help="Instead: plan, step, losses, a sequence, a fault and its diagnosis.")
 @click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
@@ -91,7 +91,7 @@ class Options:
     "--memory",
     metavar="SIZE",
     callback=lambda ctx, param, value: _bytes_of(value),
-    help="What the demo pretends to have, such as 24MiB.  [default: a quarter of what the whole batch needs]",
+    help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
 @click.option(
     "-o",
@@ -113,10 +113,9 @@ class Options:
 def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path | None, **values: object) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
-    The logical batch is larger than the memory that the demo pretends to have. It is planned how to run it there. The
-    gradient of the whole batch is compared with the one that anybatch computes as planned: error, memory and time of
-    each. Then the model is trained, writes some code, and one HTML file shows the curves. Ctrl-C ends training early
-    and keeps what it reached.
+    The logical batch needs more memory than a simulated budget. The demo plans how to run it within that budget, and
+    compares the gradient with that of the whole batch: error, memory and time. Then the model is trained, writes some
+    code, and one HTML file shows the curves. Ctrl-C ends training early and keeps what it reached.
     """
     output = output or Path("anybatch-tour.html" if tour else "anybatch-demo.html")
     options = Options(output=output, **values)  # type: ignore[arg-type]
@@ -168,7 +167,7 @@ def _check_options(options: Options, *, force: bool) -> None:
             raise click.UsageError(f"{path} can't be written; name another file")
     if options.output.exists() and not force and not is_own_page(options.output):
         raise click.UsageError(
-            f"{options.output} exists and is no page of anybatch; name another with -o or add --force"
+            f"{options.output} exists and was not written by anybatch; name another with -o or add --force"
         )
 
 

@@ -52,7 +52,7 @@ class Screen:
             ),
             ("", f"entropy of a single byte: {text.unigram_bits:.2f} bits"),
             ("model", "a byte-level transformer, float32, on the CPU"),
-            ("memory", f"pretends to have {memory}"),
+            ("memory", f"simulated budget of {memory}"),
             ("batch", f"{samples} sequences for each update of the optimizer"),
             ("steps", "1. the plan: the fastest way to run the batch in that memory"),
             ("", "2. the gradient of the whole batch against that of its micro-batches"),

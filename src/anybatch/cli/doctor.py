@@ -66,7 +66,7 @@ class Wishes:
 @click.option("--fail-on", type=click.Choice(["error", "warning"]), help="Exit with 1 if there is such a finding.")
 @click.option("--active", is_flag=True, help="When the script has ended, also train a copy on its last batch.")
 @click.option(
-    "--no-ask", is_flag=True, help="Ask copies nothing when the script has ended, which takes up to 20 seconds."
+    "--no-ask", is_flag=True, help="Leave out the questions to copies after the script, which take up to 20 s."
 )
 @click.option(
     "--fix", is_flag=True, help="Try changes of the script by running it again, and print a patch of what helps."
@@ -112,12 +112,13 @@ def doctor_command(
 ) -> None:
     """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
 
-    Python runs the script as it is, to its end, with the same results. Options of the doctor stand before SCRIPT; all
-    that is behind it are its own arguments, as in: anybatch doctor -o report.html train.py --lr 0.1. In place of SCRIPT
-    there may be -m and the name of a module. Findings go to standard error, since standard output is the script's; with
-    --json - the JSON has standard output for itself, and what the script prints goes to standard error.
+    Python runs the script as it is, to its end, with the same results. Options of the doctor stand before SCRIPT;
+    everything after it belongs to the script, as in: anybatch doctor -o report.html train.py --lr 0.1. In place of
+    SCRIPT there may be -m and the name of a module. Findings go to standard error, since standard output is the
+    script's; with --json - the JSON has standard output for itself, and what the script prints goes to standard
+    error.
 
-    Findings are told in a line while the script runs, and SIGUSR1 has the report written at once.
+    Findings are printed while the script runs, one line each; SIGUSR1 makes it write the report at once.
 
     The exit code is the script's; 124 if --timeout has stopped it, 3 if --stop-on has, 1 for a finding if --fail-on was
     given and the script itself ended well.

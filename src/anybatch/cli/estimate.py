@@ -25,7 +25,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-@click.command("estimate", short_help="What would a training of a known model take?")
+@click.command("estimate", short_help="How much memory would training a known model take?")
 @click.argument("model")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples in a batch.")
 @click.option(

@@ -95,7 +95,7 @@ def check_page(path: Path | None, *, force: bool) -> None:
     if path is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
     if path is not None and path.is_file() and not force and not is_own_page(path):
-        raise click.UsageError(f"{path} exists and is no page of anybatch; name another or add --force")
+        raise click.UsageError(f"{path} exists and was not written by anybatch; name another or add --force")
 
 
 def check_patch(path: Path | None, *, force: bool) -> None:

@@ -132,7 +132,7 @@ def plan_command(
 ) -> None:
     """Plans how SCRIPT can run its step within a budget of memory.
 
-    SCRIPT runs as it is, with its own arguments behind it, until it first calls anybatch.TrainStep or
+    SCRIPT runs as it is, with its own arguments after it, until it first calls anybatch.TrainStep or
     anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss, batch
     and optimizer are planned for: micro-batches, recomputation, offload and loss chunks, the fastest within the
     budget; and the lines of the loop to change are printed. Nothing is trained, and nothing of the script runs after
@@ -140,7 +140,7 @@ def plan_command(
 
     With --ranks the script still runs as one process, without any process group.
 
-    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script came to no step.
+    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
     _check_ranks(ranks, shard, output, html, patch)
     outputs = Outputs(formats, json_path)

@@ -22,7 +22,7 @@ _GAP = "  "
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
     """Writes a plan."""
     show_choice(plan, console, notes)
-    heading(console, "Ways to run it, the fastest first")
+    heading(console, "Configurations, fastest first")
     show_ways(plan, console, _MOST_ROWS)
     _show_peak(plan, console)
     if plan.modules:

@@ -30,12 +30,12 @@ _BAR = 24
 _LEAST = 3  # measurements that a noise scale is told from
 
 
-@click.command("tune", cls=ScriptCommand, short_help="Which batch and which learning rate pay?")
+@click.command("tune", cls=ScriptCommand, short_help="Which batch size and learning rate should I use?")
 @of_script
 @click.option(
     "--memory", metavar="SIZE", callback=memory_of, help="What a step may take, see anybatch plan.  [default: as plan]"
 )
-@click.option("--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="To measure in.")
+@click.option("--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="Steps to measure.")
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
 )
@@ -58,7 +58,7 @@ def tune_command(
     measured. A loop without anybatch.TrainStep runs with the lines changed that anybatch plan prints; the file stays as
     it is. Then a few updates at several learning rates start from where the run is, and the script is ended.
 
-    Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script came to no step.
+    Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
     check_folder(json_path)
     check_page(output, force=force)

@@ -30,7 +30,7 @@ _WIDE = 100.0  # ratio of the greatest value to the least above which logarithms
 _STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
-@click.command("watch", short_help="Follow a run that goes on.")
+@click.command("watch", short_help="Follow a run while it trains.")
 @click.argument("record", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 def watch_command(record: Path, once: bool) -> None:

@@ -1,4 +1,4 @@
-"""How the demonstration runs its logical batch in the memory that it pretends to have."""
+"""How the demonstration runs its logical batch within its simulated budget."""
 
 from dataclasses import replace
 

@@ -36,7 +36,7 @@ class GradientComparison:
     samples: int  # sequences in the logical batch
     context: int  # bytes of a sequence
     parameters: int  # how many numbers the gradient has
-    memory_bytes: int  # the memory that the demonstration pretends to have
+    memory_bytes: int  # the simulated budget
     micro_batch_size: int  # samples in a micro-batch at most, as planned for that memory
     optimized: str  # the other memory optimizations of the plan, in words; empty if nothing
     whole: Method  # the whole batch at once

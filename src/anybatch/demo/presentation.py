@@ -55,7 +55,7 @@ def _of_memory(comparison: GradientComparison) -> str:
     fits = "fit" if comparison.whole.peak_bytes <= comparison.memory_bytes else "do not fit"
     return (
         f"the most bytes alive at once. The {whole} of the whole batch {fits} into the "
-        f"{format_bytes(comparison.memory_bytes)} that the demo pretends to have; in micro-batches of "
+        f"{format_bytes(comparison.memory_bytes)} of the simulated budget; in micro-batches of "
         f"{comparison.micro_batch_size} it takes {split}."
     )
 
@@ -88,8 +88,8 @@ def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
     if training.peak_bytes is not None:
         reached += (
             f" An update of {plan.samples} sequences, AdamW included, held at most {format_bytes(training.peak_bytes)} "
-            f"of tensors, in {training.micro_batches} micro-batches; planned were {format_bytes(plan.peak_bytes)}, and "
-            f"the demo pretends to have {format_bytes(plan.budget)}."
+            f"of tensors, in {training.micro_batches} micro-batches; predicted were "
+            f"{format_bytes(plan.peak_bytes)}, within the simulated budget of {format_bytes(plan.budget)}."
         )
     return reached
 

@@ -106,6 +106,7 @@ class Accumulation:
         self._settings = settings
         self._in_pieces = isinstance(loss_fn, InPieces)
         self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
+        # A cut that weighs losses by their gradients takes the scale off first.
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
@@ -115,6 +116,7 @@ class Accumulation:
             in_pieces=self._in_pieces,
         )  # fmt: skip
         self._differentiate = differentiate
+        # bf16 and fp16 lose small addends beside a large sum; how many there are decides whether a float32 sum is kept.
         addends = _MANY if self._in_pieces else len(weights.parts)
         self._beside = settings.gradient_sums(parameters, addends) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
@@ -236,7 +238,7 @@ class Accumulation:
         else:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
-        del batch
+        del batch  # the backward, where the peak is, needs only what the graph has kept of it
         if type(result) is torch.Tensor:  # the usual case takes the short way
             if watch is not None and watch.is_on:
                 watch.check()

@@ -238,6 +238,7 @@ class CoupledPass:
         self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
     ) -> list[_Graph]:
         """Encodes all, and gives what the gradients of each micro-batch go back through."""
+        # One by default: the last micro-batch goes back first, right after the loss, so its graph is at hand anyway.
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
         twice = len(self._samples) - keep if self._differentiate else 0
         power_iterations = PowerIterations(self._modules)
@@ -335,7 +336,7 @@ class CoupledPass:
             *outputs.joined(differentiate=self._differentiate), whole(own=True) if joins and takes_batch else None
         )
         rows = joint.rows if joins else outputs.total
-        blocks = self._coupled.blocks(rows)[joint.place :: joint.of]
+        blocks = self._coupled.blocks(rows)[joint.place :: joint.of]  # each process takes its share of them
         sums = Sums()
         if blocks:  # of what is not a sum over rows, one process computes all
             sums = self._loss_in(joint, blocks, rows, partial(whole, joint) if joins else whole)

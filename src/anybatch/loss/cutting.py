@@ -353,7 +353,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             return PackedSequence(self._stand_for(tensor.data), *tensor[1:])
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             return tensor
-        if id(tensor) not in self._leaf_of:
+        if id(tensor) not in self._leaf_of:  # a tensor in two places is one leaf, which gets the sum of both gradients
             leaf = tensor.detach().requires_grad_()
             leaf.register_hook(self._refuse_late_gradient)
             self._pairs.append((tensor, leaf))
@@ -479,6 +479,7 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
         if restriction.inputs is None:
             torch.autograd.backward(tensors, gradients)
         else:
+            # autograd fills only what is named: without the leaves of cuts nothing would reach the inputs behind them.
             torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
     except RuntimeError as error:
         if type(error).__name__ != "CheckpointError":

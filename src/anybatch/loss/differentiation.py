@@ -158,6 +158,7 @@ class Differentiation:
         if self._weights.names(name):
             total = self._weights.total(name)
             return total, 1.0 / total if total else 0.0
+        # A Mean that is alone in its batch is its own denominator; of several, the sum is known only at the end.
         if len(self._weights) == 1 and not self._in_pieces and not self._reducer.is_shared:
             return count, None
         return None, self._summing_factor(index, name, count) if self._differentiate else None
@@ -186,6 +187,7 @@ class Differentiation:
     def _wait(self, loss: torch.Tensor, weight: float) -> None:
         if not self._differentiate:
             return
+        # The gradient has the dtype of the loss: in bf16, with 8 bits, n_i / n would be rounded to another weight.
         loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         key = (weight, loss.dtype, loss.device)
         gradient = self._weight_tensors.get(key)

@@ -174,6 +174,8 @@ def checked_loss(loss: Any, name: str) -> Any:
         way = _WITHOUT_ITEMS if is_nothing(loss) else ""
         if isinstance(loss, tuple) and loss and isinstance(loss[0], torch.Tensor) and not loss[0].dim():
             way = ". If its first item is the loss, return result[0]"
+        elif isinstance(getattr(loss, "loss", None), torch.Tensor):
+            way = ". It has one: return output.loss"
         raise LossError(
             f"the {which} is a {type(loss).__name__}{hint}; expected a scalar tensor, a Mean, a mapping of names to "
             f"either, or a generator that yields them{way}",

@@ -308,6 +308,7 @@ class _Sequences:
         entered: list[tuple[_Pair, Any]] = []
         for index, chunk in enumerate(chunks[:-1]):
             with torch.no_grad(), call.checkpoint.first() as run_again:
+                # The loss of the first chunk shows whether losses draw random numbers.
                 new = call(chunk, carried[0], wants_loss=index == 0 or bool(call.draws), looks=index == 0).state
             call.draws = bool(call.draws)
             entered.append((carried, run_again))
@@ -317,6 +318,7 @@ class _Sequences:
         if entered:
             torch.clear_autocast_cache()  # of weights that were cast without a graph
         upstream: Gradients = []
+        # From the end of time: the gradient at the first state of a chunk is that of the last state of the one before.
         for index in reversed(range(self._count)):
             is_again = index + 1 < self._count
             after, again = carried, contextlib.nullcontext()

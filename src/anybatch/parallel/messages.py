@@ -98,7 +98,7 @@ class Messages:
                 raise NotSplittable(f"rank {rank}: {one['text']}", modules=one["not_splittable"])
             raise self._given_up(
                 f"rank {rank} failed in {one['where'] or one['verb']}: {one['text']}. This rank, {self.rank}, gave the "
-                "step up too, and changed nothing. Mend what failed there"
+                "step up too, and changed nothing. Fix what failed there"
             )
         verbs = [one["verb"] for one in heard]
         if len(set(verbs)) > 1:

@@ -27,7 +27,7 @@ _LIGHTER = "a count= that makes fewer tensors, or one that was counted in the lo
 
 
 def binding_of(peak: Peak, hint: str, floor_size: float | None) -> str:
-    """Says what the peak is made by, and what would lower it."""
+    """Says what the peak consists of, and what would lower it."""
     largest = max(peak.by_category, key=lambda name: peak.by_category[name], default="")
     share = f"{format_bytes(peak.by_category.get(largest, 0))} of them {largest}"
     what, helps = (
@@ -36,7 +36,7 @@ def binding_of(peak: Peak, hint: str, floor_size: float | None) -> str:
     )
     if peak.is_count:
         what, helps = _COUNT, _LIGHTER
-    floor = f"{format_bytes(peak.floor)}, below which only {helps} helps"
+    floor = f"{format_bytes(peak.floor)}, which only {helps} would lower"
     if peak.stage == "count":
         return f"Peak: {peak.operation}, {format_bytes(peak.total)}, {share}. Only {_LIGHTER} helps."
     if peak.stage == "update":

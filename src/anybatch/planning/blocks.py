@@ -41,7 +41,7 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
     for name in named:
         if name not in known or not name:
             near = ", ".join(list(known)[1:6])
-            raise BatchError(f"blocks names {name!r}, which the model has not; expected names such as {near}")
+            raise BatchError(f"blocks names {name!r}, which the model does not have; expected names such as {near}")
     found: list[str] = []
     _descend(model, "", set(named), found)
     return found or [name for name, child in model.named_children() if not is_scripted(child)]

@@ -18,7 +18,7 @@ from anybatch.loss.coupling import Coupled
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import OverBudget
 from anybatch.planning.coupledpass import LOSS, which_run
-from anybatch.planning.curve import Peak, Size
+from anybatch.planning.curve import Peak, Profile, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.memorytrace import PassTrace
 from anybatch.planning.recipe import Recipe, Splitting
@@ -45,7 +45,7 @@ class CoupledSearch(Search):
         autocast: the precision as the plan names it, if it is not the user's own.
     """
 
-    may_race = replays = False
+    may_race = False
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, [name for name in allow if name != "loss_chunks"], autocast)
@@ -54,6 +54,11 @@ class CoupledSearch(Search):
         self._traces: dict[Any, PassTrace | int] = {}  # bytes that are needed at least, of one that was stopped
         self._largest: dict[float, list[Size]] = {}
         self._found: list[PlanRow] = []
+
+    @property
+    def traces_all(self) -> bool:
+        """Not: of micro-batches that are alike few run, and count as often as there are."""
+        return False
 
     def forget(self) -> None:
         """Lets go of what follows from traces that are not to be trusted any more."""
@@ -94,6 +99,11 @@ class CoupledSearch(Search):
         Raises:
             NotRecomputable: a block can't be recomputed.
         """
+        found = self._pass(splitting, recipe)
+        return Peak(found, {}, "", LOSS) if isinstance(found, int) else found.peak_in_detail()
+
+    def _pass(self, splitting: Splitting, recipe: Recipe) -> Profile | int:
+        """The profile of a pass; of one that was stopped the bytes that it reached."""
         kept, sizes = recipe.keep or 0, [self.profiles.size_of(part) for part in splitting.parts]
         numbers, like, more = which_run([(size.samples, size.length) for size in sizes], kept)
         ran = (len(sizes) - kept - more[0], kept - more[1])
@@ -109,11 +119,11 @@ class CoupledSearch(Search):
                 self._traces[key] = max(error.needed, self._budget + 1)
         found = self._traces[key]
         if isinstance(found, int):
-            return Peak(found, {}, "", LOSS)
+            return found
         self._largest[splitting.limit] = self._largest_of(splitting, sizes)
         size = Size(self.subject.splittable.rows)
         trace = found.with_more(more, self.subject.granularity)
-        return self.profiles.profile_of([(size, trace)]).peak_in_detail()
+        return self.profiles.profile_of([(size, trace)])
 
     def _largest_of(self, splitting: Splitting, sizes: list[Size]) -> list[Size]:
         lengths = self.profiles.lengths
@@ -130,7 +140,12 @@ class CoupledSearch(Search):
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak; it was traced as it would run when it was made."""
-        return row, self._peak(self.splitting_of(row), Recipe.of(row))
+        found = self._pass(self.splitting_of(row), Recipe.of(row))
+        if isinstance(found, int):
+            return row, Peak(found, {}, "", LOSS)
+        if self.held is not None:
+            row = replace(row, reserved_bytes=self._reserved(self.held, found))
+        return row, found.peak_in_detail()
 
     # Which graphs are kept.
 
@@ -215,8 +230,7 @@ class CoupledSearch(Search):
                 found += self._with(splitting, row, least)
         return min(found, key=lambda row: row.peak_bytes)
 
-    def least(self) -> tuple[PlanRow, Peak]:
-        """The same, with its peak."""
+    def _least(self) -> tuple[PlanRow, Peak]:
         return self.traced(self.smallest())
 
     def front(self) -> list[PlanRow]:

@@ -132,6 +132,10 @@ class InChunks(InPieces):
         left_out = max(0, chunks - self._most)
         return total - left_out * self._length, left_out
 
+    def runs_all(self, total: int) -> bool:
+        """Whether no chunk and no state of so many steps is left out."""
+        return not self._carries and (self._own.mode == "truncated" or not self.shown(total)[1])
+
     def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         """Gives the losses of the chunks that are looked at."""
         steps = Steps(batch, self._own.dim, self._own.broadcast)
@@ -150,13 +154,16 @@ class InChunks(InPieces):
 class ChunkSearch(Search):
     """The search at one precision, for one length of chunks."""
 
-    replays = False  # not all chunks are traced
-
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, allow, autocast)
         self._chunks = cast(InChunks, subject.loss_fn)
         # What a recurrent kernel works in is not linear in the samples, but it is in the steps.
         self.profiles.extrapolates = self._chunks.length is None
+
+    @property
+    def traces_all(self) -> bool:
+        """Whether all chunks are traced."""
+        return self._chunks.runs_all(self._chunks.steps_of(self.subject))
 
     def rows(self, budget: int) -> list[PlanRow]:
         """The fastest ways that fit; of all samples at once where shorter chunks hold less."""
@@ -172,7 +179,7 @@ class ChunkSearch(Search):
         steps = self._chunks.steps_of(self.subject)
         factor = steps / max(1, self._chunks.shown(steps)[0])
         seconds = None if row.seconds is None else row.seconds * factor
-        return replace(row, chunk_length=self._chunks.length, seconds=seconds)
+        return replace(super().finished(row), chunk_length=self._chunks.length, seconds=seconds)
 
 
 class ChunkLengths:

@@ -184,7 +184,7 @@ class Planner:
 
     def _look_within(self, searches: Sequence[Search], budget: int) -> int:
         """Begins some searches; gives the bytes that a plan may take, of which more is known then."""
-        held = held_on(self.subject, self.target) if all(search.replays for search in searches) else None
+        held = held_on(self.subject, self.target)
         for search in searches:
             search.held = held
             search.look_within(self._usable_of(budget), budget)

@@ -79,8 +79,13 @@ class Replay:
         self._updates, self._update_sizes = _moments(update.allocations), [one.size for one in update.allocations]
         self._state = [one.size for one in update.allocations if one.born == BEFORE and one.category == OPTIMIZER]
         self._has_state = subject.state_bytes > 0
-        self._copied = [b.nbytes for root in subject.roots for b in root.buffers()]  # so that a step can be rolled back
+        buffers = [b.nbytes for root in subject.roots for b in root.buffers()]
+        self._copied = buffers if subject.devices is None else 2 * buffers  # so that a step can be rolled back
+        self._sent = [] if subject.devices is None else self._gradients()
         self._unreached = constants.unreached
+
+    def _gradients(self) -> list[int]:
+        return self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
 
     def reserved(self, limit: int | None) -> int:
         """The bytes that the allocator reserves for the step at its peak.
@@ -139,6 +144,11 @@ class Replay:
             kept += self._micro_batch(allocator, index)
             for number in range(len(self._inputs)):
                 allocator.free(("input", index, number))
+        for size in self._sent:  # from the other devices, one after the other, and weighted there
+            allocator.allocate("sent", size)
+            allocator.allocate("weighted", size)
+            allocator.free("sent")
+            allocator.free("weighted")
         if makes_state:
             for number, size in enumerate(self._state):
                 allocator.allocate(("state", number), size)
@@ -187,6 +197,27 @@ class Replay:
                 allocator.allocate(("skipped", index, number), many * size)
                 found.append(("skipped", index, number))
         return found
+
+
+class CopyReplay(Replay):
+    """The same on a device with a copy of the model, which sums no gradients and updates nothing.
+
+    Args:
+        subject: what is planned.
+        held: what lies on the device of the model, by which it is known how its allocator works.
+        profile: of the micro-batches.
+    """
+
+    def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:
+        super().__init__(subject, Held((), 0, held.expandable), profile)
+        self._copied, self._sent, self._state, self._updates = [], [], [], []
+        roots = {id(one): one for root in subject.roots for one in (*root.parameters(), *root.buffers())}
+        self._model = [tensor.nbytes for tensor in roots.values()]
+
+    def _run(self, allocator: CachingAllocator) -> None:
+        for number, size in enumerate(self._model):
+            allocator.allocate(("model", number), size)
+        super()._run(allocator)
 
 
 def _moments(allocations: Sequence[Allocation]) -> list[tuple[bool, int]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from anybatch.accelerators import is_accelerator
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import NotRecomputable
@@ -19,7 +20,7 @@ from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, 
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe, Splitting, splittings
-from anybatch.planning.reserved import Held, Replay
+from anybatch.planning.reserved import CopyReplay, Held, Replay
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
 from anybatch.records.plans import Confidence, ModuleShare, PlanRow
@@ -80,9 +81,9 @@ class Search:
         self._solved.clear()
 
     @property
-    def replays(self) -> bool:
+    def traces_all(self) -> bool:
         """Whether a row's traces are all that a step allocates, so that what is reserved for it follows from them."""
-        return self.subject.devices is None
+        return True
 
     @property
     def is_fake(self) -> bool:
@@ -91,8 +92,8 @@ class Search:
 
     @property
     def confidence(self) -> Confidence:
-        """How far traces may be trusted."""
-        return self.profiles.confidence
+        """How far traces may be trusted, and what an allocator reserves by them."""
+        return self.profiles.confidence if self.held is None or self.traces_all else "estimated"
 
     @property
     def known(self) -> tuple[object, ...]:
@@ -128,7 +129,7 @@ class Search:
             self.profiles.least = max(len(part.samples) for part in self._all_splittings[-1].parts)
         self.splittings = self._all_splittings
         found: list[Splitting] = []
-        for splitting in reversed(self._all_splittings):
+        for splitting in reversed(self._all_splittings):  # from the smallest micro-batches on
             if self._profile_within(Recipe(), splitting) is None:
                 break
             found.insert(0, splitting)
@@ -229,6 +230,7 @@ class Search:
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
             part = self.worst(Recipe(), splitting)
+            # Doubling, since times between two sizes are interpolated; one sample alone may take other kernels.
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
@@ -242,7 +244,15 @@ class Search:
         """Whether the allocator gives a micro-batch what it takes; one that takes far less than there is does."""
         if self.held is None or 2 * profile.peak <= self.limit:
             return True
-        return Replay(self.subject, self.held, profile).needed(self.limit) <= self.limit
+        return self._reserved(self.held, profile) <= self.limit
+
+    def _reserved(self, held: Held, profile: Profile) -> int:
+        """The bytes that an allocator has to be given, of several devices that with the most."""
+        found = Replay(self.subject, held, profile).needed(self.limit)
+        devices = self.subject.devices
+        if devices is not None and any(map(is_accelerator, [one.device for one in devices.placements[1:]])):
+            found = max(found, CopyReplay(self.subject, held, profile).needed(self.limit))
+        return found
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
@@ -469,8 +479,10 @@ class Search:
         return next(one for one in self.splittings if one.limit == row.micro_batch_size)
 
     def finished(self, row: PlanRow) -> PlanRow:
-        """A row as a plan shows it."""
-        return row
+        """A row as a plan shows it, which says so where nobody knows what an allocator reserves."""
+        is_device = self._target.is_present and self._target.device_type != "cpu"
+        is_known = not is_device or (self.held is not None and self.traces_all)
+        return row if is_known else replace(row, confidence="estimated")
 
     def hint(self, row: PlanRow, peak: Peak) -> str:
         """What there is to say of the loss, if it is what a row needs the most memory for."""
@@ -514,7 +526,7 @@ class Search:
         profile = max(found, key=lambda one: one.peak)
         row = replace(row, peak_bytes=profile.peak)
         if self.held is not None:
-            row = replace(row, reserved_bytes=Replay(self.subject, self.held, profile).needed(self.limit))
+            row = replace(row, reserved_bytes=self._reserved(self.held, profile))
         return row, profile.peak_in_detail()
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:

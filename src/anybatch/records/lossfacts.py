@@ -103,6 +103,7 @@ class LossCall(Fact):
     # tokens, 1 for the next token, 2 for the one after it; counting that the predictions were cut by as many places;
     # ``None`` if it matches no shift or was not looked at
     shift: int | None = None
+    shifted: int = 0  # which of the matrices of integers that the root was given, from 0
     module: str = ""  # the innermost module that ran, empty outside
     root: int = -1  # that was running or ran last, -1 for none
     file: str = ""  # of the user's line

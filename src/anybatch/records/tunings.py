@@ -11,8 +11,7 @@ class BatchAdvice(Shown):
 
     Example:
         >>> print(BatchAdvice(8, "as it is", 24, "samples", 0.1, 0.1, "", "", 8, 7.0, 4.0, 9.0))
-        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and it needs no
-        other learning rate.
+        Your batch of 8 fits as it is, a batch of about 8 pays (noise scale 7, 4 to 9), and needs no other rate.
     """
 
     batch: int  # samples in the batch of the run
@@ -55,7 +54,7 @@ class BatchAdvice(Shown):
             about = f"{_shown(self.low)} to {_shown(self.high)}"
         pays = f"{fits}, a batch of about {self.pays} pays (noise scale {_shown(self.noise)}, {about})"
         if self.pays == self.batch:
-            return f"{pays}, and it needs no other learning rate."
+            return f"{pays}, and needs no other rate."
         return f"{pays}, and its learning rate is {self.new_rate:.3g} instead of {self.rate:g} (rule {self.rule})."
 
 

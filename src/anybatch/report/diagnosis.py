@@ -198,7 +198,7 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     ended = next(run.of(Ended), None)
     said = []
     if ended is not None and ended.seconds > 0:
-        share = f" ({diagnosis.overhead:.1%} of the rest)" if diagnosis.overhead is not None else ""
+        share = f" ({diagnosis.overhead:.1%} of the script's own time)" if diagnosis.overhead is not None else ""
         own, took = format_seconds(ended.own_seconds), format_seconds(ended.seconds)
         said.append(f"the doctor took {own} of {took}{share}")
     elif diagnosis.overhead is not None:
@@ -267,7 +267,7 @@ def cells_table(diagnosis: Diagnosis) -> TextTable:
         numel = f"{sum(cell.numel for cell in members):,}"
         reason = why or ("frozen" if frozen else "")
         rows.append((*_yes_no(kind, shrinking), numel, f"{names}: {reason}" if reason else names))
-    return TextTable(("gradients", "parameters", "numbers", "where"), tuple(rows), frozenset(marked))
+    return TextTable(("gradients", "parameters", "elements", "where"), tuple(rows), frozenset(marked))
 
 
 class _Names:
@@ -283,10 +283,13 @@ class _Names:
         return (cell.module or _WHOLE,)
 
 
+_DO, _DO_NOT = "changing", "unchanged"
+
+
 def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
-    texts = {1: ("change", "change"), 2: ("change", "stay"), 3: ("stay", "stay"), 4: ("stay", "change")}
+    texts = {1: (_DO, _DO), 2: (_DO, _DO_NOT), 3: (_DO_NOT, _DO_NOT), 4: (_DO_NOT, _DO)}
     gradients, parameters = texts.get(kind, ("?", "?"))
-    return ("shrink" if shrinking else gradients), parameters
+    return ("shrinking" if shrinking else gradients), parameters
 
 
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
@@ -303,7 +306,7 @@ def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
         )
         for cell in order[:most]
     )
-    header = ("module", "gradients", "parameters", "norm of gradient", "change / weight", "numbers", "why")
+    header = ("module", "gradients", "parameters", "norm of gradient", "change / weight", "elements", "why")
     marked = (index for index, cell in enumerate(order[:most]) if _is_odd(cell))
     return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
 

@@ -120,7 +120,7 @@ def facts_of(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
     facts = [
         ("steps", str(diagnosis.steps) if diagnosis.steps else ""),
         ("models", ", ".join(f"{one.variable or '?'} ({one.cls})" for one in run.roots.values())),
-        ("parameters", f"{numel:,} numbers in {len(trained)} tensors" if trained else ""),
+        ("parameters", f"{numel:,} elements in {len(trained)} tensors" if trained else ""),
         ("optimizers", ", ".join(f"{one.variable or '?'} ({one.cls})" for one in run.optimizers.values())),
         ("device", diagnosis.device or started.device),
         ("torch", started.torch),

@@ -76,13 +76,14 @@ class Boundary:
 
     def zero_(self) -> None:
         """Takes all gradients off."""
+        # None, not zeros: optimizers leave such a parameter out, which zeros would still decay and move by momentum.
         for parameter in self._parameters:
             parameter.grad = None
 
     def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
         """Unscales and clips."""
         scaler = self._scaler if scaler is None else scaler
-        if scaler is not None:
+        if scaler is not None:  # before clipping, whose norm is that of the true gradient
             progress.text = "unscaling"
             for optimizer in self._optimizers:
                 scaler.unscale_(optimizer)

@@ -15,7 +15,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import AnyBatchError, AnyBatchWarning, BatchError
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.loss.pieces import InPieces, Place
@@ -28,7 +28,7 @@ from anybatch.tensors.modules import devices_of, modules_behind, modules_of
 from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
 from anybatch.update.progress import Beginnings, Progress
 from anybatch.update.refusals import Cause, Verb, cause_of
-from anybatch.update.transaction import Snapshot
+from anybatch.update.transaction import Snapshot, is_out_of_memory
 
 if TYPE_CHECKING:
     from anybatch.loss.coupling import Coupled
@@ -114,7 +114,7 @@ def run_pass(
     """
     rows = task.splittable.rows_in(parts)
     weights, batches = _counted(task, parts, rows, progress, differentiate)
-    if weights.is_empty:
+    if weights.is_empty:  # by the count of all ranks, so that all of them return here
         return weights, Sums()
     reducer = task.settings.reducer
     if task.devices is not None:
@@ -142,11 +142,28 @@ def run_pass(
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
             each = begin.each(_there(task, batches()))
-            accumulation.collect(chain(each, padding(task, parts)) if reducer.keeps_step else each)
+            try:
+                accumulation.collect(chain(each, padding(task, parts)) if reducer.keeps_step else each)
+            except (RuntimeError, ValueError, IndexError) as error:
+                _note_the_split(error, task, parts, progress)
+                raise
             sums = accumulation.close()
     if task.splittable.obstacle is not None:
         _weighed_whole(task, sums)
     return weights, sums
+
+
+def _note_the_split(error: Exception, task: Task, parts: Sequence[Part], progress: Progress) -> None:
+    """Notes on an error of the user's code that it was not given the whole batch, which may be why."""
+    if len(parts) < 2 or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+        return
+    cut = ", ".join(f"{leaf.label} {leaf.shape}" for leaf in task.splittable.outline().leaves if leaf.dim is not None)
+    which = f" ({cut})" if cut else ""
+    error.add_note(
+        f"this came of {progress()}: the {task.splittable.rows} samples of the batch{which} were cut. If it does not "
+        "come of the whole batch, without micro_batch_size: pass broadcast= or layout= for a leaf that does not have "
+        "its samples in dimension 0, and let the model take any number of samples"
+    )
 
 
 def _counted(
@@ -156,6 +173,7 @@ def _counted(
     progress.text = "counting"
     weights, batches = _weigh(task, parts, rows)
     reducer = task.settings.reducer
+    # Before any forward: the weight of a micro-batch is its share of what all micro-batches of all ranks count.
     weights = reducer.weights(weights, task.splittable.rows, can_pad=reducer.is_sharded and _can_pad(task))
     if weights.is_empty:
         return weights, batches

@@ -152,6 +152,7 @@ class SizeLimit:
         """
         self.value = math.ceil(tried / 2)
         self._quiet = 0
+        # It was the growth that ran out of memory: the next one waits twice as long.
         if self._grew:
             self._patience = min(2 * self._patience, self.MOST_PATIENCE)
             self._grew = False
@@ -163,6 +164,7 @@ class SizeLimit:
             agreed: the smallest of the sizes that did not fit.
             own: what ran out of memory on this process; ``None`` if nothing did.
         """
+        # Half of twice its own size is its own size: a process that is smaller already stays so, and does not grow.
         self.shrink(min(agreed, 2 * self.value) if self.value else agreed)
 
     def gather(self) -> None:
@@ -179,7 +181,7 @@ class SizeLimit:
         self._quiet += 1
         if self._quiet < self._patience:
             return
-        if self._grew:
+        if self._grew:  # the last growth has held
             self._patience = self.PATIENCE
         grown = 2 * self.value
         if self.ceiling is not None:
@@ -283,6 +285,7 @@ class Retries:
         if error is None:
             self._is_done = True
             return False
+        # Parts were only asked for to be looked at, as by NoiseScale; what may not be split runs whole, as ever.
         if self._once is not None and isinstance(error, NotSplittable):
             self._roll_back()
             self._once, self._parts = None, self._splittable.plan(self._limit.value)
@@ -296,6 +299,7 @@ class Retries:
         if self._writes.were_made:
             self._roll_back()
             self._writes.refuse(self._splittable.batches, "since memory ran out")
+        # Swallowed here and dealt with in __next__, after the interpreter has let go of the exception.
         self._failure, self._shortage = Failure(error), shortage
         return True
 
@@ -309,6 +313,7 @@ class Retries:
         tried = max((part.cost for part in parts), default=0)
         is_smallest = max((len(part.samples) for part in parts), default=1) == 1
         if shortage is None:
+            # One sample can't be halved; a model that lies in parts may still be gathered in smaller ones.
             is_final = is_smallest and not limit.relieve()
             shortage, own = reducer.agree(tried, is_final=is_final, where=self._where(), text=failure.text), tried
             is_relieved = is_smallest and not is_final

@@ -79,7 +79,7 @@ REFUSED = {
     ("-m",): "Argument expected for the -m option",
     ("--json", "no/such/out.json", "train.py"): "does not exist; make it first",
     ("--record", "other.txt", "train.py"): "other.txt exists and is no record of anybatch",
-    ("-o", "other.txt", "train.py"): "other.txt exists and is no page of anybatch",
+    ("-o", "other.txt", "train.py"): "other.txt exists and was not written by anybatch",
     ("--fix", "--patch", "other.txt", "train.py"): "other.txt exists and is no patch",
     ("--fail-on", "info", "train.py"): "Invalid value for '--fail-on'",
     ("--every", "0", "train.py"): "Invalid value for '--every'",

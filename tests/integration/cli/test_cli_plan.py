@@ -183,7 +183,7 @@ def test_a_plan_is_saved_shown_and_written() -> None:
     assert pages.is_own_page(Path("plan.html"))
     assert "<title>anybatch plan: train.py</title>" in Path("plan.html").read_text(encoding="utf-8")
     assert '\nTo use it: anybatch.TrainStep(..., plan=anybatch.Plan.load("plan.json"))\n' in done.stderr
-    assert "Ways to run it" in done.stderr
+    assert "Configurations, fastest first" in done.stderr
 
 
 @pytest.mark.parametrize("to", ["found.json", "-"])
@@ -258,7 +258,7 @@ FINE = Ending("planned", {"plan": PLAN.to_dict(), "micro_batch_size": None, "upd
         (["--html", "no/plan.html"], "does not exist"),
         (["--json", "no/plan.json"], "does not exist"),
         (["-o", "train.py"], "train.py exists and is no plan"),
-        (["--html", "train.py"], "train.py exists and is no page of anybatch"),
+        (["--html", "train.py"], "train.py exists and was not written by anybatch"),
         (["--patch", "train.py"], "train.py exists and is no patch"),
         (["--timeout", "0"], "0"),
     ],

@@ -88,7 +88,7 @@ REFUSED = {
         )
         for words in (["--json", "x"], ["--format", "line"], ["--quiet"], ["--baseline", "known.json"])
     },
-    "no page": (["report", "run.jsonl", "-o", "other.txt"], "other.txt exists and is no page of anybatch"),
+    "no page": (["report", "run.jsonl", "-o", "other.txt"], "other.txt exists and was not written by anybatch"),
 }
 
 

@@ -148,7 +148,7 @@ def test_the_sentence_says_what_is_not_known() -> None:
         "Your batch of 64 fits in 3 micro-batches of 22; which batch pays is not known after 3 steps: no signal."
     )
     known = replace(facts, pays=64, noise=70.0, low=30.0)
-    assert str(known).endswith("at least 30), and it needs no other learning rate.")
+    assert str(known).endswith("at least 30), and needs no other rate.")
     assert BatchAdvice.from_dict(json.loads(json.dumps(known.to_dict()))) == known
 
 

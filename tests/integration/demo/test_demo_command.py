@@ -83,7 +83,7 @@ def test_the_plan_and_both_peaks_are_shown_for_the_memory_that_was_asked_for() -
     assert 0.9 * plan["chosen"]["peak_bytes"] < measured < 1.0001 * plan["chosen"]["peak_bytes"]
     assert found["training"]["micro_batches"] == plan["chosen"]["micro_batches"]
     text = " ".join(done.output.split())
-    assert "pretends to have 16.0 MiB" in text
+    assert "simulated budget of 16.0 MiB" in text
     assert f"held at most {format_bytes(measured)} of tensors" in text
     assert f"planned were {format_bytes(plan['chosen']['peak_bytes'])}" in text
 

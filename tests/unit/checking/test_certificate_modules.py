@@ -78,7 +78,7 @@ def test_a_coupling_between_modules_is_laid_to_the_innermost_that_encloses_it() 
     model = Calls(lambda m, x: m.after(m.net(m.before(x))), before=nn.Linear(5, 5), net=inner, after=nn.Linear(3, 3))
     assert only_reason(check(model, cross_entropy, vectors())).where == "net"
     outermost = Calls(lambda m, x: m.head(x - x.mean(0)), head=nn.Linear(5, 3))
-    assert "the model's own forward" in only_reason(check(outermost, cross_entropy, vectors())).message
+    assert "The model's own forward" in only_reason(check(outermost, cross_entropy, vectors())).message
 
 
 def test_a_module_that_only_orders_the_samples_anew_is_not_named() -> None:

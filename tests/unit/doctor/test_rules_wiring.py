@@ -29,7 +29,7 @@ def test_opt_param_missing_fires_with_names_and_code() -> None:
     assert one.place.parameters == ("head.weight", "head.bias")
     assert (one.place.optimizer, one.place.line) == ("opt", LINES["optimizer"])
     assert one.fix == 'opt.add_param_group({"params": model.head.parameters()})'
-    assert one.evidence["numbers"] == 72
+    assert one.evidence["elements"] == 72
 
 
 def test_opt_param_missing_is_quiet_on_frozen_and_on_hand_written_parameters() -> None:

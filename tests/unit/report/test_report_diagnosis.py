@@ -201,13 +201,13 @@ def test_modules_of_which_the_same_is_true_share_a_row_and_the_odd_ones_stand_ou
     shrinks = Cell(1, "encoder.layers.0", ("w",), numel=7, shrinking=True)
     table = cells_table(replace(FAULTY, cells=(shrinks, *FAULTY.cells[1:], frozen)))
     assert table.rows == (
-        ("change", "change", "82,560", "encoder.layers.1 to encoder.layers.5"),
-        ("shrink", "change", "7", "encoder.layers.0"),
-        ("change", "stay", "1,290", "head: in no optimizer"),
-        ("stay", "stay", "5", "pooler: frozen"),
+        ("changing", "changing", "82,560", "encoder.layers.1 to encoder.layers.5"),
+        ("shrinking", "changing", "7", "encoder.layers.0"),
+        ("changing", "unchanged", "1,290", "head: in no optimizer"),
+        ("unchanged", "unchanged", "5", "pooler: frozen"),
     )
     assert table.marked == {1, 2}
-    assert cells_table(HEALTHY).rows == (("change", "change", "100,362", "encoder.* (6), head"),)
+    assert cells_table(HEALTHY).rows == (("changing", "changing", "100,362", "encoder.* (6), head"),)
 
 
 def test_a_module_in_two_cells_is_told_by_its_parameters() -> None:
@@ -245,7 +245,7 @@ def test_a_healthy_run_takes_a_few_lines() -> None:
     assert len(text.splitlines()) <= 8
     assert text.startswith("train.py --lr 0.1: healthy: nothing found in 200 steps.\n")
     assert "encoder.* (6), head" in text
-    assert "The doctor took 210.0 ms of 12.3 s (1.7% of the rest)." in text
+    assert "The doctor took 210.0 ms of 12.3 s (1.7% of the script's own time)." in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -5,12 +5,14 @@ output beyond that row depends on it; for real inputs a backward confirms it. Th
 changed beyond the row is the one that mixes. Norm layers are in evaluation mode and dropout is off.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors, told
+from anybatch.doctor.samples.lossvalues import tokens_of
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -249,14 +251,14 @@ def _weights(one: torch.Tensor) -> torch.Tensor:
 
 def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     """Whether an output depends on later inputs, in a model whose targets are its inputs, or the next ones."""
-    shifts = [one.shift for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None]
-    if not shifts:
+    place = next((one.shifted for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None), None)
+    if place is None:
         raise Unknown("no loss was seen whose targets are the inputs, or the inputs one place on")
     inputs = trial.inputs
-    tokens = _tokens(inputs)
+    tokens = _tokens(inputs, place)
     if tokens is not None and tokens.shape[0] == tokens.shape[1]:
         inputs = trial.few_rows()  # with as many rows as tokens, a dim could be either
-        tokens = _tokens(inputs)
+        tokens = _tokens(inputs, place)
     if tokens is None or tokens.shape[1] < 3 or tokens.shape[0] == tokens.shape[1]:
         raise Unknown("the last input is no batch of sequences of three tokens and more")
     length = tokens.shape[1]
@@ -299,9 +301,9 @@ def _of_counted(mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _tokens(inputs: Inputs) -> torch.Tensor | None:
-    """The first input that has rows of whole numbers."""
-    return next((one for one in inputs.tensors() if one.dim() == 2 and not one.is_floating_point()), None)
+def _tokens(inputs: Inputs, place: int) -> torch.Tensor | None:
+    """The tokens that the targets were compared with."""
+    return next(itertools.islice(tokens_of((inputs.args, inputs.kwargs)), place, None), None)
 
 
 def _other_tokens(tokens: torch.Tensor, cut: int) -> torch.Tensor:

@@ -14,9 +14,10 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _ENDS = re.compile(
-    r"^(b_?|batch_?)?(is_)?(done|terminal|terminated|not_?done|nonterminal)(s|_mask|_flags?|_batch)?(_?b)?$", re.I
+    r"^((b_?|batch_?)?(is_)?(done|terminal|terminated|not_?done|nonterminal)(s|_mask|_flags?|_batch)?(_?b)?|d)$", re.I
 )
 _MASKS = re.compile(r"^(\w+_)?(masks?|padding|sample_weights?|is_weights?|importance_weights?)(_?b)?$", re.I)
+_REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
 _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
@@ -42,13 +43,19 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         >>> text = "def learn(batch):\\n  s, r, done = batch\\n  y = r + GAMMA * q(s)\\n  loss(y).backward()"
         >>> list(unread(ast.parse(text), {4}))
         [('done', 2)]
+        >>> text = "for s, r, t, d in data:\\n  y = r + 0.99 * q(t).max()\\n  loss(q(s), y).backward()"
+        >>> list(unread(ast.parse(text), {3}))
+        [('d', 1)]
+        >>> text = "for x in data:\\n  n, d = x.shape\\n  ema = 0.99 * ema + 0.01 * n\\n  net(x).mean().backward()"
+        >>> list(unread(ast.parse(text), {4}))
+        []
     """
     for scope in _scopes(tree):
         if not any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines) and not _discounts(scope):
             continue
-        read = _read(scope)
-        for name, line in _unpacked(scope):
-            if name in read:
+        read, given = _read(scope), dict(_unpacked(scope))
+        for name, line in given.items():
+            if name in read or (len(name) == 1 and not any(map(_REWARDS.match, given))):
                 continue
             if (_ENDS.match(name) and _discounts(scope)) or _MASKS.match(name):
                 yield name, line
@@ -66,7 +73,9 @@ def _discounts(scope: Any) -> bool:
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult):
             sides = [side for side in (one.left, one.right) if isinstance(side, (ast.Name, ast.Attribute))]
             names = [side.id if isinstance(side, ast.Name) else side.attr for side in sides]
-            if any(_DISCOUNTS.search(name) for name in names):
+            numbers = [side.value for side in (one.left, one.right) if isinstance(side, ast.Constant)]
+            is_usual = any(isinstance(number, float) and 0.9 <= number < 1 for number in numbers)
+            if is_usual or any(_DISCOUNTS.search(name) for name in names):
                 return True
     return False
 

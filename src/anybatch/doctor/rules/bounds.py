@@ -169,6 +169,10 @@ def loss_sign(
         yield from _unbounded(run, faster, absurd)
 
 
+_SCALED = "targets of 0 and 1: y / 255 for masks of 0 and 255, y / 100 for percentages, (y > 0).float() for counts"
+_SIGNED = "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"
+
+
 def _negative(run: Run) -> Iterator[Found]:
     for calls in by_line(run, lambda one: one.function in _NEVER_NEGATIVE).values():
         least = -0.1 if calls[0].function == "ctc_loss" else -1e-4  # which sums up many roundings
@@ -183,7 +187,7 @@ def _negative(run: Run) -> Iterator[Found]:
             given = ": it gets targets outside 0 and 1"
         yield Found(
             text=f"{call.function} is negative ({call.value:.4g}), which it can't be{given}.",
-            fix=_OF_LOGARITHMS.get(call.function, "targets of 0 and 1: y = (y + 1) / 2 for labels of -1 and 1"),
+            fix=_OF_LOGARITHMS.get(call.function, _SCALED if (call.target_mean or 0.0) > 1 else _SIGNED),
             cause="Below its bound the loss rewards what it should punish.",
             since=call,
             step=below[1],

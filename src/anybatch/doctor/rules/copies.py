@@ -108,7 +108,7 @@ def opt_state_unused(run: Run) -> Iterator[Found]:
         yield Found(
             text=f"The state that {name} is given{near(load)} is never used: another optimizer is made{near(made)}, "
             "and that one steps.",
-            fix="make the optimizer once, and load its state behind that",
+            fix="make the optimizer once, and load its state after that",
             cause="The optimizer is made anew after its state was loaded.",
             since=load,
             where=(made.file or load.file, made.line or load.line),

@@ -114,7 +114,7 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
             parameters=cut.numbers,
             module=stop.module or None,
             evidence={
-                "parameters": len(names), "numbers": sum(run.parameters[one].numel for one in cut.numbers),
+                "parameters": len(names), "elements": sum(run.parameters[one].numel for one in cut.numbers),
                 "backwards": count, "op": stop.op, "last_with_graph": stop.after,
             },
             severity="info" if meant else "error" if stop.sure else "warning",

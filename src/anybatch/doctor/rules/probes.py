@@ -17,6 +17,15 @@ def _detail(probed: Probed) -> str:
 
 
 _LAYERS = {"lstm": "LSTM", "gru": "GRU", "multi_head_attention_forward": "MultiheadAttention"}
+_KINDS = dict.fromkeys(_LAYERS, "layer") | dict.fromkeys(("softmax", "log_softmax", "normalize"), "along")
+_MIXING = {
+    "layer": ("nn.{op}(..., batch_first=True)  # the samples are along its first dim", "It takes dim 0 for the time."),
+    "along": ("{op}(..., dim=-1): over the features of each sample, not over the batch", "{op} runs over dim 0."),
+    "moved": (
+        "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
+        "A reshape that tears samples apart, or an operation over dim 0.",
+    ),
+}
 
 
 @rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
@@ -24,13 +33,12 @@ def batch_mixing(run: Run) -> Iterator[Found]:
     """Outputs that depend on other samples."""
     for probed in answers(run, "batch"):
         where, op = f" in {probed.module}" if probed.module else "", str(probed.evidence.get("op", ""))
+        fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
         yield Found(
             text=f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other "
             f"samples of the batch{_detail(probed)}.",
-            fix=f"nn.{_LAYERS[op]}(..., batch_first=True)  # the samples are along its first dim"
-            if op in _LAYERS
-            else "x.transpose(...) instead of x.view(...) where dims change places; softmax over dim -1, not 0",
-            cause="A reshape that tears samples apart, or an operation over dim 0.",
+            fix=fix.format(op=_LAYERS.get(op, op)),
+            cause=cause.format(op=op),
             since=probed,
             step=probed,
             severity="info" if _is_one_set(run, probed) else "",

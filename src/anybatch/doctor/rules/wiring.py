@@ -174,8 +174,8 @@ def opt_param_missing(
         if code.startswith("["):
             frozen = "p.requires_grad_(False) for each of them"
         found = Found(
-            text=f"{names} {names:gets|get} a gradient but {names:is|are} in no group of any optimizer, so "
-            f"{names:its|their} {counted(share, 'number')} never {'changes' if share == 1 else 'change'}.",
+            text=f"{names} {names:gets|get} a gradient but {names:is|are} in no optimizer's param_groups, so "
+            f"{names:its|their} {counted(share, 'element')} {'is' if share == 1 else 'are'} never updated.",
             fix=f'{optimizer}.add_param_group({{"params": {code}}})' + (f"  # or, if meant: {frozen}" if meant else ""),
             cause=f"{optimizer.made} was made without these parameters"
             + (f"; this may be meant, since {meant}." if meant else "."),
@@ -184,7 +184,7 @@ def opt_param_missing(
             step=step.number,
             parameters=numbers,
             optimizer=step.optimizer,
-            evidence={"parameters": len(names), "numbers": share, "optimizers": len(run.optimizers)},
+            evidence={"parameters": len(names), "elements": share, "optimizers": len(run.optimizers)},
             severity="info" if meant else "",
         )
         yield _anew(run, numbers, found)
@@ -259,7 +259,7 @@ def opt_param_unregistered(run: Run) -> Iterator[Found]:
             step=step.number,
             where=made_at(run.optimizers.get(step.optimizer)) if free else run.roots.get(first.root),
             parameters=numbers,
-            evidence={"parameters": len(names), "numbers": _numbers(run, numbers)},
+            evidence={"parameters": len(names), "elements": _numbers(run, numbers)},
             severity="info" if meant else "",
         )
         yield _anew(run, numbers, found)
@@ -363,7 +363,7 @@ def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -
     yield Found(
         text=f"{new} was made anew {len(chain)} times for the same parameters, first after "
         f"{counted(len(old.steps), 'step')}; its state starts from zero each time.",
-        fix=f"move `{new} = {facts.cls}(...)`{near(facts)} in front of the loop",
+        fix=f"move `{new} = {facts.cls}(...)`{near(facts)} before the loop",
         cause=f"A new {facts.cls} has no momentum and no second moments, so that its first steps are too large.",
         since=new.steps[0],
         where=facts,

@@ -81,7 +81,7 @@ def freeze_ineffective(run: Run) -> Iterator[Found]:
                     step=next(run.of(Stepped), 0),
                     parameters=below,
                     module=(root.root, module.name),
-                    evidence={"parameters": len(below), "numbers": sum(run.parameters[one].numel for one in below)},
+                    evidence={"parameters": len(below), "elements": sum(run.parameters[one].numel for one in below)},
                 )
 
 
@@ -224,7 +224,7 @@ def _broken(run: Run, pair: tuple[int, int], since: Tied | Stepped, why: str) ->
         since=since,
         where=NOWHERE,
         parameters=pair,
-        evidence={"shape": list(one.shape), "numbers": two.numel},
+        evidence={"shape": list(one.shape), "elements": two.numel},
     )
 
 
@@ -309,5 +309,5 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
             where=NOWHERE,
             step=step.number,
             parameters=idle,
-            evidence={"parameters": len(names), "numbers": sum(run.parameters[one].numel for one in idle)},
+            evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},
         )

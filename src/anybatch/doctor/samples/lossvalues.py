@@ -8,7 +8,6 @@ import torch
 
 from anybatch.doctor.containers import entries_of
 from anybatch.doctor.samples.lossgraphs import top
-from anybatch.doctor.values import tensors_in
 
 _COUNTED = 1 << 16  # targets up to which they are counted at each call on the host
 _READ = 1 << 18  # entries of predictions that are looked at
@@ -68,7 +67,7 @@ def facts_of_loss(
             of_targets = _targets(target, None if all_count else ignore, by_class=by_class)
             facts |= _predictions(name, first, dim) | of_targets
             if by_class and name != "multi_margin_loss":
-                facts["shift"] = _shift(target, ignore, args, kwargs)
+                facts["shift"], facts["shifted"] = _shift(target, ignore, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
         return facts
     return facts
@@ -142,10 +141,21 @@ def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dic
     return found
 
 
-def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """How many places the targets are ahead of the tokens that the root was given; predictions are cut at the end."""
-    tokens = next(_tokens(args, kwargs), None)
-    if tokens is None or tokens.device != target.device or target.numel() % max(tokens.shape[0], 1):
+def _shift(
+    target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[int | None, int]:
+    """How many places the targets are ahead of tokens that the root was given, and which of these; one place first."""
+    found = [
+        (shift, place)
+        for place, tokens in enumerate(tokens_of((args, kwargs)))
+        if tokens is not None and (shift := _ahead(target, ignore, tokens)) is not None
+    ]
+    return min(found, key=lambda one: (one[0] != 1, one[1]), default=(None, 0))
+
+
+def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> int | None:
+    """How many places the targets are ahead of tokens; predictions are cut at the end."""
+    if tokens.device != target.device or target.numel() % max(tokens.shape[0], 1):
         return None
     rows, length = tokens.shape
     wanted = target.reshape(rows, -1)
@@ -165,14 +175,14 @@ def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Map
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Matrices of whole numbers that went into the root and are no labels, the first one first."""
-    named = [value for name, value in kwargs.items() if name not in _LABELS]
-    inside = [
-        value
-        for one in (*args, *named)
-        for value in ([v for k, v in entries_of(one) if k not in _LABELS] if isinstance(one, Mapping) else [one])
-    ]
-    for tensor in tensors_in(*inside):
-        if tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32) and tensor.numel():
-            yield tensor.detach()
+def tokens_of(given: Any) -> Iterator[torch.Tensor | None]:
+    """Matrices of whole numbers that a root is given, in order; ``None`` in the place of one that is named as labels.
+
+    Args:
+        given: its arguments.
+    """
+    for name, value in entries_of(given):
+        if not isinstance(value, torch.Tensor):
+            yield from (None if name in _LABELS else one for one in tokens_of(value))
+        elif value.dim() == 2 and value.dtype in (torch.int64, torch.int32) and value.numel():
+            yield None if name in _LABELS else value

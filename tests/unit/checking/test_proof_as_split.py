@@ -1,0 +1,157 @@
+"""What only micro-batches as large as the step's own show, or samples of unlike lengths, and what is said of it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+Batch = dict[str, Any]
+
+
+def net(outputs: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def batch_of(rows: int = 96) -> Batch:
+    drawn = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(rows, 6, generator=drawn), "y": torch.randint(4, (rows,), generator=drawn)}
+
+
+def of_each(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def hardest_twenty(model: Any, batch: Batch) -> torch.Tensor:
+    return of_each(model, batch).sort(descending=True).values[:20].mean()
+
+
+def without_outliers(model: Any, batch: Batch) -> torch.Tensor:
+    each = of_each(model, batch)
+    return each[each <= each.kthvalue(min(12, len(each))).values].mean()
+
+
+def capped_at_ten_by_class(model: Any, batch: Batch) -> torch.Tensor:
+    each = of_each(model, batch)
+    kept = [each[batch["y"] == label][:10] for label in range(4)]
+    return torch.cat(kept).mean()
+
+
+def more_than_forty(model: Any, batch: Batch) -> torch.Tensor:
+    each = of_each(model, batch)
+    return each.mean() if len(each) <= 40 else each.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [hardest_twenty, without_outliers, capped_at_ten_by_class, more_than_forty])
+def test_what_begins_with_more_samples_than_a_few_is_refused(loss_fn: Any) -> None:
+    with pytest.raises(anybatch.NotSplittable, match="24 \\+ 24"):
+        anybatch.backward(net(), loss_fn, batch_of(), micro_batch_size=24)
+
+
+def test_a_bound_that_only_some_micro_batches_reach_is_refused() -> None:
+    model, batch = net(1), batch_of()
+    batch["y"] = torch.linspace(0.2, 0.9, 96)  # few samples, of both ends, have a mean as the whole batch has
+
+    def bounded(model: Any, batch: Batch) -> torch.Tensor:
+        mean: torch.Tensor = (
+            (0 * model(batch["x"]).squeeze(1) + batch["y"] - model[2].bias + 9).abs().mean().clamp(min=9.6)
+        )
+        return mean
+
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(model, bounded, batch, micro_batch_size=8)
+
+
+def critic(model: Any, batch: Batch) -> torch.Tensor:
+    scores = model(batch["x"])[:, 0]
+    mean: torch.Tensor = 1000 * (scores - scores.detach()).mean()
+    return mean
+
+
+def penalty(model: Any, batch: Batch) -> torch.Tensor:
+    points = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+    mean: torch.Tensor = (slope.norm(dim=1) - 1).square().mean()
+    return mean
+
+
+def bounded_by_itself(model: Any, batch: Batch) -> torch.Tensor:
+    weights: torch.Tensor = model[0].weight.abs().sum().clamp(max=2)
+    return of_each(model, batch).clamp(max=1.2).mean() + weights
+
+
+@pytest.mark.parametrize("loss_fn", [critic, penalty, bounded_by_itself])
+def test_what_adds_up_passes_also_where_its_value_is_nothing_or_can_not_be_had_alone(loss_fn: Any) -> None:
+    model, twin, batch = net(), net().double(), batch_of()
+    out = anybatch.backward(model, loss_fn, batch, micro_batch_size=24)
+    loss_fn(twin, {"x": batch["x"].double(), "y": batch["y"]}).backward()
+    assert out.proof is not None
+    assert out.proof.exact
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        if one.grad is not None or other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, check_dtype=False, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [67, 68])
+def test_a_mean_over_padding_is_refused_whatever_its_lengths(seed: int) -> None:
+    """The longest of the raw samples may be many, so that both parts of a few have one."""
+    drawn = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 15, (64,), generator=drawn).tolist()
+    raw = [torch.randint(1, 20, (length,), generator=drawn) for length in lengths]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 20))
+
+    def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def over_all(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    with pytest.raises(anybatch.NotSplittable, match="padded"):
+        anybatch.backward(model, over_all, raw, micro_batch_size=8, collate=padded)
+
+
+@pytest.mark.parametrize("missing", [float("nan"), -999.0])
+def test_the_count_of_numbers_that_are_not_missing_is_found(missing: float) -> None:
+    batch = batch_of()
+    values = torch.randn(96, 4)
+    values[torch.rand(96, 4) < torch.linspace(0.1, 0.9, 96)[:, None]] = missing
+    batch["target"] = values
+
+    def there(target: torch.Tensor) -> torch.Tensor:
+        return ~target.isnan() if missing != missing else target != missing
+
+    def mean_of_those(model: Any, batch: Batch) -> torch.Tensor:
+        taken = there(batch["target"])
+        return F.smooth_l1_loss(model(batch["x"])[taken], batch["target"][taken])
+
+    with pytest.raises(anybatch.NotSplittable, match="With the count below") as caught:
+        anybatch.backward(net(), mean_of_those, batch, micro_batch_size=12)
+    line = str(caught.value).rpartition("count=")[2]
+    found = eval(line, {"torch": torch})
+    model, twin = net(), net()
+    anybatch.backward(model, mean_of_those, batch, micro_batch_size=12, count=found)
+    mean_of_those(twin, batch).backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_an_error_of_one_micro_batch_says_what_was_cut() -> None:
+    batch = {"x": torch.randn(12, 6), "near": torch.rand(12, 12), "y": torch.randint(4, (12,))}
+
+    def graph(model: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(batch["near"] @ model(batch["x"]), batch["y"])
+
+    with pytest.raises(RuntimeError) as caught:
+        anybatch.backward(net(), graph, batch, micro_batch_size=4)
+    (note,) = caught.value.__notes__
+    assert "micro-batch 1 of 3" in note
+    assert "batch['near'] (12, 12)" in note
+    assert "broadcast=" in note
+    with pytest.raises(RuntimeError) as caught:
+        anybatch.backward(net(), lambda m, b: m(b["x"].T).mean(), batch)  # whole, so nothing was cut
+    assert not hasattr(caught.value, "__notes__")
