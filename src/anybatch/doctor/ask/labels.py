@@ -5,6 +5,7 @@ neighbours of each input. Where neither knows more about the labels of the other
 the model learns are the samples by heart.
 """
 
+import math
 import time
 from typing import Any
 
@@ -21,6 +22,9 @@ _REPEATED = 0.05  # of the samples that came again, at least
 _STEPS = 120
 _SECONDS = 6.0
 _NEIGHBOURS = 7
+_SURELY = 0.75
+_SPREADS = 3.0
+_LITTLE = 0.03  # of the loss of those who know how frequent the labels of the held-out part are
 
 
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
@@ -33,13 +37,15 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     expected = float((share**2).sum())
     agreement, error = _neighbours(inputs, labels, expected)
     evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
-    if agreement - expected > 3.5 * error:
+    if agreement - expected > 3.5 * error or _correlated(inputs, labels, classes):
         return told("labels", root=root, answer="no", **evidence)
     if module is None:
         raise Unknown("the model is gone")
     guess = float(-(share.clamp_min(1e-12).log() * share).sum())
-    best = _fitted(fresh(module), inputs, labels, width, half, until)
+    best, own = _fitted(fresh(module), inputs, labels, width, half, until)
     evidence |= {"held_out": best, "guess": guess}
+    if classes == 2 and best < (1 - _LITTLE) * own:
+        return told("labels", root=root, answer="no", **evidence)
     noise = 2.5 * float(share.clamp_min(1e-12).log().std()) / (count - half) ** 0.5 if classes > 1 else 0.0
     answer = "no" if best < guess - max(0.03 * guess, noise) else "yes"
     return told("labels", root=root, answer=answer, **evidence)
@@ -48,12 +54,10 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
 def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Inputs and labels of classes, each input once, and how many classes are told apart."""
     found = [
-        (first, given["target"].reshape(-1).long(), (*given["shape"], 1)[:2])
+        (first, given["target"], given["shape"])
         for first, name, given in kept.batches.get(root, ())
-        if len(given["target"].reshape(-1)) == len(first) and (
-            _is_of_two(name, given) or (name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
-            and not given["target"].is_floating_point() and len(given["shape"]) == 2)
-        )
+        if name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
+        and len(given["target"]) == len(first) and not given["target"].is_floating_point() and len(given["shape"]) == 2
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
     if any(not one.is_floating_point() for one, *_ in found):
@@ -79,13 +83,6 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     return inputs, labels, int(found[0][2][1])
 
 
-def _is_of_two(name: str, given: dict[str, Any]) -> bool:
-    """Whether a row has one number, the score of the second of two classes."""
-    target = given["target"]
-    is_class = name == "binary_cross_entropy_with_logits" and given["shape"][1:] in ((), (1,))
-    return is_class and bool(((target == 0) | (target == 1)).all())
-
-
 def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
     """The share of nearest neighbours with the same label, and how far it may lie from chance."""
     flat = inputs.reshape(len(inputs), -1).double()[:1500]
@@ -97,8 +94,24 @@ def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> 
     return float(same.mean()), (expected * (1 - expected) / (len(flat) * _NEIGHBOURS / 2)) ** 0.5
 
 
-def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float) -> float:
-    """The lowest loss on the held-out part while a model is fitted to the other one."""
+def _correlated(inputs: torch.Tensor, labels: torch.Tensor, classes: int) -> bool:
+    """Whether a straight line through all entries, or the best one of them where they are many, tells something."""
+    flat, marks = inputs.reshape(len(inputs), -1).double(), nn.functional.one_hot(labels, classes).double()
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (flat, marks))
+    count, width = one.shape
+    if width * 3 > count:
+        largest = float((one.T @ other).abs().max()) / count**0.5
+        return bool(largest > math.sqrt(2 * math.log(width * classes)) + _SURELY)
+    rest = other - one @ torch.linalg.lstsq(one, other, driver="gelsd").solution
+    share = 1 - float((rest.square().sum(0) / other.square().sum(0).clamp_min(1e-9)).min())  # of the variance
+    ratio = share / width / max((1 - share) / (count - width - 1), 1e-12)  # 1 by chance, as F is distributed
+    return bool(ratio > 1 + _SPREADS * math.sqrt(2 / width + 2 / (count - width)))
+
+
+def _fitted(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width: int, half: int, until: float
+) -> tuple[float, float]:
+    """The lowest loss on the held-out part while a model is fitted to the other one, and that of its own shares."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))
     inputs, labels = inputs[order], labels[order]
     optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
@@ -124,12 +137,12 @@ def _fitted(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, width:
                 break
     except FAILURES as error:
         raise Unknown(f"a copy could not be fitted: {error}"[:200]) from None
-    return best
+    own = labels[half:].bincount().double() / (len(labels) - half)
+    return best, float(-(own.clamp_min(1e-12).log() * own).sum())
 
 
 def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
-    made = [one[:, None] if width == 1 and one.dim() == 1 else one for one in tensors(model(inputs))]
-    found = [one for one in made if one.shape == (len(inputs), width)]
+    found = [one for one in tensors(model(inputs)) if one.shape == (len(inputs), width)]
     if len(found) != 1:
         raise Unknown(f"{len(found)} outputs have a row of classes for each input")
-    return nn.functional.pad(found[0], (1, 0)) if width == 1 else found[0]  # the score of the first of two is 0
+    return found[0]

@@ -18,6 +18,11 @@ _MOVING = frozenset(
 ) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
 _SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
 _PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
+_LOGARITHMIC = (
+    "Log", "Sub", "Rsub", "Add", "Gather", "Index", "Select", "NllLoss", "BinaryCrossEntropy", "Stack", "Cat", "Min",
+)  # fmt: skip
+"""What log-probabilities come from: a density ends with differences, and one of classes picks an entry."""
+
 _BY_ENTRY = _ADDITIONS | _SCALING | frozenset(
     f"{name}Backward{version}"
     for name in (
@@ -130,8 +135,23 @@ def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, 
             continue
         sides = following(node)
         if len(sides) == 2 and None not in sides:
-            found += [(one, other) for one, other in (sides, sides[::-1]) if _is_advantage(one, names)]
+            pairs = ((one, other) for one, other in (sides, sides[::-1]) if _is_score(other, names))
+            found += [(one, other) for one, other in pairs if _is_advantage(one, names)]
     return found
+
+
+def _is_score(node: Any, names: Mapping[Any, str], *, inner: bool = False) -> bool:
+    """Whether a tensor may hold log-probabilities, or ratios of probabilities; a learned scale does not."""
+    for _ in range(12):
+        name, before = names.get(node, ""), [after for after in following(node) if after is not None]
+        if name.startswith(_LOGARITHMIC):
+            return True
+        if name == "ExpBackward0" and before and not inner:
+            return _is_score(before[0], names, inner=True)
+        if not before or not (name in _SCALING or name in _MOVING or name.startswith(("Sum", "Mean", "Clamp"))):
+            return False
+        node = before[0]
+    return False
 
 
 def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
