@@ -177,7 +177,8 @@ def test_a_number_that_is_not_finite_shows_nothing() -> None:
     batch["x"][-1] = float("inf")  # in the last micro-batch, not among the few
 
     def mean(model: Any, batch: Batch) -> torch.Tensor:
-        return of_each(model, batch).mean() + 0 * batch["x"].sum()
+        nothing: torch.Tensor = 0 * batch["x"].sum()
+        return of_each(model, batch).mean() + nothing
 
     optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
