@@ -314,6 +314,8 @@ class TrainStep:
             return weights, sums, "the count of the whole batch is 0"
         if not self._was_used:
             check_model_was_used(self.model, self._options.inputs, sums)
+            if sums.has_gradient:
+                self._boundary.check_reached(type(self.model).__name__)
             self._was_used = True
         return weights, sums, ""
 

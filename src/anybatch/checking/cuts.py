@@ -20,6 +20,7 @@ _TURNS = 4  # cuts at most: what their samples have in common does not fit into 
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
+_SORTED = 1024  # raw samples at most whose micro-batches are sorted by size
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
 _ENTRIES = 512  # of a tensor in floating point that are added up
@@ -101,13 +102,23 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int) -> Cu
     """
     start = 0
     for batch in range(max(1, len(splittable.layouts))):
-        own = [[row - start for row in part.samples] for part in parts if part.batch == batch]
+        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
         if len(own) > 1:
             taken = min(most, len(own))
-            chosen = [own[turn * (len(own) - 1) // (taken - 1)] for turn in range(taken)]
+            order = _from_short_to_long(splittable, own)
+            chosen = [own[i] for i in sorted(order[turn * (len(own) - 1) // (taken - 1)] for turn in range(taken))]
             return Cut(splittable.chosen(list(itertools.chain(*chosen)), batch), tuple(map(len, chosen)))
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
+
+
+def _from_short_to_long(splittable: Splittable, own: Sequence[list[int]]) -> list[int]:
+    """Micro-batches by the largest of their raw samples, to which a collate may pad; others, and many, as they are."""
+    rows = 1 + max(map(max, own))
+    if not splittable.is_collated or rows > _SORTED:
+        return list(range(len(own)))
+    sizes = _of_items([splittable.sample(row) for row in range(rows)])[0]
+    return sorted(range(len(own)), key=lambda number: max(sizes[row] for row in own[number]))
 
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * _MOST) -> Iterator[Cut]:

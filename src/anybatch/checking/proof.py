@@ -4,11 +4,12 @@ Both run as the step would run them, but that random numbers belong to the sampl
 the two gradients are not equal within rounding, the certificate of ``anybatch.check`` decides.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -118,8 +119,10 @@ class _Prover:
             failure = None
             try:
                 difference = self._trial.of_losses(cut)
-                proof, reason = found if difference.is_none else self._decided(cut, difference, by="losses")
-                return found if reason is None else (proof, reason)
+                if difference.is_none or not math.isfinite(difference.value_error):  # nothing counts, or is a number
+                    return found
+                proof, reason = self._decided(cut, difference)  # two values may be near nothing
+                return found if reason is None or proof.by != "certificate" else (proof, reason)
             except OverBudget:
                 most = len(cut.sizes) // 2
             except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself
@@ -191,7 +194,7 @@ class _Prover:
             note, most = "memory ran out", most // 2
         yield note
 
-    def _decided(self, cut: Cut, difference: Difference, by: Literal["comparison", "losses"] = "comparison") -> Found:
+    def _decided(self, cut: Cut, difference: Difference) -> Found:
         """What a certificate says of gradients, or of losses, that differ by more than rounding."""
         certificate = self._certified(cut)
         if certificate is not None and certificate.exact:
@@ -212,7 +215,7 @@ class _Prover:
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
         unexplained = worded("unexplained", "loss", {"error": difference.error})
-        return _proof("not exact", by, cut, difference), reason or refused or unexplained
+        return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""

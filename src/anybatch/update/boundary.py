@@ -14,7 +14,7 @@ try:  # the same without enumerations, in which looking for a handler fails: 30 
 except ImportError:
     from signal import getsignal, signal
 
-from anybatch.errors import UpdateInterrupted
+from anybatch.errors import LossError, UpdateInterrupted
 from anybatch.loss.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.began import OptimizerWatch
@@ -79,6 +79,20 @@ class Boundary:
         # None, not zeros: optimizers leave such a parameter out, which zeros would still decay and move by momentum.
         for parameter in self._parameters:
             parameter.grad = None
+
+    def check_reached(self, model: str) -> None:
+        """Refuses optimizers none of whose parameters has a gradient, though the model's have.
+
+        Args:
+            model: the name of its class.
+        """
+        held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        if held and all(parameter.grad is None for parameter in held):
+            raise LossError(
+                f"the loss gave a gradient to parameters of {model}, and to none of the {len(held)} that the optimizer "
+                "has; expected an optimizer of parameters that the loss reaches. If the model was copied, or its "
+                "parameters were replaced, after the optimizer was made: make it again of model.parameters()"
+            )
 
     def prepare(self, progress: Progress, scaler: Any = None) -> torch.Tensor | None:
         """Unscales and clips."""

@@ -155,3 +155,31 @@ def test_an_error_of_one_micro_batch_says_what_was_cut() -> None:
     with pytest.raises(RuntimeError) as caught:
         anybatch.backward(net(), lambda m, b: m(b["x"].T).mean(), batch)  # whole, so nothing was cut
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("kept", [0, 2, 30])
+def test_micro_batches_that_count_nothing_show_nothing(kept: int) -> None:
+    batch = batch_of()
+    batch["y"] = torch.where(torch.arange(96) < kept, batch["y"], -100)
+
+    def labelled(model: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    model, twin = net(), net()
+    anybatch.backward(model, labelled, batch, micro_batch_size=6, count=anybatch.count_tokens("y"))
+    if kept:
+        labelled(twin, batch).backward()
+        torch.testing.assert_close(model[2].weight.grad, twin[2].weight.grad)
+
+
+def test_a_number_that_is_not_finite_shows_nothing() -> None:
+    batch = batch_of()
+    batch["x"][-1] = float("inf")  # in the last micro-batch, not among the few
+
+    def mean(model: Any, batch: Batch) -> torch.Tensor:
+        nothing: torch.Tensor = 0 * batch["x"].sum()
+        return of_each(model, batch).mean() + nothing
+
+    optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    assert anybatch.TrainStep(model, mean, optimizer, micro_batch_size=12, scaler=scaler)(batch).skipped

@@ -1,5 +1,6 @@
 """What an error about a loss or a count says to do, done: afterwards the gradient is the whole batch's."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from anybatch import Coupled, Mean, backward, count_samples, cut
+from anybatch import Coupled, Mean, TrainStep, backward, count_samples, cut
 from remedies import Case, ce, ces, few, follow, gradient_of, linear, out, same, total, vectors
 
 
@@ -558,6 +559,22 @@ for wrong in (3, lambda model: model):
         partial(Coupled, wrong, pairs),
         lambda: same(coupled(out)),
     )
+
+
+def stepped(model: Any, trained: Any) -> None:
+    before = model.weight.detach().clone()
+    TrainStep(model, ce, torch.optim.SGD(trained.parameters(), lr=0.1), micro_batch_size=5)(vectors())
+    assert not torch.equal(model.weight, before)
+
+
+CASES.append(
+    Case(
+        "update/boundary.check_reached",
+        "make it again of model.parameters()",
+        lambda: stepped(linear(), copy.deepcopy(linear())),
+        lambda: stepped(model := linear(), model),
+    )
+)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{case.site}" for n, case in enumerate(CASES)])
