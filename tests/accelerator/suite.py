@@ -68,7 +68,7 @@ WHY = {
 
 LEFT_OUT = {
     "test_out_of_memory": "names the operations that the host takes; engine.py lets every allocation fail instead",
-    "test_budgets_held, test_plan_*, test_planning_*": "count bytes of tensors on the host; engine.py, the device's",
+    "test_budgets_held, test_plan_*, test_planning_*": "count bytes of tensors on the host; plans.py, the device's",
     "test_optimizations_together": "compares the operations of fake tensors, those of the host, with the device's",
     "test_batches, test_remedies_*": "make packed sequences while they are collected",
     "test_devices_*": "name threads of the host; engine.py has two devices",

@@ -27,7 +27,8 @@ NOT_ENGINE = ("doctor/", "demo/", "integrations/")  # which run where no default
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the test accelerator is built by g++")
 def test_the_engine_keeps_its_promises_there() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/accelerator/engine.py"]
+    files = [f"tests/accelerator/{name}.py" for name in ("engine", "plans")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
