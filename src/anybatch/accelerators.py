@@ -204,3 +204,17 @@ def widest_float(device: torch.device) -> torch.dtype:
 def has_cudnn(device: torch.device) -> bool:
     """Whether recurrent layers run in cuDNN there, which draws its dropout by itself and wants weights in one chunk."""
     return device.type == "cuda" and torch.backends.cudnn.enabled
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels of attention a forward may choose from, on any device: another one would save other tensors."""
+    return tuple(bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _ATTENTION)
+
+
+def set_attention_kernels(enabled: Iterable[bool]) -> None:
+    """Lets a forward choose from what ``attention_kernels`` gave."""
+    for name, value in zip(_ATTENTION, enabled, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)

@@ -1,8 +1,6 @@
 """The engine on an accelerator: the test device ``sim``, whose allocator refuses what does not fit."""
 
 import copy
-import gc
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,27 +14,11 @@ from torch import nn
 
 import anybatch
 from accelerator import sim
-from anybatch.accelerators import release_cache, segments_of
+from anybatch.accelerators import segments_of
 from anybatch.memory.allocator import CachingAllocator, Segment
 from anybatch.records.plans import PlanRow
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    return sim.load()
-
-
-@pytest.fixture(autouse=True)
-def _without_limits(device: Any) -> Iterator[None]:
-    yield
-    for index in range(device.device_count()):
-        device.fail_at(index, -1)
-        device.set_limit(index, 0)
-        device.set_share(index, 0)
-    device.set_expandable(False)
-    device.set_idle(False)
 
 
 def mlp(width: int = 32, *, dropout: float = 0.0) -> nn.Module:
@@ -438,178 +420,6 @@ def test_devices_share_the_samples(device: Any, devices: Any) -> None:
         assert seen["sim:0"] == pytest.approx(seen["sim:1"], rel=0.05)
     for host, own in zip(model.parameters(), there.parameters(), strict=True):
         assert torch.allclose(own.grad.cpu(), host.grad, rtol=1e-9, atol=1e-13)  # type: ignore[union-attr,arg-type]
-
-
-def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
-    def made(limit: int, **settings: Any) -> anybatch.TrainStep:
-        gc.collect()
-        device.empty_cache()
-        torch.manual_seed(0)
-        model = on_device(mlp(1024))
-        for index in range(2):
-            device.set_limit(index, limit)
-            device.reset_peak(index)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return anybatch.TrainStep(model, loss_fn, optimizer, devices=["sim:0", "sim:1"], **settings)
-
-    device.set_idle(True)
-    budget, batch = 48 * MIB, batch_of(4096, torch.float32)
-    before = [device.stats(index)["refusals"] for index in range(2)]
-    step = made(budget, memory=budget)
-    for _ in range(3):
-        plan = step(batch).plan
-    assert plan is not None
-    assert plan.micro_batches > 1
-    for index in range(2):
-        assert 0 < device.stats(index)["peak_reserved"] <= plan.reserved_bytes <= budget
-    del step
-    step = made(plan.reserved_bytes, plan=plan)  # as little as the plan says is enough
-    for _ in range(3):
-        assert step(batch).micro_batches == plan.micro_batches
-    assert [device.stats(index)["refusals"] for index in range(2)] == before
-
-
-class Unrolled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.Linear(16 + 256, 256), nn.Linear(256, 1)
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x.new_zeros(())
-        for step in range(x.shape[1]):
-            state = torch.tanh(self.cell(torch.cat([x[:, step], state], 1)))
-            total = total + self.head(state).square().sum()
-        return total, state
-
-
-def over_time() -> anybatch.OverTime:
-    def chunk_loss(model: Any, chunk: Any, state: torch.Tensor) -> Any:
-        total, state = model(chunk["x"], state)
-        return anybatch.Mean(total, chunk["x"].shape[0] * chunk["x"].shape[1]), state
-
-    return anybatch.OverTime(chunk_loss, lambda model, batch: batch["x"].new_zeros(len(batch["x"]), 256))
-
-
-@pytest.mark.parametrize(("steps", "budget", "is_known"), [(12, 64, True), (64, 32, False)])
-def test_a_plan_over_time_holds_and_is_estimated_where_not_all_chunks_were_traced(
-    device: Any, steps: int, budget: int, is_known: bool
-) -> None:
-    device.set_idle(True)
-    device.empty_cache()
-    torch.manual_seed(0)
-    model, batch = on_device(Unrolled()), {"x": torch.randn(512, steps, 16)}
-    device.set_limit(0, budget * MIB)
-    device.reset_peak(0)
-    refused = device.stats(0)["refusals"]
-    step = anybatch.TrainStep(
-        model, over_time(), torch.optim.AdamW(model.parameters()), memory=budget * MIB, verify="off"
-    )
-    for _ in range(2):
-        plan = step(batch).plan
-    assert plan is not None
-    assert device.stats(0)["refusals"] == refused
-    assert plan.confidence == ("predicted" if is_known else "estimated")
-    assert device.stats(0)["peak_reserved"] <= (plan.reserved_bytes if is_known else budget * MIB)
-
-
-def test_a_plan_of_a_coupled_loss_holds_and_is_estimated(device: Any) -> None:
-    device.set_idle(True)
-    device.empty_cache()
-    torch.manual_seed(0)
-    model, budget = on_device(mlp(256)), 40 * MIB
-    coupled = anybatch.Coupled(lambda m, b: m(b["x"]), lambda m, z, b: (z @ z.T).square().mean())
-    device.set_limit(0, budget)
-    refused = device.stats(0)["refusals"]
-    step = anybatch.TrainStep(model, coupled, torch.optim.SGD(model.parameters(), lr=0.0), memory=budget, verify="off")
-    for _ in range(2):
-        plan = step(batch_of(1024, torch.float32)).plan
-    assert plan is not None
-    assert (plan.confidence, device.stats(0)["refusals"]) == ("estimated", refused)
-    assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
-
-
-def autoencoder() -> nn.Module:
-    """Widths that differ, so that blocks of many sizes come and go."""
-    widths = (512, 1024, 300, 2000, 64, 700, 512)
-    return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
-
-
-@pytest.mark.parametrize(("share", "expandable"), [(0.45, False), (0.6, False), (0.8, False), (0.5, True)])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_allocator_refuses_nothing_under_a_plan(
-    device: Any, share: float, optimizer: Any, expandable: bool
-) -> None:
-    device.set_idle(True)  # only memory is looked at
-    device.set_expandable(expandable)
-    torch.manual_seed(0)
-    model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
-    gc.collect()
-    device.empty_cache()
-    budget = int(share * 160) * MIB
-    device.set_limit(0, budget)
-    refused = device.stats(0)["refusals"]
-    step = anybatch.TrainStep(
-        model, lambda m, b: F.mse_loss(m(b), b), optimizer(model.parameters()), memory=budget, verify="off"
-    )
-    for _ in range(3):
-        plan = step(batch).plan
-        release_cache()
-        device.reset_peak(0)
-    step(batch)
-    assert plan is not None
-    assert device.stats(0)["refusals"] == refused
-    assert plan.reserved_bytes == pytest.approx(device.stats(0)["peak_reserved"], rel=0.05)
-    assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
-    assert f"{plan.reserved_bytes / MIB:.1f} MiB reserved" in str(plan)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: Any, optimizer: Any) -> None:
-    def mse(model: Any, rows: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(model(rows), rows)
-
-    def made() -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
-        gc.collect()
-        device.empty_cache()
-        return model, batch, optimizer(model.parameters())
-
-    device.set_idle(True)
-    asked: dict[int, int] = {}
-    for budget in (112, 128, 132):  # of the whole batch at once: just enough, too little after it, and enough
-        model, batch, stepped = made()
-        plan = anybatch.plan(model, mse, batch, optimizer=stepped, memory=budget * MIB)
-        del model, stepped  # so that the weights of the next one lie where these lay
-        for row in (plan.chosen, *plan.alternatives):
-            if row.reserved_bytes and not row.recompute:
-                asked[int(row.micro_batch_size)] = row.reserved_bytes
-    for size, limit in asked.items():
-        model, batch, stepped = made()
-        device.set_limit(0, limit)
-        refused = device.stats(0)["refusals"]
-        step = anybatch.TrainStep(model, mse, stepped, micro_batch_size=size, verify="off")
-        for is_emptied in (False, False, True, True, False):
-            if is_emptied:
-                release_cache()
-            step(batch)
-        assert device.stats(0)["refusals"] == refused, (size, limit / MIB)
-        device.set_limit(0, 0)
-        del step, model, stepped
-
-
-def test_what_else_lies_on_the_device_is_not_taken_from_the_budget(device: Any) -> None:
-    device.set_idle(True)
-    others = torch.empty(40 * MIB, dtype=torch.uint8, device="sim")
-    torch.manual_seed(0)
-    model, budget = mlp(256).to("sim"), 24 * MIB
-    refused = device.stats(0)["refusals"]
-    step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), memory=budget)
-    out = step(batch_of(512, torch.float32))
-    assert out.plan is not None
-    assert out.plan.reserved_bytes <= budget
-    assert device.stats(0)["refusals"] == refused
-    assert len(others) == 40 * MIB
 
 
 @pytest.fixture

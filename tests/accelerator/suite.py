@@ -21,7 +21,8 @@ FILES = (
     "test_cut_rows", "test_cut_steps", "test_cut_weighting", "test_gradients_in_losses", "test_losses", "test_overtime",
     "test_overtime_carry", "test_overtime_random", "test_parameters", "test_several_losses",
     # memory and plans
-    "test_checkpointing", "test_freed", "test_optimizations_loss", "test_optimizations_offload", "test_optimizations_recompute", "test_plan_loops",
+    "test_checkpointing", "test_freed", "test_optimizations_loss", "test_optimizations_offload",
+    "test_optimizations_recompute", "test_plan_loops",
     # steps and updates
     "test_batchnorm_policies", "test_boundary", "test_exactness", "test_interrupted_updates", "test_precision",
     "test_repeated", "test_resume", "test_retries", "test_several_optimizers", "test_states", "test_transaction",
@@ -67,7 +68,7 @@ WHY = {
 
 LEFT_OUT = {
     "test_out_of_memory": "names the operations that the host takes; engine.py lets every allocation fail instead",
-    "test_budgets_held, test_plan_*, test_planning_*": "count bytes of tensors on the host; engine.py counts those reserved",
+    "test_budgets_held, test_plan_*, test_planning_*": "count bytes of tensors on the host; plans.py, the device's",
     "test_optimizations_together": "compares the operations of fake tensors, those of the host, with the device's",
     "test_batches, test_remedies_*": "make packed sequences while they are collected",
     "test_devices_*": "name threads of the host; engine.py has two devices",

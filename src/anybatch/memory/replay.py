@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from anybatch.accelerators import attention_kernels, set_attention_kernels
 from anybatch.tensors.randomness import RandomState
 
 
@@ -49,7 +50,7 @@ class Surroundings:
         self._devices = [*devices]
         self._random: RandomState | None = RandomState(self._devices)
         self._autocast = Autocast({"cpu", *(device.type for device in self._devices if device.type != "meta")})
-        self._attention = _attention()
+        self._attention = attention_kernels()
         self._device = default_device()
 
     def end_forward(self) -> None:
@@ -69,9 +70,9 @@ class Surroundings:
 
     def _enter(self, stack: ExitStack) -> None:
         stack.enter_context(self._autocast.again())
-        if self._attention != (now := _attention()):
-            _set_attention(self._attention)
-            stack.callback(_set_attention, now)
+        if self._attention != (now := attention_kernels()):
+            set_attention_kernels(self._attention)
+            stack.callback(set_attention_kernels, now)
         if self._device != default_device():
             stack.enter_context(self._device)
 
@@ -86,16 +87,3 @@ def default_device() -> torch.device:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-
-
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-
-
-def _attention() -> tuple[bool, ...]:
-    """Which kernels of attention a forward may choose from: another one would save other tensors."""
-    return tuple(bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _ATTENTION)
-
-
-def _set_attention(enabled: tuple[bool, ...]) -> None:
-    for name, value in zip(_ATTENTION, enabled, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)

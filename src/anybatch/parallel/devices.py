@@ -157,8 +157,9 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
         return None
     if isinstance(loss_fn, (Coupled, InPieces)):
         raise BatchError(
-            f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one device in "
-            "this version; leave devices= out, or start one process a device with torchrun"
+            f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one device: "
+            "it sees what they give together, or goes back in pieces of its own; leave devices= out, or start one "
+            "process a device with torchrun"
         )
     order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
     placements = [Placement(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
