@@ -103,6 +103,39 @@ def _same_value(run: Run, least: float) -> Iterator[Found]:
             )
 
 
+_ASKED = {
+    "rewarded": (
+        "The loss rises with log-probability times reward{near}: what was rewarded becomes less likely with each step.",
+        "loss = -(log_prob * advantage).mean()",
+        "An optimizer minimises, and what is expected of the rewards is to be large.",
+    ),
+    "punished": (
+        "The loss rises with the {kind} the target{near}, in each row: with each step the model gives less of it.",
+        "loss = -loss, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
+        "An optimizer minimises: what should become large needs a minus.",
+    ),
+    "misplaced": (
+        "The loss makes positive pairs less alike, or negative ones more{near}.",
+        (
+            "loss = -F.logsigmoid(positive - negative).mean() of scores; "
+            "(positive - negative + margin).relu().mean() of distances; -F.logsigmoid(-negative)"
+        ),
+        "Scores are large for what is alike; only distances are taken the other way round.",
+    ),
+    "unlikely": (
+        "A log-likelihood is minimised{near}: what is seen becomes less likely with each step.",
+        "loss = -log_prob.mean()",
+        "An optimizer minimises: a likelihood that should become large needs a minus.",
+    ),
+    "signs": (
+        "{op} takes 1 and -1, and its targets{near} are also {others[0]:g}.",
+        "y = 2 * y - 1  # targets of 0 and 1 become -1 and 1",
+        "With other numbers the side that should be driven apart is left out, and all becomes alike.",
+    ),
+}
+"""What a question to a step has shown: the text, what to change, and why."""
+
+
 @rule(
     "AB606", "LOSS_SIGN", "warning",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
@@ -113,46 +146,17 @@ def loss_sign(
 ) -> Iterator[Found]:  # fmt: skip
     """Losses below their bound, and losses that are maximised."""
     yield from _negative(run)
-    for probed in answers(run, "rewarded"):
-        yield Found(
-            text=f"The loss rises with log-probability times reward{near(probed)}: what was rewarded becomes less "
-            "likely with each step.",
-            fix="loss = -(log_prob * advantage).mean()",
-            cause="An optimizer minimises, and what is expected of the rewards is to be large.",
-            since=probed,
-        )
-    for probed in answers(run, "punished") if not any(run.of(Scored)) else ():  # what was drawn may be bad
-        yield Found(
-            text=f"The loss rises with the {probed.evidence['kind']} the target{near(probed)}, in each row: with each "
-            "step the model gives less of it.",
-            fix="loss = -loss, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
-            cause="An optimizer minimises: what should become large needs a minus.",
-            since=probed,
-            severity="error",
-        )
-    for probed in answers(run, "misplaced"):
-        yield Found(
-            text=f"The loss makes positive pairs less alike, or negative ones more{near(probed)}.",
-            fix="loss = -F.logsigmoid(positive - negative).mean() of scores; "
-            "(positive - negative + margin).relu().mean() of distances; -F.logsigmoid(-negative)",
-            cause="Scores are large for what is alike; only distances are taken the other way round.",
-            since=probed,
-        )
-    for probed in answers(run, "unlikely"):
-        yield Found(
-            text=f"A log-likelihood is minimised{near(probed)}: what is seen becomes less likely with each step.",
-            fix="loss = -log_prob.mean()",
-            cause="An optimizer minimises: a likelihood that should become large needs a minus.",
-            since=probed,
-        )
-    for probed in answers(run, "signs"):
-        seen = probed.evidence
-        yield Found(
-            text=f"{seen['op']} takes 1 and -1, and its targets{near(probed)} are also {seen['others'][0]:g}.",
-            fix="y = 2 * y - 1  # targets of 0 and 1 become -1 and 1",
-            cause="With other numbers the side that should be driven apart is left out, and all becomes alike.",
-            since=probed,
-        )
+    for probe, (text, fix, cause) in _ASKED.items():
+        if probe == "punished" and any(run.of(Scored)):
+            continue  # what was drawn may be bad
+        for probed in answers(run, probe):
+            yield Found(
+                text=text.format(near=near(probed), **probed.evidence),
+                fix=fix,
+                cause=cause,
+                since=probed,
+                severity="error" if probe == "punished" else "",
+            )
     for probed in answers(run, "helped"):
         generator, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
         yield Found(
