@@ -118,9 +118,9 @@ class _Prover:
         while most >= 2 and (cut := cut_as_split(self._task.splittable, self._parts, most)) is not None:
             failure = None
             try:
-                difference = self._trial.of_losses(cut)
-                if difference.is_none or not math.isfinite(difference.value_error):  # nothing counts, or is a number
-                    return found
+                difference = self._trial.of_losses_beside(cut)
+                if difference is None or difference.is_none or not math.isfinite(difference.value_error):
+                    return found  # nothing counts, or is a number
                 proof, reason = self._decided(cut, difference)  # two values may be near nothing
                 return found if reason is None or proof.by != "certificate" else (proof, reason)
             except OverBudget:

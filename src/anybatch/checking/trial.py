@@ -166,12 +166,30 @@ class Trial:
         """Compares the losses of parts that together may fit only without their gradients.
 
         Raises:
-            OverBudget: they take more than one does with its gradient, which is measured; but for a little, without a
-                plan.
+            OverBudget: they take more than one does with its gradient, which is measured.
         """
-        if not self._task.is_planned:
-            with contextlib.suppress(OverBudget):
-                return self._of_losses(cut, _LITTLE)
+        return self._within_one(cut)[0]
+
+    def of_losses_beside(self, cut: Cut) -> Difference | None:
+        """The same of whole micro-batches, which under a plan have the room of the gradients, and a little without one.
+
+        Returns:
+            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
+
+        Raises:
+            OverBudget: they take more; without a plan also more than one micro-batch does with its gradient.
+        """
+        if self._task.is_planned:
+            room = sum(one.nbytes for one in self.parameters if one.grad is None)
+            difference, drew_others = self._of_losses(cut, room)
+        else:
+            try:
+                difference, drew_others = self._of_losses(cut, _LITTLE)
+            except OverBudget:
+                difference, drew_others = self._within_one(cut)
+        return None if drew_others else difference
+
+    def _within_one(self, cut: Cut) -> tuple[Difference, bool]:
         for part in cut.parts:
             alone = cut.alone(part)
             with Recording() as recording:
@@ -180,14 +198,14 @@ class Trial:
                 break
         return self._of_losses(cut, recording.most)
 
-    def _of_losses(self, cut: Cut, limit: int) -> Difference:
+    def _of_losses(self, cut: Cut, limit: int) -> tuple[Difference, bool]:
         numbers = StandIns()
         with Recording(limit=limit):
             whole = self.run(cut, cut.whole, numbers, differentiate=False)
         draws = bool(numbers.draws) or whole.drew_others
         split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)
         off = split.value_error(whole, without=math.inf)
-        return self.judged(self.parameters, off, off, draws=draws)
+        return self.judged(self.parameters, off, off, draws=draws), whole.drew_others
 
     def run(
         self, cut: Cut | None, parts: list[Part] | None, numbers: StandIns | None, *, differentiate: bool = True
