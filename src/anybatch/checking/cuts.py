@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
     Args:
         splittable: the samples.
-        sizes: of the parts, the first samples first; of two made here they are not fewer than the others.
+        sizes: of the parts, the first samples first.
     """
 
     splittable: Splittable
@@ -92,22 +92,20 @@ def cuts_inside(
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
-def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int) -> Cut | None:
-    """Some of the step's own micro-batches of one batch, from all over it; ``None`` if no batch has two.
+def cut_as_split(splittable: Splittable, parts: Sequence[Part]) -> Cut | None:
+    """Two of the step's own micro-batches of one batch, the first and the last; ``None`` if no batch has two.
 
     Args:
         splittable: the logical batch.
         parts: how the step splits it.
-        most: micro-batches that are taken, at least two.
     """
     start = 0
     for batch in range(max(1, len(splittable.layouts))):
         own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
         if len(own) > 1:
-            taken = min(most, len(own))
             order = _from_short_to_long(splittable, own)
-            chosen = [own[i] for i in sorted(order[turn * (len(own) - 1) // (taken - 1)] for turn in range(taken))]
-            return Cut(splittable.chosen(list(itertools.chain(*chosen)), batch), tuple(map(len, chosen)))
+            first, last = (own[number] for number in sorted((order[0], order[-1])))
+            return Cut(splittable.chosen([*first, *last], batch), (len(first), len(last)))
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
 

@@ -36,7 +36,6 @@ SMALL = 4
 """Samples of a micro-batch, below which two of them are compared rather than two parts of one."""
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
-_OWN = 4  # micro-batches whose losses are compared: a fixed number of hardest samples, or a bound of a mean, shows
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
 Cuts = Callable[[Splittable, Sequence[Part], int], Iterator[Cut]]
@@ -114,22 +113,19 @@ class _Prover:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
         if isinstance(self._task.loss_fn, InPieces) or any(map(is_scripted, self._task.every_module)):
             return found
-        most = 2 if self._task.is_planned else _OWN
-        while most >= 2 and (cut := cut_as_split(self._task.splittable, self._parts, most)) is not None:
-            failure = None
-            try:
-                difference = self._trial.of_losses_beside(cut)
-                if difference is None or difference.is_none or not math.isfinite(difference.value_error):
-                    return found  # nothing counts, or is a number
-                proof, reason = self._decided(cut, difference)  # two values may be near nothing
-                return found if reason is None or proof.by != "certificate" else (proof, reason)
-            except OverBudget:
-                most = len(cut.sizes) // 2
-            except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself
-                failure = Failure(error)
-                most = most // 2 if is_out_of_memory(error) else 0
-            if failure is not None:
-                failure.release()
+        cut = cut_as_split(self._task.splittable, self._parts)
+        failure = None
+        try:
+            difference = None if cut is None else self._trial.of_losses_beside(cut)
+            if cut is None or difference is None or difference.is_none or not math.isfinite(difference.value_error):
+                return found  # nothing counts, or is a number
+            proof, reason = self._decided(cut, difference)  # two values may be near nothing
+            return found if reason is None or proof.by != "certificate" else (proof, reason)
+        except OverBudget:
+            return found
+        except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, and memory may run out
+            failure = Failure(error)
+        failure.release()
         return found
 
     def _by_losses(self) -> Found:
