@@ -180,13 +180,12 @@ REFUSED = {**STEPS, **OTHERS}
 
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_construction_is_refused(call: Callable[[], Any], words: tuple[str, ...]) -> None:
-    before = reference.random_state()
-    state = torch.get_rng_state()
+    _, *before = reference.random_state()  # the models that are made here draw from the first, torch's own
     with pytest.raises(BatchError) as caught:
         call()
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-    torch.set_rng_state(state)
-    assert reference.random_state() == before
+    _, *after = reference.random_state()
+    assert after == before
 
 
 @pytest.mark.parametrize("shift", [-1, True, 1.5, "1"])
