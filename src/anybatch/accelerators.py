@@ -38,8 +38,10 @@ def module_of(device: torch.device) -> ModuleType:
 
 def usual() -> torch.device | None:
     """The accelerator of this machine, without its number; ``None`` on a machine that has none."""
+    if not torch.accelerator.is_available():  # asked first: torch 2.6 raises where there is none
+        return None
     found: torch.device | None = torch.accelerator.current_accelerator()
-    return found if found is not None and torch.accelerator.is_available() else None
+    return found
 
 
 def in_use() -> list[torch.device]:
