@@ -49,15 +49,19 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         >>> text = "for x in data:\\n  n, d = x.shape\\n  ema = 0.99 * ema + 0.01 * n\\n  net(x).mean().backward()"
         >>> list(unread(ast.parse(text), {4}))
         []
+        >>> text = "def darker(sample):\\n  image, mask = sample\\n  return 0.9 * image\\nloss.backward()"
+        >>> list(unread(ast.parse(text), {4}))
+        []
     """
     for scope in _scopes(tree):
-        if not any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines) and not _discounts(scope):
+        goes_back = any(scope.lineno <= line <= (scope.end_lineno or 0) for line in lines)
+        if not goes_back and not _discounts(scope):
             continue
         read, given = _read(scope), dict(_unpacked(scope))
         for name, line in given.items():
             if name in read or (len(name) == 1 and not any(map(_REWARDS.match, given))):
                 continue
-            if (_ENDS.match(name) and _discounts(scope)) or _MASKS.match(name):
+            if (_ENDS.match(name) and _discounts(scope, literals=goes_back)) or _MASKS.match(name):
                 yield name, line
 
 
@@ -68,13 +72,13 @@ def _scopes(tree: ast.Module) -> Iterator[Any]:
     yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
 
 
-def _discounts(scope: Any) -> bool:
+def _discounts(scope: Any, *, literals: bool = False) -> bool:
     for one in ast.walk(scope):
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult):
             sides = [side for side in (one.left, one.right) if isinstance(side, (ast.Name, ast.Attribute))]
             names = [side.id if isinstance(side, ast.Name) else side.attr for side in sides]
             numbers = [side.value for side in (one.left, one.right) if isinstance(side, ast.Constant)]
-            is_usual = any(isinstance(number, float) and 0.9 <= number < 1 for number in numbers)
+            is_usual = literals and any(isinstance(number, float) and 0.9 <= number < 1 for number in numbers)
             if is_usual or any(_DISCOUNTS.search(name) for name in names):
                 return True
     return False
