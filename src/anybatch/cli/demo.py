@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
 _QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
+_LEARNED = 0.6  # of the entropy of a single byte: above it what the model writes is noise
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
 _PROMPT = "def "
 
@@ -234,7 +235,7 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
         curve = run.run(on_update, on_validation, asked.is_set)
     screen.show_outcome(facts, plan, curve)
     # A model that does not yet know how often each byte occurs writes noise.
-    has_learned = curve.points[-1].validation_bits < facts.unigram_bits
+    has_learned = curve.points[-1].validation_bits < _LEARNED * facts.unigram_bits
     sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed) if has_learned else ""
     screen.show_sample(sample)
     return DemoRecord(_versions(), options.seed, facts, plan, comparison, curve, sample)
