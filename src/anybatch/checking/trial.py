@@ -41,8 +41,6 @@ _ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
-_LITTLE = 2**24
-"""Bytes that may be there without a plan, whatever a micro-batch takes."""
 Optimizations = Callable[[], AbstractContextManager[Any]]
 
 
@@ -168,39 +166,30 @@ class Trial:
         Raises:
             OverBudget: they take more than one does with its gradient, which is measured.
         """
-        return self._within_one(cut)[0]
-
-    def of_losses_beside(self, cut: Cut) -> Difference | None:
-        """The same of whole micro-batches, which under a plan have the room of the gradients, and a little without one.
-
-        Returns:
-            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
-
-        Raises:
-            OverBudget: they take more; without a plan also more than one micro-batch does with its gradient.
-        """
-        if self._task.is_planned:
-            room = sum(one.nbytes for one in self.parameters if one.grad is None)
-            difference, drew_others = self._of_losses(cut, room)
-        else:
-            try:
-                difference, drew_others = self._of_losses(cut, _LITTLE)
-            except OverBudget:
-                difference, drew_others = self._within_one(cut)
-        return None if drew_others else difference
-
-    def _within_one(self, cut: Cut) -> tuple[Difference, bool]:
         for part in cut.parts:
             alone = cut.alone(part)
             with Recording() as recording:
                 self.run(alone, alone.whole, None)
             if recording.most:  # else it counts nothing, and was not run
                 break
-        return self._of_losses(cut, recording.most)
+        return self._of_losses(cut, recording.most)[0]
 
-    def _of_losses(self, cut: Cut, limit: int) -> tuple[Difference, bool]:
+    def of_losses_beside(self, cut: Cut) -> Difference | None:
+        """The same of whole micro-batches, for which a plan has the room of the gradients.
+
+        Returns:
+            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
+
+        Raises:
+            OverBudget: they take more than a plan has room for.
+        """
+        room = sum(one.nbytes for one in self.parameters if one.grad is None) if self._task.is_planned else None
+        difference, drew_others = self._of_losses(cut, room)
+        return None if drew_others else difference
+
+    def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Difference, bool]:
         numbers = StandIns()
-        with Recording(limit=limit):
+        with contextlib.nullcontext() if limit is None else Recording(limit=limit):
             whole = self.run(cut, cut.whole, numbers, differentiate=False)
         draws = bool(numbers.draws) or whole.drew_others
         split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)
