@@ -21,7 +21,7 @@ from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
-from anybatch.memory.meter import OverBudget, Recording
+from anybatch.memory.meter import Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate

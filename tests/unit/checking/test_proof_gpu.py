@@ -1,4 +1,4 @@
-"""The proof on an accelerator: fp16 with its scaler, bfloat16, dropout that the device draws, and nothing is left of it."""
+"""The proof on an accelerator: fp16 with its scaler, bfloat16, dropout that the device draws; nothing is left."""
 
 from typing import Any
 
@@ -49,7 +49,8 @@ def stepped(name: str, **more: Any) -> tuple[Any, list[torch.Tensor]]:
     step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), **{**options, **more})
     torch.manual_seed(3)
     out = step(batch_of(dtype))
-    return out, [*(value.clone() for value in model.state_dict().values()), torch.get_device_module(DEVICE).get_rng_state()]
+    random = torch.get_device_module(DEVICE).get_rng_state()
+    return out, [*(value.clone() for value in model.state_dict().values()), random]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
