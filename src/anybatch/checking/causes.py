@@ -138,6 +138,17 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "bound": Cause(
+        "bound",
+        "The loss applies {operation} to what the samples give together, such as their mean. On the samples that were "
+        "compared micro-batches give the whole batch's gradient; they give another one as soon as one of them lies on "
+        "one side of the bound and the whole batch on the other.",
+        (
+            "loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean",
+            WHOLE,
+            _COUPLED,
+        ),
+    ),
     "encode": Cause(
         "not-additive",
         "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or draws other "

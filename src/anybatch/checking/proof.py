@@ -60,14 +60,19 @@ def prove(
         update: how many updates were applied before.
 
     Returns:
-        What was found, and the reason where it is not exact; ``None`` where the step is about to refuse the split.
+        What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
+        refuse the split.
     """
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
-        proof, reason = _Prover(Trial(task, parameters, optimizations), task, parts).found()
+        prover = _Prover(Trial(task, parameters, optimizations), task, parts)
+        proof, reason = prover.found()
+    if proof.exact and reason is None and prover.bound:
+        reason = worded("bound", evidence={"operation": prover.bound})
+        proof = replace(proof, note=f"as long as no micro-batch crosses the bound of {prover.bound}")
     return replace(proof, update=update), reason
 
 
@@ -78,9 +83,13 @@ class _Prover:
         trial: runs them.
         task: the logical batch.
         parts: how the step splits it.
+
+    Attributes:
+        bound: the operation that bounds what the samples give together; ``""`` for none.
     """
 
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
+        self.bound = ""
         self._trial, self._task, self._parts = trial, task, parts
         self._largest = max(len(part.samples) for part in parts)
 
@@ -153,6 +162,7 @@ class _Prover:
 
     def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
         """What a cut shows, with the reason where that is not exact."""
+        self.bound = self.bound or difference.bound
         if difference.is_none:
             return _proof("exact", "comparison", cut, difference), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):

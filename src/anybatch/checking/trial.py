@@ -13,6 +13,7 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
+from anybatch.checking.bounds import Bounds, bound_of_samples
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
@@ -54,6 +55,7 @@ class Difference:
         dtype: the lowest precision of what has a gradient.
         is_single: whether everything was computed in float32 at least.
         draws: whether random numbers are drawn.
+        bound: the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none.
     """
 
     error: float
@@ -61,6 +63,7 @@ class Difference:
     dtype: torch.dtype
     is_single: bool
     draws: bool
+    bound: str = ""
 
     @property
     def tolerance(self) -> float:
@@ -138,18 +141,25 @@ class Trial:
         wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
-        whole = self.run(cut, cut.whole, numbers)
+        with Bounds() as of_whole:
+            whole = self.run(cut, cut.whole, numbers)
         if numbers is None and whole.drew_torch:
             numbers = StandIns(wider)
             whole = self.run(cut, cut.whole, numbers)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
-        split = self.run(cut, cut.parts, numbers if in_single or draws else None)
+        with Bounds() as of_parts:
+            split = self.run(cut, cut.parts, numbers if in_single or draws else None)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
         counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
         distance = split.gradient.distance(whole.gradient, of=counted)
         error = relative(distance, whole.gradient.distance(of=counted))
-        return self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        return (
+            found
+            if whole.drew_others
+            else replace(found, bound=bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)))
+        )
 
     def judged(
         self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
