@@ -17,8 +17,8 @@ _SAME = 1e-5  # relative: the same numbers but for rounding, of parameters and c
 _AT_A_BOUND = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "abs", "amax", "amin", "clamp", "clamp_max", "clamp_min", "hardtanh", "leaky_relu", "max", "maximum", "median",
-        "min", "minimum", "relu", "threshold", "where",
+        "abs", "abs_", "amax", "amin", "clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_",
+        "hardtanh", "leaky_relu", "max", "maximum", "median", "min", "minimum", "relu", "relu_", "threshold", "where",
     )
 )  # fmt: skip
 
@@ -54,10 +54,14 @@ class Bounds(Mode):
         """Notes the operation, and runs it."""
         if getattr(func, "overloadpacket", None) in _AT_A_BOUND and torch.is_grad_enabled() and not in_backward():
             given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
-            if given and all(one.numel() <= _MOST and one.layout is torch.strided for one in given):
+            if given and all(map(_is_small, given)):
                 total = torch.stack([one.detach().sum(dtype=torch.float32) for one in given]).sum()
-                self.met.append(Bound(func.overloadpacket.__name__, [one.shape for one in given], total))
+                self.met.append(Bound(func.overloadpacket.__name__.rstrip("_"), [one.shape for one in given], total))
         return func(*args, **(kwargs or {}))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() <= _MOST
 
 
 def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int) -> str:

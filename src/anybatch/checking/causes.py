@@ -163,7 +163,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "unexplained": Cause(
         "not-additive",
-        "The gradient of some samples is not that of their parts, {error:.2g} off, and why could not be found out "
+        "Some samples give something else at once than in their parts, {error:.2g} off, and why could not be found out "
         "here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
         ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
     ),
