@@ -267,7 +267,7 @@ def _use_of(
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:
-        return "run the script, which plans by itself"
+        return "run the script: its TrainStep makes the plan"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
     norm = f', batch_norm="{batch_norm}"' if batch_norm else ""
     return f"anybatch.TrainStep(..., memory={wish}{norm})"

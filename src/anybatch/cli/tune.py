@@ -119,9 +119,9 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
         return None
     at, _, line = plan.facts["found"].rpartition(":")
     if not plan.facts["after"] or Path(at) != script.absolute():
-        why = plan.facts["trouble"] or "its step stands elsewhere, or its update is no plain one"
+        why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
         raise NoTuning(
-            f"{at}:{line} can't be measured as it is: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
+            f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
             "says, and tune it again"
         )
     changed = folder / script.name

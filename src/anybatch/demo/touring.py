@@ -64,7 +64,7 @@ CHAPTERS = (
     Chapter(
         "Several losses",
         "Six heads on one trunk. Summed, the graphs of all heads are alive together; yielded at a cut, one at a time, "
-        "and the trunk is gone through once.",
+        "with one backward through the trunk.",
         "losses.py",
         ("python losses.py",),
     ),

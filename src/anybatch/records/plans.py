@@ -109,7 +109,7 @@ class PlanRow(Plain):
             and (row.chunk_length is None or row.chunk_length >= 1)
         )  # fmt: skip
         if not is_sound:
-            raise ValueError(f"a way to run that can't be followed: {row!r:.200}")
+            raise ValueError(f"a configuration that can't be followed: {row!r:.200}")
         return row
 
     def __str__(self) -> str:

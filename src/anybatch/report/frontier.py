@@ -216,7 +216,7 @@ def frontier_picture(plan: Plan) -> Picture | None:
         names=[str(row) for row in timed],
         level=None if is_far else (f"budget, {format_bytes(plan.budget)}", plan.budget / factor),
     )  # fmt: skip
-    caption = "The least time that each amount of memory allows; the large dot is chosen. "
+    caption = "The least time, measured or predicted, for each amount of memory; the large dot is the plan. "
     caption += (
         f"The budget, {format_bytes(plan.budget)}, is far to the right of the picture."
         if is_far
