@@ -110,7 +110,7 @@ def _estimated(model: str, wishes: dict[str, Any]) -> Plan | str:
 
 
 def _show(plans: dict[str, Plan], console: Console) -> None:
-    """The ways that fit, those of each plan with the fastest first."""
+    """The configurations that fit, those of each plan with the fastest first."""
     first = next(iter(plans.values()))
     header = ("trained", "micro-batches", "recompute", "offload", "loss", "peak", time_header(first))
     rows, marked = list[tuple[str, ...]](), set[int]()

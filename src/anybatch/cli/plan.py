@@ -1,4 +1,4 @@
-"""``anybatch plan``: what is the fastest way to run the step of the user's own script within a budget of memory?"""
+"""``anybatch plan``: what is the fastest configuration of a step of the user's own script within a budget of memory?"""
 
 import json
 import sys

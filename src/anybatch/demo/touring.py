@@ -43,7 +43,7 @@ CHAPTERS = (
     Chapter(
         "Plan",
         "The script asks for 20 MiB, and its batch of 37 sequences needs more. anybatch plan runs the script up to its "
-        "first step, traces that step, and shows the ways that fit, the fastest first. Nothing is trained yet.",
+        "first step, traces that step, and shows what fits, the fastest first. Nothing is trained yet.",
         "training.py",
         (f"anybatch plan --json {PLAN} training.py",),
     ),

@@ -1,4 +1,4 @@
-"""Finds the fastest way to run a step within a budget of memory."""
+"""Finds the fastest configuration of a step within a budget of memory."""
 
 import itertools
 import logging
