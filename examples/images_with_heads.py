@@ -1,4 +1,4 @@
-"""Several heads on one trunk: each loss is differentiated as it is made, and the trunk is gone through once.
+"""Several heads on one trunk: each loss is differentiated as it is made, with one backward through the trunk.
 
 People add up the losses and call ``backward()`` once. That gives the right gradient, and the graphs of all heads are in
 memory at the same time. Calling ``backward()`` for each loss raises "Trying to backward through the graph a second

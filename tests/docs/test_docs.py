@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 import versions
-from pages import PageError, blocks, pages, run_page
+from pages import FENCE, PageError, blocks, pages, run_page
 from source_tree import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages(ROOT)}
+BESIDE = ("README.zh-CN.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md")
+WRITTEN = [*PAGES.values(), *(ROOT / name for name in BESIDE)]
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("docs/zh/")])  # the same code there
@@ -32,6 +34,31 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     beneath = {name for name in PAGES if name.count("/") > 1}  # in the index of their folder
     deeper = {name for name in beneath if name.count("/") > 2 or not name.endswith("/index.md")}
     assert listed == {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"} - deeper
+
+
+def long_lines(text: str) -> list[str]:
+    """The lines within fences of a page that are longer than a window shows."""
+    found, fence, shown = [], "", False
+    for line in text.splitlines():
+        opening = FENCE.match(line)
+        if fence and line.strip() == fence:
+            fence = ""
+        elif fence:
+            found += [line] if shown and len(line) > 100 else []
+        elif opening:
+            fence, shown = opening["fence"], not opening["info"].startswith("{")  # directives hold text
+    return found
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_has_100_columns(path: Path) -> None:
+    assert not long_lines(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("opening", ["```python", "```text", "````", "  ```diff", "~~~"])
+def test_a_long_line_of_code_is_seen(opening: str) -> None:
+    page = f"{'prose ' * 20}\n{opening}\n{'x' * 101}\n{'y' * 100}\n{opening.strip('abcdefinoprtxhy ')}\n{'z' * 101}\n"
+    assert long_lines(page) == ["x" * 101]
 
 
 GOOD = """

@@ -74,7 +74,7 @@ class Windows:
         if window is None and self._passes > 1 and iter(self._loader) is self._loader:
             raise BatchError(
                 f"the loader of these windows, a {type(self._loader).__name__}, is an iterator and is used up; "
-                "expected one that can be gone through in each epoch, such as a DataLoader or a list"
+                "expected one that can be iterated in each epoch, such as a DataLoader or a list"
             )
 
 

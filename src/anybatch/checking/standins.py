@@ -38,7 +38,7 @@ class Numbers:
     the whole batch, which has to run first.
 
     Attributes:
-        constant: whether all numbers are the same instead, for draws whose samples can't be told.
+        constant: whether all numbers are the same instead, for draws whose samples can't be found.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class NoCertificate(click.ClickException):
     exit_code = 2
 
 
-@click.command("check", cls=ScriptCommand, short_help="Does accumulating give the gradient of the whole batch?")
+@click.command("check", cls=ScriptCommand, short_help="Does gradient accumulation change the gradient here?")
 @of_script
 @json_option("the certificate")
 @format_option()
@@ -49,12 +49,11 @@ def check_command(
     fail_on: str | None,
     timeout: float | None,
 ) -> None:
-    """Checks whether SCRIPT may split its batches.
+    """Checks whether SCRIPT may split its batches into micro-batches.
 
-    SCRIPT runs as it is, with its own arguments after it, until it first calls anybatch.TrainStep or
-    anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss and batch
-    are checked: the whole batch against two splits of it. Nothing of the script runs after that, no finally block and
-    no exit handler.
+    SCRIPT runs unchanged, with the arguments after it, until it first calls anybatch.TrainStep or anybatch.backward; a
+    plain loop runs until its first optimizer step. There the gradient of the whole batch is compared with that of two
+    splits of it. Then the process ends: no finally block or exit handler of the script runs.
 
     Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script never reached a step.
     """

@@ -72,21 +72,25 @@ class Options:
 
 
 @click.command("demo", short_help="Run a self-contained demo on local files.")
-@click.option("--quick", is_flag=True, help="Take about 20 seconds in all.")
-@click.option("--tour", is_flag=True, help="Instead: plan, step, losses, a sequence, a fault and its diagnosis.")
+@click.option("--quick", is_flag=True, help="Finish in about 20 seconds.")
+@click.option(
+    "--tour", is_flag=True, help="Run six short examples instead: plan, step, losses, a sequence, a fault, a diagnosis."
+)
 @click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
-@click.option("--updates", type=click.IntRange(min=1), help="Train this many updates instead; the run is repeatable.")
+@click.option(
+    "--updates", type=click.IntRange(min=1), help="Train for this many updates instead, which is reproducible."
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     show_default=True,
-    help="Of the weights, batches and sample.",
+    help="The seed of weights, batches and sample.",
 )
 @click.option(
     "--sources",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A folder with other Python files to train on.",
+    help="Train on the Python files of another folder.",
 )
 @click.option(
     "--memory",
@@ -114,9 +118,9 @@ class Options:
 def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path | None, **values: object) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
-    The logical batch needs more memory than a simulated budget. The demo plans how to run it within that budget, and
-    compares the gradient with that of the whole batch: error, memory and time. Then the model is trained, writes some
-    code, and one HTML file shows the curves. Ctrl-C ends training early and keeps what it reached.
+    The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
+    compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML file shows the
+    curves. Ctrl-C ends training early and keeps the result.
     """
     output = output or Path("anybatch-tour.html" if tour else "anybatch-demo.html")
     options = Options(output=output, **values)  # type: ignore[arg-type]

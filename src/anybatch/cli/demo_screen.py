@@ -54,7 +54,7 @@ class Screen:
             ("model", "a byte-level transformer, float32, on the CPU"),
             ("memory", f"simulated budget of {memory}"),
             ("batch", f"{samples} sequences for each update of the optimizer"),
-            ("steps", "1. the plan: the fastest way to run the batch in that memory"),
+            ("steps", "1. the plan: the fastest configuration within that budget"),
             ("", "2. the gradient of the whole batch against that of its micro-batches"),
             ("", f"3. training for {duration}; Ctrl-C ends it early"),
             ("", "4. a sample of what the model writes"),
@@ -119,9 +119,7 @@ class Screen:
         """Shows what the model wrote, or says that it has not learned to."""
         self._heading("4. What the model writes")
         if not sample:
-            self.say(
-                "Left out: after so few updates it is noise. anybatch demo without --quick trains for two minutes."
-            )
+            self.say("Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
         elif self._console.is_terminal:
             self._console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
         else:

@@ -58,24 +58,26 @@ class Wishes:
 )
 @json_option("the diagnosis")
 @click.option(
-    "--record", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Keep all that was seen."
+    "--record", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Keep the record of the run."
 )
 @click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
-)
-@click.option("--fail-on", type=click.Choice(["error", "warning"]), help="Exit with 1 if there is such a finding.")
-@click.option("--active", is_flag=True, help="When the script has ended, also train a copy on its last batch.")
-@click.option(
-    "--no-ask", is_flag=True, help="Leave out the questions to copies after the script, which take up to 20 s."
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
 )
 @click.option(
-    "--fix", is_flag=True, help="Try changes of the script by running it again, and print a patch of what helps."
+    "--fail-on",
+    type=click.Choice(["error", "warning"]),
+    help="Exit with 1 if there is a finding of this severity or worse.",
+)
+@click.option("--active", is_flag=True, help="After the script, try to overfit a copy of the model on the last batch.")
+@click.option("--no-ask", is_flag=True, help="Skip the experiments on copies after the script, which take up to 20 s.")
+@click.option(
+    "--fix", is_flag=True, help="Run the script again with each proposed change, and print a patch of those that help."
 )
 @click.option(
     "--patch",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the patch of --fix to a file.",
+    help="Write the patch of --fix to this file.",
 )
 @click.option(
     "--fix-seconds",
@@ -87,7 +89,7 @@ class Wishes:
 @reporting_options
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="End the run after N steps of the optimizer.")
 @click.option(
-    "--stop-on", multiple=True, metavar="nan|error|CODES", help="End the run when this is found, with exit code 3."
+    "--stop-on", multiple=True, metavar="nan|error|CODES", help="End the run with exit code 3 when this is found."
 )
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
@@ -110,22 +112,22 @@ def doctor_command(
     force: bool,
     **reporting: Any,
 ) -> None:
-    """Watches the training of SCRIPT, and says what is wrong with it, where, and what to change.
+    """Watches SCRIPT train, and says what is wrong, where, and what to change.
 
-    Python runs the script as it is, to its end, with the same results. Options of the doctor stand before SCRIPT;
-    everything after it belongs to the script, as in: anybatch doctor -o report.html train.py --lr 0.1. In place of
-    SCRIPT there may be -m and the name of a module. Findings go to standard error, since standard output is the
-    script's; with --json - the JSON has standard output for itself, and what the script prints goes to standard
-    error.
+    The script runs unchanged, to its end, with the same results. Options of the doctor stand before SCRIPT; everything
+    after it belongs to the script, as in: anybatch doctor -o report.html train.py --lr 0.1. Instead of SCRIPT, -m
+    MODULE runs a module.
 
-    Findings are printed while the script runs, one line each; SIGUSR1 makes it write the report at once.
+    Standard output belongs to the script, and the report goes to standard error; with --json - the JSON takes standard
+    output, and the script's output goes to standard error. While the script runs, each finding is printed as one line,
+    and SIGUSR1 prints the report at once.
 
-    The exit code is the script's; 124 if --timeout has stopped it, 3 if --stop-on has, 1 for a finding if --fail-on was
-    given and the script itself ended well.
+    The exit code is the script's; 124 if --timeout stopped it, 3 if --stop-on did, 1 if --fail-on found something and
+    the script itself ended well.
 
-    With --fix the script runs again, some of its steps at a time, with one line of it changed. What such a trial writes
-    goes to a temporary folder; the script itself is never changed. The patch of what helped goes to standard output, as
-    in: anybatch doctor --fix train.py | git apply
+    With --fix the script runs again for some steps with each proposed change. Such a trial writes to a temporary
+    folder, and the script's file is never changed. The patch of the changes that helped goes to standard output, as in:
+    anybatch doctor --fix train.py | git apply
     """
     home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
     wanted = Wanted(home, json_path=json_path, **reporting)

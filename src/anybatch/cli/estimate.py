@@ -25,24 +25,32 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-@click.command("estimate", short_help="How much memory would training a known model take?")
+@click.command("estimate", short_help="How much memory does training a known model take?")
 @click.argument("model")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Samples in a batch.")
 @click.option(
     "--length",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Tokens of a sample, or pixels of a side.  [default: 512, or what the model was made for]",
+    help="Tokens in a sample, or pixels on a side.  [default: 512, or what the model was made for]",
 )
-@click.option("--memory", metavar="SIZE", required=True, callback=_size, help="What a step may take, such as 24GiB.")
-@click.option("--device", metavar="NAME", help="The card, such as h100, for times; else one of that much memory.")
+@click.option(
+    "--memory", metavar="SIZE", required=True, callback=_size, help="The memory budget of a step, such as 24GiB."
+)
+@click.option(
+    "--device", metavar="NAME", help="The card, such as h100, to predict times.  [default: any card with that memory]"
+)
 @click.option(
     "--optimizer", type=click.Choice(["adamw", "adam", "sgd", "adafactor"]), default="adamw", show_default=True
 )
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of weights."
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="The dtype of the weights.",
 )
-@click.option("--lora", type=click.IntRange(min=1), metavar="RANK", help="Also with a LoRA of this rank.")
+@click.option("--lora", type=click.IntRange(min=1), metavar="RANK", help="Plan LoRA of this rank, too.")
 @json_option("the plans")
 def estimate_command(
     model: str,
@@ -55,10 +63,10 @@ def estimate_command(
     lora: int | None,
     json_path: Path | None,
 ) -> None:
-    """Says how a batch of MODEL can be trained within a budget of memory; nothing is downloaded and nothing trained.
+    """Plans the training of MODEL within a memory budget, without its weights and without downloads.
 
-    MODEL is a folder with a config.json of Transformers or a name in its cache, a name of timm or torchvision, or
-    module:function, which returns an nn.Module. It is made without weights, so that none of it takes memory.
+    MODEL is a folder with a config.json of Transformers, a name in the cache of Transformers, a name of timm or
+    torchvision, or module:function, which returns an nn.Module. It is built on the meta device, so it takes no memory.
 
     Exit codes: 0 if something fits, 1 if nothing does, 2 if there is no such model.
     """
@@ -102,7 +110,7 @@ def _estimated(model: str, wishes: dict[str, Any]) -> Plan | str:
 
 
 def _show(plans: dict[str, Plan], console: Console) -> None:
-    """The ways that fit, those of each plan with the fastest first."""
+    """The configurations that fit, those of each plan with the fastest first."""
     first = next(iter(plans.values()))
     header = ("trained", "micro-batches", "recompute", "offload", "loss", "peak", time_header(first))
     rows, marked = list[tuple[str, ...]](), set[int]()

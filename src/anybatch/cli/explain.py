@@ -20,9 +20,9 @@ _LONGEST = 60  # of a name that is compared with those that there are
 @click.command("explain", short_help="What does a finding of the doctor mean?")
 @click.argument("names", nargs=-1, metavar="[CODE | NAME]...")
 def explain_command(names: tuple[str, ...]) -> None:
-    """Explains findings by their code or name, such as AB101 or OPT_PARAM_MISSING; without one it lists them all.
+    """Explains findings by code or name, such as AB101 or OPT_PARAM_MISSING; without one it lists them all.
 
-    Each page says what is seen, why it matters, what to change, and when it is fine.
+    Each page says what the finding means, why it matters, what to change, and when it is fine.
     """
     rules = all_rules()
     console = Console(highlight=False)

@@ -27,15 +27,15 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "check": Verb("anybatch.cli.check", "check_command", "Does accumulating give the gradient of the whole batch?"),
+    "check": Verb("anybatch.cli.check", "check_command", "Does gradient accumulation change the gradient here?"),
     "demo": Verb("anybatch.cli.demo", "demo_command", "Run a self-contained demo on local files."),
     "doctor": Verb("anybatch.cli.doctor", "doctor_command", "Why does it not learn?"),
-    "estimate": Verb("anybatch.cli.estimate", "estimate_command", "How much memory would training a known model take?"),
+    "estimate": Verb("anybatch.cli.estimate", "estimate_command", "How much memory does training a known model take?"),
     "explain": Verb("anybatch.cli.explain", "explain_command", "What does a finding of the doctor mean?"),
-    "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest way to run a step within a budget?"),
+    "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest configuration within a memory budget?"),
     "tune": Verb("anybatch.cli.tune", "tune_command", "Which batch size and learning rate should I use?"),
-    "report": Verb("anybatch.cli.report", "report_command", "Show what the doctor has recorded."),
-    "watch": Verb("anybatch.cli.watch", "watch_command", "Follow a run while it trains."),
+    "report": Verb("anybatch.cli.report", "report_command", "Report on a run that the doctor recorded."),
+    "watch": Verb("anybatch.cli.watch", "watch_command", "Follow a run from another terminal."),
 }
 
 

@@ -1,4 +1,4 @@
-"""``anybatch plan``: what is the fastest way to run the step of the user's own script within a budget of memory?"""
+"""``anybatch plan``: what is the fastest configuration of a step of the user's own script within a budget of memory?"""
 
 import json
 import sys
@@ -59,36 +59,36 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return value
 
 
-@click.command("plan", cls=ScriptCommand, short_help="What is the fastest way to run a step within a budget?")
+@click.command("plan", cls=ScriptCommand, short_help="What is the fastest configuration within a memory budget?")
 @of_script
 @click.option(
     "--memory",
     metavar="SIZE",
     callback=memory_of,
-    help="What a step may take: 8GiB, a part of the memory such as 0.5, or free.  [default: what the script asks for, "
-    "else free]",
+    help="The memory budget of a step: 8GiB, a share of the device such as 0.5, or free.  [default: that of the "
+    "script, else free]",
 )
 @click.option(
     "--device",
     metavar="NAME",
-    help="Plan for a card that is not here: its name such as h200, or its size such as 24GiB.",
+    help="Plan for another card: its name such as h200, or its size such as 24GiB.",
 )
 @click.option(
     "--batch-norm",
     type=click.Choice(["ghost", "frozen"]),
-    help="Split a batch although BatchNorm trains: statistics of micro-batches, or none.  [default: what the script "
-    "asks for, else whole batches only]",
+    help="Split batches of a model with BatchNorm: ghost takes the statistics of each micro-batch, frozen the running "
+    "ones.  [default: that of the script, else batches are not split]",
 )
 @click.option(
     "--ranks",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Plan for N ranks, each with a batch as the script has it: what each holds and sends.",
+    help="Plan for N ranks, each with the script's batch: what each one holds and sends.",
 )
 @click.option(
     "--shard",
     type=click.Choice(SHARDS),
-    help="How the model lies on the ranks: copies, fully_shard of each block, or the same with "
+    help="How ranks hold the model: a copy each, fully_shard of each block, or that with "
     "reshard_after_forward=False.  [default with --ranks: ddp]",
 )
 @click.option(
@@ -96,19 +96,19 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Save the plan, for anybatch.Plan.load.",
+    help="Save the plan; anybatch.Plan.load reads it.",
 )
 @click.option(
     "--html",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page with the picture of time against memory.",
+    help="Write an HTML page that plots time against memory.",
 )
 @click.option(
     "--patch",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the lines to change as a patch, for patch -p1, if SCRIPT does without anybatch.",
+    help="For a plain loop: write the lines to change as a patch, for patch -p1.",
 )
 @json_option("the plan")
 @format_option(("terminal", "json"))
@@ -130,15 +130,14 @@ def plan_command(
     force: bool,
     timeout: float | None,
 ) -> None:
-    """Plans how SCRIPT can run its step within a budget of memory.
+    """Finds the fastest configuration of SCRIPT's training step within a memory budget.
 
-    SCRIPT runs as it is, with its own arguments after it, until it first calls anybatch.TrainStep or
-    anybatch.backward; one that does without anybatch, until its optimizer first steps. There its model, loss, batch
-    and optimizer are planned for: micro-batches, recomputation, offload and loss chunks, the fastest within the
-    budget; and the lines of the loop to change are printed. Nothing is trained, and nothing of the script runs after
-    that, no finally block and no exit handler.
+    SCRIPT runs unchanged, with the arguments after it, until it first calls anybatch.TrainStep or anybatch.backward; a
+    plain loop runs until its first optimizer step. anybatch plans for the model, loss, batch and optimizer found there,
+    and prints the configurations that fit and the lines of the loop to change. Then the process ends: nothing is
+    trained, and no finally block or exit handler of the script runs.
 
-    With --ranks the script still runs as one process, without any process group.
+    With --ranks the script still runs as one process, without a process group.
 
     Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
@@ -268,7 +267,7 @@ def _use_of(
     if not facts["updates"]:
         return f"anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})"
     if memory is None and facts["plans_itself"]:
-        return "run the script, which plans by itself"
+        return "run the script: its TrainStep makes the plan"
     wish = memory if isinstance(memory, float) else f'"{memory or "free"}"'
     norm = f', batch_norm="{batch_norm}"' if batch_norm else ""
     return f"anybatch.TrainStep(..., memory={wish}{norm})"

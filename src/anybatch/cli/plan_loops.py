@@ -78,7 +78,7 @@ class LoopWatch:
             return
         frame, library = users_frame(frame)
         if frame is None or library:
-            self._refused(_ADAPTERS.get(library, f"{library or 'a library'} goes back, and not the script itself"))
+            self._refused(_ADAPTERS.get(library, f"{library or 'a library'} calls backward(), not the script itself"))
             return
         self._seen = {**frame.f_globals, **frame.f_locals}, frame.f_code.co_filename, frame.f_lineno
 

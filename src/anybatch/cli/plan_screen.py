@@ -40,7 +40,7 @@ def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None
 
 
 def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
-    """Writes the table of the ways to run a batch."""
+    """Writes the table of configurations."""
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
     print_table(console, frontier.rows_table(plan, shown), left=(0, 7))

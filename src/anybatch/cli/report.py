@@ -16,23 +16,23 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
 
 
-@click.command("report", short_help="Show what the doctor has recorded.")
+@click.command("report", short_help="Report on a run that the doctor recorded.")
 @click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @json_option("the diagnosis")
 @click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
 )
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @reporting_options
 def report_command(
     record: Path, other: Path | None, json_path: Path | None, output: Path | None, force: bool, **reporting: Any
 ) -> None:
-    """Diagnoses a RECORD, which anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) has written.
+    """Diagnoses a RECORD that anybatch doctor --record run.jsonl or anybatch.Doctor(path=...) wrote.
 
-    With the record of an OTHER run, -o writes a page of both side by side, on the same axes.
+    With a second record, OTHER, -o writes a page that shows both runs on the same axes.
 
-    Nothing runs, and torch is not needed. The rules are those of this version, which may find more than the version
+    Nothing is run, and torch is not needed. The rules are those of this version, which may find more than the version
     that recorded the run.
     """
     check_folder(json_path)

@@ -32,12 +32,12 @@ _LEAST = 3  # measurements that a noise scale is told from
 
 @click.command("tune", cls=ScriptCommand, short_help="Which batch size and learning rate should I use?")
 @of_script
+@click.option("--memory", metavar="SIZE", callback=memory_of, help="The memory budget of a step, as in anybatch plan.")
 @click.option(
-    "--memory", metavar="SIZE", callback=memory_of, help="What a step may take, see anybatch plan.  [default: as plan]"
+    "--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="How many steps to measure."
 )
-@click.option("--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="Steps to measure.")
 @click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write a page, in HTML."
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
 )
 @json_option("the answer")
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
@@ -52,11 +52,11 @@ def tune_command(
     force: bool,
     timeout: float | None,
 ) -> None:
-    """Says which batch of SCRIPT fits, which one pays, and the learning rate that goes with it.
+    """Recommends a batch size that fits, one that pays, and the learning rate that goes with it.
 
-    SCRIPT runs twice: up to its first step, which is planned, and for some steps, in which the noise of its gradient is
-    measured. A loop without anybatch.TrainStep runs with the lines changed that anybatch plan prints; the file stays as
-    it is. Then a few updates at several learning rates start from where the run is, and the script is ended.
+    SCRIPT runs twice: first to its first step, to plan it, then for some steps, to measure its gradient noise scale. A
+    plain loop runs with the changes that anybatch plan prints; the file stays unchanged. Then a few updates at several
+    learning rates start from the state of the run, and the process ends.
 
     Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
@@ -119,9 +119,9 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
         return None
     at, _, line = plan.facts["found"].rpartition(":")
     if not plan.facts["after"] or Path(at) != script.absolute():
-        why = plan.facts["trouble"] or "its step stands elsewhere, or its update is no plain one"
+        why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
         raise NoTuning(
-            f"{at}:{line} can't be measured as it is: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
+            f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
             "says, and tune it again"
         )
     changed = folder / script.name

@@ -30,15 +30,15 @@ _WIDE = 100.0  # ratio of the greatest value to the least above which logarithms
 _STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
-@click.command("watch", short_help="Follow a run while it trains.")
+@click.command("watch", short_help="Follow a run from another terminal.")
 @click.argument("record", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 def watch_command(record: Path, once: bool) -> None:
-    """Follows the RECORD of a run, which anybatch doctor --record or anybatch.Doctor(path=...) writes as it goes.
+    """Follows the RECORD that anybatch doctor --record or anybatch.Doctor(path=...) is writing.
 
-    It shows the loss, the learning rate, the norm of the gradient, updates relative to weights, memory, and what the
-    doctor finds, twice a second until the run ends. It reads a file and nothing else, so it may run anywhere, be ended
-    by Ctrl-C, and be started again. A record that is not there yet is waited for.
+    Twice a second, until the run ends, it shows the loss, learning rate, gradient norm, update-to-weight ratio, memory,
+    and findings. It only reads the file: run it anywhere, end it by Ctrl-C, start it again. If the record does not
+    exist yet, it waits.
     """
     console = Console(highlight=False)
     frames = Frames(record, bars=_ASCII if console.options.ascii_only else _BARS)

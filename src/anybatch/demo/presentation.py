@@ -35,7 +35,7 @@ def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], .
     notes = [("error", error), ("tensors", _of_memory(comparison))]
     time = (
         "median of one forward and backward pass of the logical batch. Smaller micro-batches do the same arithmetic in "
-        "more and smaller operations; the loop shows what that costs by itself."
+        "more and smaller operations; the loop shows the cost of that alone."
     )
     if comparison.optimized:
         time += f" As planned, {comparison.split.name} also spends time to save memory, which the loop does not: "
@@ -135,7 +135,7 @@ def _summary(comparison: GradientComparison) -> str:
 
 def _comparison_charts(comparison: GradientComparison) -> list[Picture]:
     methods = (comparison.whole, comparison.split, comparison.loop)
-    memory = f"pretended memory, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
+    memory = f"simulated budget, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
     bytes_chart = bar_chart(
         [(method.name, method.peak_bytes / _MEBIBYTE) for method in methods], label="live tensors, MiB", level=memory
     )

@@ -43,7 +43,7 @@ CHAPTERS = (
     Chapter(
         "Plan",
         "The script asks for 20 MiB, and its batch of 37 sequences needs more. anybatch plan runs the script up to its "
-        "first step, traces that step, and shows the ways that fit, the fastest first. Nothing is trained yet.",
+        "first step, traces that step, and shows what fits, the fastest first. Nothing is trained yet.",
         "training.py",
         (f"anybatch plan --json {PLAN} training.py",),
     ),
@@ -64,7 +64,7 @@ CHAPTERS = (
     Chapter(
         "Several losses",
         "Six heads on one trunk. Summed, the graphs of all heads are alive together; yielded at a cut, one at a time, "
-        "and the trunk is gone through once.",
+        "with one backward through the trunk.",
         "losses.py",
         ("python losses.py",),
     ),

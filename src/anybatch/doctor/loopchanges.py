@@ -221,7 +221,7 @@ def results_of(step: LoopStep) -> list[str]:
         if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != rows:
             raise StepUnclear(
                 f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is no tensor with a row "
-                "for each sample; have the loss function return it beside the loss, as an anybatch.Mean"
+                "for each sample; have the loss function return it with the loss, as an anybatch.Mean"
             )
         found.append(name)
     return found

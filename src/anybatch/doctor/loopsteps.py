@@ -155,11 +155,11 @@ def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
                     "function that yields them, as in: for each loss yield loss, and give it to anybatch.TrainStep"
                 )
             if not isinstance(back, ast.Expr) or back.value is not found[0]:
-                raise UnclearEdit(f"{source.path}:{back.lineno} does more than to go back; expected loss.backward()")
+                raise UnclearEdit(f"{source.path}:{back.lineno} does more than call backward; expected loss.backward()")
             return back, found[0]
         if isinstance(outer, SCOPES):
             break
-    raise UnclearEdit(f"no backward() stands in the loop or function of {source.path}:{here.lineno}")
+    raise UnclearEdit(f"there is no backward() in the loop or function of {source.path}:{here.lineno}")
 
 
 def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple[ast.expr, str]:

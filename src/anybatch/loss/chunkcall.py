@@ -149,7 +149,7 @@ def _check_result(result: Any) -> None:
 def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:
     kind = type(module).__name__
     raise NotSplittable(
-        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would begin anew at "
+        f"a bidirectional {kind} runs within chunk_loss of OverTime, where its backward direction would start again at "
         "the end of every chunk and never see what follows. Choose one:\n"
         "  - run it on all steps before they are cut (exact): OverTime(..., prepare=lambda model, batch: {**batch, "
         "'x': model.rnn(batch['x'])[0]});\n"

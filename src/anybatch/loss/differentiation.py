@@ -304,9 +304,9 @@ def checked_count(count: Any, name: str) -> Any:
 
 def _graph_is_gone() -> LossError:
     return LossError(
-        "two yielded losses share a graph, which the first one freed; expected that what they share is cut: "
-        "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which go back "
-        "together"
+        "two yielded losses share a graph, which the first one freed; expected a cut of the shared part: "
+        "`with anybatch.cut(shared) as shared:` around the heads, or return a mapping of the losses, which share one "
+        "backward"
     )
 
 
@@ -331,7 +331,7 @@ def _no_gradient(name: str) -> LossError:
 
 def _several_unknown_counts(name: str) -> LossError:
     return LossError(
-        f"the loss {name!r} stands beside another, and their Means have counts that only the forward knows, so the "
+        f"the loss {name!r} is one of several, and their Means have counts that only the forward knows, so the "
         "weights of the micro-batches are not known in time; pass count='forward' (one more pass without gradient), or "
         f"count={{{name!r}: ..., ...}} with a count for each loss",
         name=name,

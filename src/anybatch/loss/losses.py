@@ -135,7 +135,7 @@ def _refuse_outputs(result: Mapping[Any, Any]) -> None:
     shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     wanted = "its .loss: return output.loss" if hasattr(result, "loss") else 'its loss: return output["loss"]'
     raise LossError(
-        f"the loss function returned a {type(result).__name__} with {name!r}, {shown}, beside its loss; expected "
+        f"the loss function returned a {type(result).__name__} with {name!r}, {shown}, besides its loss; expected "
         f"{wanted}",
         name=str(name),
     )

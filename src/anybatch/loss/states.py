@@ -155,8 +155,8 @@ class RowDims:
         if leaf.dim() == 3 and any(_is_state_of(module, leaf) for module in self._recurrent):
             return 1
         raise BatchError(
-            f"{label} has the shape {tuple(leaf.shape)}, of which both dimension 0 and dimension 1 may be that of the "
-            f"{rows} sequences; expected to be told: OverTime(state_dim=0), or state_dim=1 for [layers, rows, ...]",
+            f"{label} has the shape {tuple(leaf.shape)}, and dimension 0 or dimension 1 may be that of the "
+            f"{rows} sequences; expected OverTime(state_dim=0), or state_dim=1 for [layers, rows, ...]",
             path=label,
         )
 

@@ -161,7 +161,7 @@ class Chunks:
             if is_weighed and self._is_packed:
                 raise CountError(
                     "a plain loss over packed sequences is the mean over their steps, of which micro-batches and the "
-                    "batches of a window have unlike numbers; expected anybatch.Mean(total, number of steps), or "
+                    "batches of a window have different numbers; expected anybatch.Mean(total, number of steps), or "
                     "count= with a function that counts the steps"
                 )
             return [items / sum(self.items) for items in self.items]

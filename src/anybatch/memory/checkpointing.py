@@ -173,8 +173,7 @@ class Checkpoint:
     def changed(self, what: str) -> NotRecomputable:
         """The error that says what the second forward would not find as it was."""
         return NotRecomputable(
-            f"{self.title} can't be recomputed, because {what}; expected that what it reads stays as it is. "
-            f"{self.advice}",
+            f"{self.title} can't be recomputed, because {what}; expected that nothing it reads changes. {self.advice}",
             block=self.name,
         )
 
@@ -359,7 +358,7 @@ def why_hidden(found: torch.nn.RNNBase) -> str:
     """Why a recurrent module can't run again, and what does as well."""
     return (
         f"{type(found).__name__}(num_layers={found.num_layers}, dropout={found.dropout}) on CUDA: cuDNN draws the "
-        "dropout between its layers from a state of its own, which the random state does not put back, so a second "
+        "dropout between its layers from a separate state that can't be restored, so a second "
         "forward would draw other masks. Use layers of their own with torch.nn.Dropout between them, or "
         "torch.backends.cudnn.enabled = False (slower)"
     )

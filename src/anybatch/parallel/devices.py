@@ -158,15 +158,15 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
     if isinstance(loss_fn, (Coupled, InPieces)):
         raise BatchError(
             f"the loss is {type(loss_fn).__name__}, which runs its micro-batches one after the other on one device: "
-            "it sees what they give together, or goes back in pieces of its own; leave devices= out, or start one "
+            "it needs their outputs together, or splits the backward itself; leave devices= out, or start one "
             "process a device with torchrun"
         )
     order = [found.index(home), *(i for i in range(len(found)) if i != found.index(home))]
     placements = [Placement(found[i], speeds[i], None if n == 0 else ModelCopy(found[i])) for n, i in enumerate(order)]
     if len({_kind_of(one) for one in found}) > 1 and not isinstance(devices, Mapping):
         raise BatchError(
-            f"devices is {[str(one) for one in found]}, of unlike kinds, and nobody knows how fast one is beside the "
-            'other; expected their speeds, as in devices={"cuda:0": 3, "cpu": 1}'
+            f"devices is {[str(one) for one in found]}, of different kinds, whose relative speeds are unknown"
+            '; expected their speeds, as in devices={"cuda:0": 3, "cpu": 1}'
         )
     result = Devices(placements)
     result.check(model, loss_fn)
@@ -199,9 +199,7 @@ def _device_of(value: Any) -> torch.device:
 
 def _speed_of(device: Any, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise BatchError(
-            f"devices[{device!r}] is {value!r}; expected its speed beside the others', a positive number such as 2"
-        )
+        raise BatchError(f"devices[{device!r}] is {value!r}; expected its relative speed, a positive number such as 2")
     return float(value)
 
 

@@ -40,7 +40,7 @@ def check_copyable(models: Iterable[Any], home: torch.device) -> None:
             wrapper = "OptimizedModule"
         if wrapper is not None:
             raise BatchError(
-                f"the model has a {type(module).__name__}, and devices= makes copies of its own; expected a plain "
+                f"the model has a {type(module).__name__}, and devices= makes its own copies; expected a plain "
                 f"module: {_WRAPPERS[wrapper]}"
             )
         for name, tensor in _tensors_of(module):

@@ -302,8 +302,7 @@ def _of_parts(model: torch.nn.Module, group: Any, device: torch.device) -> Reduc
 
     if group is False:
         raise AnyBatchError(
-            "group=False, and the model is sharded by fully_shard, of which no rank has enough to train by itself; "
-            "leave group out"
+            "group=False, and the model is sharded by fully_shard, so no rank has the whole model; leave group out"
         )
     return ShardedRanks(model, group, device)
 

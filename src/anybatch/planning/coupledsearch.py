@@ -207,7 +207,7 @@ class CoupledSearch(Search):
             kept = number(splitting, Recipe() if row is None else Recipe.of(row))
             return [] if kept is None else [self.row_of(splitting, kept, row)]
         except NotRecomputable as error:
-            logger.info("%s is left as it is: %s", error.block, error)
+            logger.info("%s is not recomputed: %s", error.block, error)
             self.exclude(error.block)
         except AnyBatchError as error:
             if row is None:

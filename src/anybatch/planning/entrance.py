@@ -48,7 +48,7 @@ def plan(
     blocks: Sequence[str] = (),
     allow: Sequence[str] = OPTIMIZATIONS,
 ) -> Plan:
-    """Finds the fastest way to run a step within a budget of memory; nothing of the model is changed.
+    """Finds the fastest configuration of a step within a budget of memory; nothing of the model is changed.
 
     The step is traced on fake tensors, which take no memory; where the user's code can't run on them, few samples run
     for real. Times are measured where the model lies on the device that is planned for.

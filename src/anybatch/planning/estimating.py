@@ -243,6 +243,6 @@ def estimate(
         add_lora(example.model, lora)
     trained = [one for one in example.model.parameters() if one.requires_grad]
     if not trained:
-        raise NoModel(f"{name} has no linear layer beside its head, so there is none for a LoRA; leave --lora out")
+        raise NoModel(f"{name} has no linear layer except its head, so LoRA has nothing to adapt; leave --lora out")
     made = getattr(torch.optim, OPTIMIZERS[optimizer])(trained, lr=1e-3)
     return plan(example.model, example.loss_fn, example.batch, made, memory=memory, device=device or memory)

@@ -1,4 +1,4 @@
-"""Finds the fastest way to run a step within a budget of memory."""
+"""Finds the fastest configuration of a step within a budget of memory."""
 
 import itertools
 import logging
@@ -232,7 +232,7 @@ class Planner:
             try:
                 exact, peak = search.traced(wanted)
             except NotRecomputable as error:
-                logger.info("%s is left as it is: %s", error.block, error)
+                logger.info("%s is not recomputed: %s", error.block, error)
                 search.exclude(error.block)
             except (AnyBatchError, TooLarge) as error:
                 logger.info("not taken: %s (%s)", wanted, error)

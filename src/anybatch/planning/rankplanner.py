@@ -158,7 +158,7 @@ def _traffic(
 def _too_large(
     ranks: int, shard: str, needed: int | None, budget: int, modules: Sequence[str], held: Mapping[str, int]
 ) -> DoesNotFit:
-    least = "" if needed is None else f" The smallest way needs {format_bytes(needed)}."
+    least = "" if needed is None else f" The smallest configuration needs {format_bytes(needed)}."
     parts = dict(held) if needed is None else {**held, WORK: max(0, needed - sum(held.values()))}
     shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda i: -i[1]) if n)
     others = [name for name in SHARDS if name != shard]

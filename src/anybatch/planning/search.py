@@ -391,7 +391,7 @@ class Search:
             except NotRecomputable as error:
                 if not self.exclude(error.block):
                     raise
-                logger.info("%s is left as it is: %s", error.block, error)
+                logger.info("%s is not recomputed: %s", error.block, error)
         everything = self.everything(self.recipes[-1], self.splittings[-1])
         if everything is not None:
             with contextlib.suppress(AnyBatchError):  # one of the blocks can't be recomputed

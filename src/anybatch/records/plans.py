@@ -109,7 +109,7 @@ class PlanRow(Plain):
             and (row.chunk_length is None or row.chunk_length >= 1)
         )  # fmt: skip
         if not is_sound:
-            raise ValueError(f"a way to run that can't be followed: {row!r:.200}")
+            raise ValueError(f"a configuration that can't be followed: {row!r:.200}")
         return row
 
     def __str__(self) -> str:
@@ -134,18 +134,18 @@ class ModuleShare:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Shown):
-    """The fastest way found to run a logical batch within a budget, and what it was chosen from.
+    """The fastest configuration found for a logical batch within a budget, and what it was chosen from.
 
     Args:
         chosen: the way that is taken.
-        alternatives: other ways, the fastest first: the Pareto front of bytes against seconds.
+        alternatives: other configurations, the fastest first: the Pareto front of bytes against seconds.
         budget: bytes that were allowed.
         samples: of the logical batch that was planned for.
         device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
         whole_bytes: the peak of the plain whole batch at once, of a window with its batches joined; 0 if
             it is not known, as with several devices, with ``OverTime``, or of batches of a window that can't be joined.
         smallest_bytes: the smallest budget that a plan can be made for.
-        at_peak: the bytes at the peak of the chosen way by category.
+        at_peak: the bytes at the peak of the plan, by category.
         binding: what the peak is made by, and what would lower it, in a sentence.
         modules: the blocks of the model and what they hold.
         relative_time: whether seconds are only good for comparing, since the device was not at hand.

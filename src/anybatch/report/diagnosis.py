@@ -211,7 +211,7 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     if ended is not None and ended.dropped:
         said.append(f"{_count(ended.dropped, 'line')} of the record left out, it had reached its greatest size")
     if ended is not None and ended.failure:
-        said.append(f"the recorder met an error of its own, so something may be missing: {ended.failure}")
+        said.append(f"the recorder had an internal error, so something may be missing: {ended.failure}")
     return "; ".join(said)
 
 

@@ -25,7 +25,7 @@ _FAR = 4.0  # a budget that is this many times what any way needs would press th
 
 
 def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
-    """All ways of a plan, each once: the chosen one, others within the budget, the fastest first, then the rest."""
+    """All configurations of a plan, each once: the chosen, others within the budget, the fastest first, the rest."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
         rows.setdefault(replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="estimated"), row)
@@ -33,7 +33,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
 
 
 def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What the chosen way trades and takes: pairs of a term and its text."""
+    """The memory optimizations and costs of a plan: pairs of a term and its text."""
     chosen = plan.chosen
     facts = [(verb, names_text(names)) for verb, names in _blocks(chosen) if names]
     if chosen.loss_chunks > 1:
@@ -209,14 +209,14 @@ def frontier_picture(plan: Plan) -> Picture | None:
     factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
     second, unit_of_time = _unit(max(row.seconds or 0.0 for row in timed), _UNITS_OF_SECONDS)
     if plan.relative_time:
-        second, unit_of_time = _reference(plan), "relative to the chosen way"
+        second, unit_of_time = _reference(plan), "relative to the plan"
     svg = dot_chart(
         [(row.peak_bytes / factor, (row.seconds or 0.0) / second) for row in timed],
         chosen=timed.index(plan.chosen), x_label=f"predicted peak memory, {unit}", y_label=f"time, {unit_of_time}",
         names=[str(row) for row in timed],
         level=None if is_far else (f"budget, {format_bytes(plan.budget)}", plan.budget / factor),
     )  # fmt: skip
-    caption = "The least time that each amount of memory allows; the large dot is chosen. "
+    caption = "The least time, measured or predicted, for each amount of memory; the large dot is the plan. "
     caption += (
         f"The budget, {format_bytes(plan.budget)}, is far to the right of the picture."
         if is_far
@@ -227,7 +227,7 @@ def frontier_picture(plan: Plan) -> Picture | None:
         f"{time_text(plan, row.seconds)} with {format_bytes(row.peak_bytes)}" for row in dict.fromkeys(ends)
     )
     alternative = (
-        f"{len(timed)} ways to run the batch, time against memory. The smallest and the fastest take {said}; chosen is "
+        f"{len(timed)} configurations, time against memory. The smallest and the fastest take {said}; chosen is "
         f"{time_text(plan, plan.chosen.seconds)} with {format_bytes(plan.chosen.peak_bytes)}; the budget is "
         f"{format_bytes(plan.budget)}. The table below has the numbers."
     )

@@ -188,7 +188,7 @@ def rescale(
     optimizers = optimizers_of(optimizer)
     for one in optimizers:
         if needs_closure(one):
-            raise BatchError(f"{type(one).__name__} searches along a line by itself; no rule for the batch is known")
+            raise BatchError(f"{type(one).__name__} does its own line search; no rule for the batch size is known")
     schedulers = _schedulers_of(scheduler, optimizers)
     planned = _Planned(optimizers, schedulers, ratio, weight_decay, momentum_buffer)
     if rule is None:
@@ -336,7 +336,7 @@ def _schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) 
     if scheduler is None:
         if any("initial_lr" in group for one in optimizers for group in one.param_groups):
             raise BatchError(
-                "the optimizer has a scheduler (its groups have initial_lr), which would go back to the old learning "
+                "the optimizer has a scheduler (its groups have initial_lr), which would restore the old learning "
                 "rates; pass it: rescale(..., scheduler=scheduler), or scheduler=() if there is none any more"
             )
         return []

@@ -135,7 +135,7 @@ class NoiseScale:
         refuse_parts(step.model, "NoiseScale(step)")
         if as_coupled(step.loss_fn):
             raise BatchError(
-                "the loss of Coupled sees all samples together, so that a micro-batch has no gradient of its own to "
+                "the loss of Coupled sees all samples together, so a micro-batch has no gradient to "
                 "measure the noise of; expected a loss that is a mean over samples"
             )
         if as_over_time(step.loss_fn) and not keep_gradients:
@@ -324,7 +324,7 @@ def _advice(value: float, interval: tuple[float, float], batch: _Batch) -> str:
     if math.isinf(high):
         if low > size:
             return f"noise scale at least {_shown(low)} {unit}: a batch of {_shown(size)} is below it, larger ones pay"
-        about = "no signal is seen beside the noise" if math.isinf(value) else f"about {_shown(value)} {unit}"
+        about = "the signal is lost in the noise" if math.isinf(value) else f"about {_shown(value)} {unit}"
         return f"noise scale not known well enough yet: {about}, in batches of {_shown(size)}"
     text = f"noise scale about {_shown(value)} {unit} [{_shown(low)}, {_shown(high)}]: a batch of {_shown(size)} is"
     smaller = 2.0 ** math.ceil(math.log2(max(value, 1.0)))

@@ -232,7 +232,7 @@ class SampleDropout:
         if kind.check is not None:
             kind.check(tensor, 0.0)
         if tensor.is_nested or tensor.layout is not torch.strided:
-            raise self._refused(module, f"got a tensor of layout {tensor.layout}, whose samples can't be told")
+            raise self._refused(module, f"got a tensor of layout {tensor.layout}, whose samples can't be found")
         if tensor.numel() == 0:
             self._times[module] += not in_backward()
             return tensor.clone()

@@ -209,7 +209,7 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
     obstacle = splittable.obstacle
     if any(counted):
         raise BatchError(
-            f"{obstacle}. Other batches of the window can be cut, and how many samples this one counts beside them is "
+            f"{obstacle}. Other batches of the window can be cut, and how many samples this one has is "
             "not known: pass count=, a function of a batch",
             path=getattr(obstacle, "path", ""),
         )

@@ -152,7 +152,7 @@ def test_the_budget_is_the_one_that_was_typed_else_that_of_the_script_else_what_
     assert asked()[4] == expected
     wish = expected if isinstance(expected, float) else f'"{expected}"'
     plans_itself = script is not None and not typed
-    use = "run the script, which plans by itself" if plans_itself else f"anybatch.TrainStep(..., memory={wish})"
+    use = "run the script: its TrainStep makes the plan" if plans_itself else f"anybatch.TrainStep(..., memory={wish})"
     assert done.stdout.endswith(f"\nTo use it: {use}\n")
 
 

@@ -331,7 +331,7 @@ UNCLEAR = {
         "(out - y).mean().backward()",
         "leaves the forward in its middle",
     ),
-    "is no statement": ("", "nothing = (model(x) - y).mean().backward()", "does more than to go back"),
+    "is no statement": ("", "nothing = (model(x) - y).mean().backward()", "does more than call backward"),
     "has no batch": ("", "model[0].weight.sum().backward()", "no tensor with the samples of a batch"),
 }
 

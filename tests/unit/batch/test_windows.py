@@ -200,7 +200,7 @@ def test_windows_kept_outside_of_the_epochs_go_through_the_loader_again() -> Non
 def test_a_loader_that_is_used_up_is_not_trained_on_in_silence() -> None:
     kept = anybatch.windows(iter(numbered([3, 3])), batches=2)
     assert len(list(kept)) == 1
-    with pytest.raises(BatchError, match=r"is used up; expected one that can be gone through in each epoch"):
+    with pytest.raises(BatchError, match=r"is used up; expected one that can be iterated in each epoch"):
         list(kept)
 
 

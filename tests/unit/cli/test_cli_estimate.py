@@ -159,7 +159,7 @@ def test_models_of_images(name: str) -> None:
 def test_a_lora_of_a_model_that_has_only_a_head_is_refused() -> None:
     done = run("ownmodels:images", "--memory", "1GiB", "--lora", "4")
     assert done.exit_code == 2
-    assert "has no linear layer beside its head" in " ".join(done.output.split())
+    assert "has no linear layer except its head" in " ".join(done.output.split())
 
 
 def test_lora_leaves_the_output_and_the_head_as_they_are() -> None:

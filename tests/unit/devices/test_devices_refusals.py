@@ -35,7 +35,7 @@ def test_devices_that_can_not_be_meant(devices: Any, text: str) -> None:
 def test_unlike_devices_need_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = iter(range(9))
     monkeypatch.setattr("anybatch.parallel.devices._kind_of", lambda device: next(kinds))
-    with pytest.raises(anybatch.BatchError, match=r"of unlike kinds.*expected their speeds, as in devices=\{"):
+    with pytest.raises(anybatch.BatchError, match=r"of different kinds.*expected their speeds, as in devices=\{"):
         step_of(small(), devices=TWO)
     assert len(devices_of(step_of(small(), devices={"cpu": 1, "cpu:0": 3})).placements) == 2
 

@@ -199,7 +199,7 @@ def test_advice_where_there_is_no_signal() -> None:
     noise = NoiseScale(None)
     noise.update([1.0, 1.1, 1.0, 0.9], [2, 2, 2, 2], 0.2)
     assert noise.value == math.inf
-    assert "not known well enough yet: no signal is seen" in noise.advice
+    assert "not known well enough yet: the signal is lost" in noise.advice
 
 
 def test_one_measurement_is_no_ground_for_advice() -> None:

@@ -56,7 +56,7 @@ TABLE = (
     # Writes in place.
     Kind("INPLACE_ON_SAVED", _WRITTEN,
          "{path} still has the graph of the step before, and {by} has changed {name} since.",
-         "With retain_graph=True the backward goes back into the step before, for which it needs {name} as it was "
+         "With retain_graph=True the backward continues into the previous step, and needs {name} as it was "
          "then.", "{detached}  # before {reads}; and call backward() without retain_graph=True",
          written.weights_of_the_step_before),
     Kind("INPLACE_ON_SAVED", _WRITTEN,
@@ -226,7 +226,7 @@ TABLE = (
          "The scaler knows its scale from the first scale() on.", "{scaler}.scale(loss).backward()"),
     Kind("SCALER_MISUSED", r"^No inf checks were recorded prior to update",
          "{scaler}.update() was called, but no {scaler}.step({optimizer}) came before it.",
-         "{optimizer}.step() by itself steps along scaled gradients, and tells the scaler nothing.",
+         "{optimizer}.step() alone uses scaled gradients, and the scaler does not notice.",
          "{scaler}.step({optimizer})  # instead of {optimizer}.step(), before {scaler}.update()"),
     Kind("SCALER_MISUSED", r"^No inf checks were recorded",
          "{optimizer} has no parameter with a gradient; {scaler}.step({optimizer}) has nothing to check.",
@@ -234,7 +234,7 @@ TABLE = (
          "Give {optimizer} the parameters of the model that the loss is computed with"),
     Kind("SCALER_MISUSED", r"^Attempting to unscale FP16 gradients",
          "The weights of {optimizer} are float16, and so are their gradients; {scaler} can't unscale those.",
-         "autocast needs float32 weights, and computes in float16 by itself.",
+         "autocast needs float32 weights; it casts to float16 where that is safe.",
          "model.float()  # instead of model.half(); and torch.autocast for the forward"),
     Kind("SPARSE_GRADIENT",
          r"^`?(\w+)`? does not support sparse gradients|^Could not run .* from the 'Sparse\w+' backend",
@@ -254,12 +254,12 @@ TABLE = (
          updating.optimizer_groups),
     Kind("STATE_NOT_LOADED", r"^Weights only load failed.*?(?:GLOBAL|Unsupported class) ([\w.]+)",
          "torch.load got a file that holds `{1}` besides tensors.",
-         "From torch 2.6 on torch.load reads tensors and plain values only, unless told otherwise.",
+         "Since torch 2.6, torch.load reads only tensors and plain values by default.",
          "torch.serialization.add_safe_globals([{1}]) before it; or torch.load(..., weights_only=False) for a "
          "file that you trust"),
     Kind("SCHED_PAST_END", r"^Tried to step (\d+) times\. The (?:specified|total) number of (?:total )?steps is (\d+)",
          "{scheduler}.step() was called {1} times, but {scheduler} was made for total_steps={2}.",
-         "The number of steps was counted otherwise than the loop steps: epochs instead of batches, or without "
+         "total_steps does not match the loop: epochs instead of batches, or without "
          "accumulation, or training went on.", "total_steps=epochs * len(loader)  # as often as step() is called"),
     Kind("TENSOR_MISUSED", r"^(\w+) is not an Optimizer", "The scheduler in {code} was given a {1}, not an optimizer.",
          "A scheduler changes the rate of an optimizer, which is its first argument.",
@@ -279,7 +279,7 @@ TABLE = (
     Kind("DEVICE_ASSERT", r"device-side assert triggered|CUDA error: an illegal memory access",
          "A kernel on the GPU met an index out of range; the line shown may be later than the one that did it: "
          "{code}.",
-         "Mostly a label that is not below the number of classes, or a token that is not below num_embeddings.",
+         "Mostly a label that is not smaller than the number of classes, or a token not smaller than num_embeddings.",
          "Run once with CUDA_LAUNCH_BLOCKING=1, or on the CPU, where the index and the line are named."),
     Kind("DDP_READY_TWICE", r"Expected to mark a variable ready only once.*?(Parameter at index \d+[\w. ]*)?",
          "DistributedDataParallel saw the gradient of a parameter twice in one backward: {text}",

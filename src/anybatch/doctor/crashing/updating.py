@@ -18,8 +18,8 @@ def empty(live: Live, match: "re.Match[str]") -> Answer:
     for path, value in read:
         if isinstance(value, GeneratorType):
             return answer(
-                said=f"`{path}` is a generator that was gone through before: the optimizer got none.",
-                why="What model.parameters() gives can be gone through once.",
+                said=f"`{path}` is a generator that was used up before: the optimizer got no parameters.",
+                why="model.parameters() returns a generator, which can be iterated once.",
                 change=f"{path} = list(model.parameters())",
                 tensor=path,
             )  # fmt: skip

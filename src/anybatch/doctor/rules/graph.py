@@ -85,7 +85,7 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
             text=f"The state is detached{near(probed)} at each of {probed.evidence['steps']} steps of a sequence, and "
             "the loss comes behind the last one: nothing is trained to remember what came before.",
             fix="h = cell(x[:, t], h)  # without detach; between sequences it may stand",
-            cause="A detached state is a constant, so that no gradient goes back to the steps before.",
+            cause="A detached state is a constant, so no gradient reaches the steps before.",
             since=0,
             where=probed,
             evidence=probed.evidence,

@@ -41,7 +41,7 @@
   for (const chart of charts)
     for (const kind of ["pointermove", "pointerdown"]) chart.svg.addEventListener(kind, (event) => show(chart.step(event)));
 })();
-// The explorer of a plan: a budget, and the fastest of the ways that fit in it.
+// The explorer of a plan: a budget, and the fastest configuration that fits in it.
 for (const explorer of document.querySelectorAll(".explorer[data-plan]")) {
   const plan = JSON.parse(explorer.dataset.plan);
   const [slider, output] = [explorer.querySelector("input"), explorer.querySelector("output")];
