@@ -33,6 +33,7 @@ class Gradients:
         is_any: whether any had.
         is_aside: whether anybatch has put them aside.
         version: of the numbering whose parameters were taken in.
+        skipped: the last of ``"cleared"``, ``"came"`` and ``"used"`` that was not looked at, empty where all was.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -50,6 +51,8 @@ class Gradients:
         self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
+        self.skipped = ""
+        self._stepped: frozenset[int] = frozenset()  # parameters of the optimizer that has stepped last
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
     def arrange(self) -> None:
@@ -83,12 +86,24 @@ class Gradients:
         self.present = len(self._ids) - self._ids.count(0)
         self.is_any = self.present > 0
 
+    def _catch_up(self) -> None:
+        """Takes the gradients as they are after events that were not looked at, since they were as usual."""
+        skipped, self.skipped = self.skipped, ""
+        gradients, numbers = self._gradients(), self._stepped if skipped == "used" else ()
+        self._note(gradients)
+        self._before, self._zero, self._used_versions = [], {}, self._versions[:]
+        self._used = [one if number in numbers else 0 for number, one in zip(self.numbers, self._ids, strict=True)]
+        if skipped == "cleared":
+            self._zero = {id(one): one._version for one in gradients if one is not None}
+
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
 
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
+        if self.skipped:
+            self._catch_up()
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -102,6 +117,8 @@ class Gradients:
 
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
+        if self.skipped:
+            self._catch_up()
         present = zip(self.numbers, self._used, self._ids, strict=True)
         self._aside, self.is_aside = {number: used for number, used, gradient in present if gradient}, True
 
@@ -159,6 +176,9 @@ class Gradients:
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return count, count
+        if self.skipped == "cleared":
+            self._catch_up()
+        self.skipped = ""  # else those that were there are known to have been others
         if not self.is_any:
             return 0, 0
         ids, versions = self._ids, self._versions
@@ -192,6 +212,8 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
+        if self.skipped:
+            self._catch_up()
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -218,6 +240,7 @@ class Gradients:
             numbers: of the optimizer's parameters.
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
+        self._stepped = numbers
         if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())
@@ -233,7 +256,8 @@ class Gradients:
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""
-        self._note(self._gradients())
+        if not self.skipped:
+            self._note(self._gradients())
 
     def _cleared_by_hand(self, gradients: list[torch.Tensor | None]) -> tuple[int, int]:
         ids = self._ids
