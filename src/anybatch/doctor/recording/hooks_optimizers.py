@@ -186,9 +186,10 @@ class OptimizerHooks:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
-        elif self._threads.ident == get_ident() or not self._threads.elsewhere():
-            if not (self._recording.expected and self._repeats(optimizer)):
-                self._after_step(optimizer)
+        elif (self._threads.ident == get_ident() or not self._threads.elsewhere()) and not (
+            self._recording.expected and self._repeats(optimizer)
+        ):
+            self._after_step(optimizer)
 
     def _is_usual(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
         """Whether a step begins that was expected."""
