@@ -52,6 +52,7 @@ class Gradients:
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self.skipped = ""
+        self._ends: list[weakref.ref[torch.Tensor]] = []  # of what had gradients at the last step
         self._stepped: frozenset[int] = frozenset()  # parameters of the optimizer that has stepped last
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
@@ -90,11 +91,21 @@ class Gradients:
         """Takes the gradients as they are after events that were not looked at, since they were as usual."""
         skipped, self.skipped = self.skipped, ""
         gradients, numbers = self._gradients(), self._stepped if skipped == "used" else ()
+        was = [0] * len(gradients) if skipped == "cleared" else self._ids
         self._note(gradients)
+        self._ids = [one or old for one, old in zip(self._ids, was, strict=True)]  # so that one that is gone is missed
+        self.is_any = any(self._ids)
         self._before, self._zero, self._used_versions = [], {}, self._versions[:]
         self._used = [one if number in numbers else 0 for number, one in zip(self.numbers, self._ids, strict=True)]
         if skipped == "cleared":
             self._zero = {id(one): one._version for one in gradients if one is not None}
+
+    def are_there(self) -> bool:
+        """Whether the first and the last gradient that there were are still there."""
+        for one in self._ends:
+            if (tensor := one()) is None or tensor.grad is None:
+                return False
+        return True
 
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
@@ -241,6 +252,8 @@ class Gradients:
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
         self._stepped = numbers
+        there = [one for one, gradient in zip(self._references, self._ids, strict=True) if gradient]
+        self._ends = there[:1] + there[-1:]
         if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())

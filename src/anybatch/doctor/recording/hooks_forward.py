@@ -102,7 +102,8 @@ class ForwardHooks:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
         is_traced, flags = torch.compiler.is_dynamo_compiling, vars(torch.compiler)
         recording, chosen, threads = self._recording, self._chosen, self._recording.threads
-        before, after, grad_enabled, repeats = self._before, self._after, torch.is_grad_enabled, self._repeats
+        before, after, grad_enabled = self._before, self._after, torch.is_grad_enabled
+        repeats = recording.tried(self._repeats)
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced():

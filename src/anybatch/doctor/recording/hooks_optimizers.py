@@ -92,6 +92,7 @@ class OptimizerHooks:
         self._threads = recording.threads
         self._before_step, self._after_step = recording.guarded(self._before), recording.guarded(self._after)
         self._review = recording.guarded(on_step)
+        self._is_usual_one, self._is_repeated = recording.tried(self._is_usual), recording.tried(self._repeats)
 
     def __reduce__(self) -> Any:
         """Nothing, in a pickle with the code of a step, as ``cloudpickle`` makes one: torch's hooks come with it."""
@@ -177,7 +178,7 @@ class OptimizerHooks:
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
         elif self._threads.ident == get_ident() or self._threads.admits("updates", optimizer):
-            if len(self._recording.expected) == 1 and self._is_usual(optimizer, args, kwargs):
+            if len(self._recording.expected) == 1 and self._is_usual_one(optimizer, args, kwargs):
                 self._nested = False
             else:
                 self._before_step(optimizer, args, kwargs)
@@ -187,7 +188,7 @@ class OptimizerHooks:
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
         elif (self._threads.ident == get_ident() or not self._threads.elsewhere()) and not (
-            self._recording.expected and self._repeats(optimizer)
+            self._recording.expected and self._is_repeated(optimizer)
         ):
             self._after_step(optimizer)
 
@@ -197,7 +198,7 @@ class OptimizerHooks:
         self._begun = None
         return (
             type(known) is _Known and known.optimizer() is optimizer and len(args) < 2 and not kwargs
-            and known.ends == (len(groups), len(groups[-1]["params"]))
+            and known.ends == (len(groups), len(groups[-1]["params"])) and self._gradients.are_there()
         )  # fmt: skip
 
     def _repeats(self, optimizer: Any) -> bool:
@@ -214,7 +215,7 @@ class OptimizerHooks:
         recording.counter.step = max(recording.counter.step, count)
         if closely := count % MARKED == 0 or count % recording.sampling.every == 0:
             self._review(count)
-        recording.ends_step(closely=closely)
+        recording.next_step(closely=closely)
         return True
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -276,7 +277,8 @@ class OptimizerHooks:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
         looks = recording.looks or self._samplers.matters or self.has_closure or recording.journal.is_full
-        recording.ends_step(closely=looks or step % MARKED == 0 or step % recording.sampling.every == 0)
+        looks = looks or step % MARKED == 0 or step % recording.sampling.every == 0
+        recording.next_step(closely=not recording.learns() or looks)
 
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""

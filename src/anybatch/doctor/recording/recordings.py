@@ -177,19 +177,34 @@ class Recording:
             self.journal.rows.pop()
             self.counter.at -= 1
 
-    def ends_step(self, *, closely: bool) -> None:
-        """Says what the next step is taken to do: what two steps in a row have done that were looked at closely.
+    def learns(self) -> bool:
+        """Whether a step that was looked at closely has done what the one before that was so has done, too."""
+        did, self._did = self._did[::-1], []
+        if not did or self.counter.at - self._ended != len(did):
+            return False  # there was something new in it
+        was, self._usual = self._usual, did
+        return was == did
+
+    def next_step(self, *, closely: bool) -> None:
+        """Says what the next step is taken to do.
 
         Args:
-            closely: whether the next one is looked at closely, too.
+            closely: whether it is looked at closely.
         """
-        if did := self._did:
-            did.reverse()
-            is_all = self.counter.at - self._ended == len(did)  # there was nothing new in it
-            closely = closely or not is_all or did != self._usual
-            self._usual, self._did = did if is_all else self._usual, []
         self._ended = self.counter.at
         self.expected = [] if closely or os.getpid() != self._pid else self._usual[:]
+
+    def tried(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function for calls that are expected, which never raises."""
+
+        def attempt(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:  # noqa: BLE001 - the call is looked at closely then
+                self.expected.clear()
+                self.failed(error)
+
+        return attempt
 
     def guarded(self, function: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.
@@ -311,6 +326,7 @@ class Recording:
         """
         threads, depth, is_traced = self.threads, outermost or Depth(), torch.compiler.is_dynamo_compiling
         note_before, note_after = None if before is None else self.guarded(before), self.guarded(after)
+        begins, repeats = (None if one is None else self.tried(one) for one in (begins, repeats))
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,7 +113,7 @@ class Calls:
         value = result.item() if result.is_cpu else None
         if value is not None and value - value != 0:
             return False
-        row = self._recording.repeats((name, first.shape, self._recording.root), value)
+        row = self._recording.repeats(_mark(name, first, self._recording.root, sys._getframe(4)), value)
         if row is not None:
             self._recording.loss_calls.append(row[1])
         return row is not None
@@ -136,7 +138,7 @@ class Calls:
         if not (recording.sampled_much or name in self._with_ignored or (value is not None and value - value != 0)):
             kind = _kind(name, arguments)
         same = kind, recording.root, id(recording.innermost)
-        mark = name, first.shape, recording.root
+        mark = _mark(name, first, recording.root, sys._getframe(4))
         noted = None if kind is None else recording.note(LossCall, same, (value,), mark=mark)
         if noted is None:
             root = self._current_root() or NO_ROOT
@@ -223,6 +225,11 @@ class Calls:
                 root_training=module.training, file=file, line=line,
             )
         )  # fmt: skip
+
+
+def _mark(name: str, first: torch.Tensor, root: int, caller: FrameType) -> Any:
+    """What tells a call."""
+    return name, first.shape, root, id(caller.f_code), caller.f_lasti
 
 
 def _is_run(*_: Any) -> bool:
