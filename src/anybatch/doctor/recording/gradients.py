@@ -1,12 +1,15 @@
 """Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.tensors.dispatch import has_numbers, unseen
+
+_NOWHERE: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
 
 class Came(NamedTuple):
@@ -52,7 +55,7 @@ class Gradients:
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self.skipped = ""
-        self._ends: list[weakref.ref[torch.Tensor]] = []  # of what had gradients at the last step
+        self._ends = _NOWHERE
         self._stepped: frozenset[int] = frozenset()  # parameters of the optimizer that has stepped last
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
@@ -102,10 +105,8 @@ class Gradients:
 
     def are_there(self) -> bool:
         """Whether the first and the last gradient that there were are still there."""
-        for one in self._ends:
-            if (tensor := one()) is None or tensor.grad is None:
-                return False
-        return True
+        first, last = self._ends
+        return getattr(first(), "grad", None) is not None and getattr(last(), "grad", None) is not None
 
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
@@ -253,7 +254,7 @@ class Gradients:
         """
         self._stepped = numbers
         there = [one for one, gradient in zip(self._references, self._ids, strict=True) if gradient]
-        self._ends = there[:1] + there[-1:]
+        self._ends = (there[0], there[-1]) if there else _NOWHERE
         if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())
