@@ -75,8 +75,8 @@ class ForkedPython(subprocess.Popen):  # type: ignore[type-arg]
             code = 255
             try:
                 streams = [(os.dup(pipes[at]), to) for to, at in enumerate((0, 3, 5)) if pipes[at] != -1]
-                for given, to in streams:
-                    os.dup2(given, to)
+                for copied, to in streams:
+                    os.dup2(copied, to)
                 if preexec_fn is not None:
                     preexec_fn()
                 code = _python([*map(str, args[1:])], os.environ if env is None else env, cwd or Path.cwd())
@@ -136,12 +136,12 @@ class _LoadedTorch:
         return self._torch
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
 
 
 def _forget_torch() -> None:
     if "torch" in sys.modules:
-        sys.meta_path.insert(0, _LoadedTorch(sys.modules.pop("torch")))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _LoadedTorch(sys.modules.pop("torch")))
 
 
 def _code_of(run: Any) -> int:
@@ -180,8 +180,9 @@ def _run(arguments: list[str]) -> None:
         exec(compile(arguments[1], "<string>", "exec", dont_inherit=True), vars(main))
         return
     assert not arguments[0].startswith("-"), f"{arguments}: expected a script, -m or -c"
-    sys.path.insert(0, str(Path(arguments[0]).absolute().parent))
+    path = Path(arguments[0]).absolute()
+    sys.path.insert(0, str(path.parent))
     sys.argv[:] = arguments
-    loader = importlib.machinery.SourceFileLoader("__main__", arguments[0])
-    vars(main).update(__file__=str(Path(arguments[0]).absolute()), __cached__=None, __loader__=loader)
-    exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec", dont_inherit=True), vars(main))
+    loader = importlib.machinery.SourceFileLoader("__main__", str(path))
+    vars(main).update(__file__=str(path), __cached__=None, __loader__=loader)
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
