@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked_python
 from source_tree import PACKAGE
 
 
@@ -39,6 +40,12 @@ def run(folder: Path, command: Sequence[str], *paths: Path, stdin: str = "", **m
 def doctor(folder: Path, *arguments: str, paths: Sequence[Path] = (), stdin: str = "", **more: str) -> Done:
     """Runs ``anybatch doctor``."""
     return run(folder, [*DOCTOR, *arguments], *paths, PACKAGE.parent, stdin=stdin, **more)
+
+
+def forked_doctor(folder: Path, *arguments: str, paths: Sequence[Path] = ()) -> Done:
+    """Runs ``anybatch doctor`` in forked processes."""
+    done = forked_python.run([*DOCTOR, *arguments], folder, environment(*paths, PACKAGE.parent))
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def plain(folder: Path, *arguments: str, paths: Sequence[Path] = (), stdin: str = "", **more: str) -> Done:

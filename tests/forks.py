@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 Argument = str | int | float
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Call(NamedTuple):
@@ -34,9 +36,6 @@ class Call(NamedTuple):
 
 def run_forked_calls(calls: Sequence[Call], seconds: float) -> None:
     """Runs calls at once, each in a process of its own, and kills those that don't end in time."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     request = {
         "calls": [[*call[:3], str(call.output)] for call in calls],
         "seconds": seconds,
@@ -44,9 +43,13 @@ def run_forked_calls(calls: Sequence[Call], seconds: float) -> None:
         "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
         "folder": str(Path.cwd()),
     }
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    assert server.stdout.readline() == "ended\n", "the process that forks has ended"
+    with _ONE_AT_A_TIME:
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "ended\n", "the process that forks has ended"
 
 
 @functools.cache

@@ -29,7 +29,7 @@ FILES = (
     # proofs and certificates
     "test_certificate", "test_certificate_counts", "test_certificate_grouped", "test_certificate_isolation",
     "test_certificate_matrix", "test_certificate_modules", "test_certificate_random", "test_certificate_state",
-    "test_proof", "test_proof_causes", "test_proof_passes",
+    "test_proof", "test_proof_causes", "test_proof_gpu", "test_proof_passes",
     "test_noise_scale",
 )  # fmt: skip
 

@@ -138,6 +138,17 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "bound": Cause(
+        "bound",
+        "The loss applies {operation} to what the samples give together, such as their mean. On the samples that were "
+        "compared micro-batches give the whole batch's gradient; they give another one as soon as one of them lies on "
+        "one side of the bound and the whole batch on the other.",
+        (
+            "loss = items.clamp(min=bound).mean()  # bound each sample, and then take the mean",
+            WHOLE,
+            _COUPLED,
+        ),
+    ),
     "encode": Cause(
         "not-additive",
         "The encode of Coupled gives a sample something else in a micro-batch than in the whole batch, or draws other "
@@ -152,7 +163,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "unexplained": Cause(
         "not-additive",
-        "The gradient of some samples is not that of their parts, {error:.2g} off, and why could not be found out "
+        "Some samples give something else at once than in their parts, {error:.2g} off, and why could not be found out "
         "here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
         ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
     ),

@@ -14,6 +14,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
+from anybatch.checking.bounds import Bounds, bound_of_samples
 from anybatch.checking.causes import reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
@@ -157,6 +158,7 @@ class Examination(Case):
             self.reasons.append(reason("optimizer hook", names[0], {"hooks": names}))
         if not self.reasons and comparison.loss_error() > max(self.tolerance, 1e-6):
             self.notes.append(reason("value", "loss", {"loss_error": comparison.loss_error()}))
+        self.searched("bounds of what the samples give together", self._note_bound, None)
         self.searched("whether all samples weigh the same", self._note_even_batch, None)
         return self._certificate(error, comparison.loss_error())
 
@@ -329,6 +331,16 @@ class Examination(Case):
         shown = [f"`{p or 'model'}` ({type(modules[p]).__name__})" if p in modules else "the loss" for p in places]
         evidence = {"modules": places, "operations": sorted({draw.operation for draw in draws})}
         self.notes.append(reason("drawn", places[0] or "model", evidence, shown=shown))
+
+    def _note_bound(self) -> None:
+        if self.reasons or self._drawn or not self.splits:
+            return
+        with Bounds() as whole:
+            self.rig.run()
+        with Bounds() as parts:
+            self.rig.run(self.splits[0])
+        if operation := bound_of_samples(whole.met, parts.met, len(self.splits[0])):
+            self.notes.append(reason("bound", evidence={"operation": operation}))
 
     def _note_even_batch(self) -> None:
         one = None if self.reasons else joined(self.task.splittable)

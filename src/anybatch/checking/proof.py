@@ -35,6 +35,7 @@ CERTAIN = 128
 SMALL = 4
 """Samples of a micro-batch, below which two of them are compared rather than two parts of one."""
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
+_APART = 0.01  # the error of two losses that is none of rounding
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
@@ -60,14 +61,19 @@ def prove(
         update: how many updates were applied before.
 
     Returns:
-        What was found, and the reason where it is not exact; ``None`` where the step is about to refuse the split.
+        What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
+        refuse the split.
     """
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
-        proof, reason = _Prover(Trial(task, parameters, optimizations), task, parts).found()
+        prover = _Prover(Trial(task, parameters, optimizations), task, parts)
+        proof, reason = prover.found()
+    if proof.exact and reason is None and prover.bound:
+        reason = worded("bound", evidence={"operation": prover.bound})
+        proof = replace(proof, note=f"as long as no micro-batch crosses the bound of {prover.bound}")
     return replace(proof, update=update), reason
 
 
@@ -78,9 +84,13 @@ class _Prover:
         trial: runs them.
         task: the logical batch.
         parts: how the step splits it.
+
+    Attributes:
+        bound: the operation that bounds what the samples give together; ``""`` for none.
     """
 
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
+        self.bound = ""
         self._trial, self._task, self._parts = trial, task, parts
         self._largest = max(len(part.samples) for part in parts)
 
@@ -107,7 +117,7 @@ class _Prover:
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
-        return Proof("undecided", note=next(iter(notes), alone)), None
+        return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
     def _as_split(self, found: Found) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -117,10 +127,17 @@ class _Prover:
         failure = None
         try:
             difference = None if cut is None else self._trial.of_losses_beside(cut)
-            if cut is None or difference is None or difference.is_none or not math.isfinite(difference.value_error):
+            if cut is None or difference is None or not math.isfinite(difference.value_error):
                 return found  # nothing counts, or is a number
-            proof, reason = self._decided(cut, difference)  # two values may be near nothing
-            return found if reason is None or proof.by != "certificate" else (proof, reason)
+            is_open = not found[0].exact
+            if difference.is_none:
+                return (_proof("exact", "losses", cut, difference, note=found[0].note), None) if is_open else found
+            proof, reason = self._decided(cut, difference)
+            if reason is None or proof.by == "certificate":
+                return found if reason is None else (proof, reason)
+            if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
+                return proof, worded("unexplained", "loss", {"error": difference.error})
+            return found
         except OverBudget:
             return found
         except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, and memory may run out
@@ -153,6 +170,7 @@ class _Prover:
 
     def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
         """What a cut shows, with the reason where that is not exact."""
+        self.bound = self.bound or difference.bound
         if difference.is_none:
             return _proof("exact", "comparison", cut, difference), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):

@@ -97,7 +97,9 @@ class Proofs:
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
         from anybatch.checking.proof import refusal
 
-        if reason is not None:
+        if reason is not None and proof.exact:
+            warnings.warn("\n    ".join((reason.message, *reason.remedies)), AnyBatchWarning, stacklevel=3)
+        elif reason is not None:
             error = refusal(proof, reason, type(task.model).__name__)
             if self.verify == "first":
                 raise error

@@ -292,8 +292,11 @@ class State:
 
     def reason(self) -> Reason | None:
         """What makes a difference in the micro-batches of one step."""
-        alone = self._case.attempt(self._parts)
-        if not self._changed or not isinstance(alone, Outcome) or not self._differs(alone, self._changed):
+        for parts in reversed(self._case.splits if self._changed else ()):  # a state may be for parts of one size only
+            self._parts, alone = parts, self._case.attempt(parts)
+            if isinstance(alone, Outcome) and self._differs(alone, self._changed):
+                break
+        else:
             return None
         few = self._changed if len(self._changed) <= _MOST_EFFECTS else []
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed

@@ -13,6 +13,7 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
+from anybatch.checking.bounds import Bounds, bound_of_samples
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
@@ -21,7 +22,7 @@ from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
-from anybatch.memory.meter import OverBudget, Recording
+from anybatch.memory.meter import Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
@@ -41,8 +42,6 @@ _ROUNDINGS = 128
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
-_LITTLE = 2**24
-"""Bytes that may be there without a plan, whatever a micro-batch takes."""
 Optimizations = Callable[[], AbstractContextManager[Any]]
 
 
@@ -56,6 +55,7 @@ class Difference:
         dtype: the lowest precision of what has a gradient.
         is_single: whether everything was computed in float32 at least.
         draws: whether random numbers are drawn.
+        bound: the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none.
     """
 
     error: float
@@ -63,6 +63,7 @@ class Difference:
     dtype: torch.dtype
     is_single: bool
     draws: bool
+    bound: str = ""
 
     @property
     def tolerance(self) -> float:
@@ -140,18 +141,25 @@ class Trial:
         wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
-        whole = self.run(cut, cut.whole, numbers)
+        with Bounds() as of_whole:
+            whole = self.run(cut, cut.whole, numbers)
         if numbers is None and whole.drew_torch:
             numbers = StandIns(wider)
             whole = self.run(cut, cut.whole, numbers)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
-        split = self.run(cut, cut.parts, numbers if in_single or draws else None)
+        with Bounds() as of_parts:
+            split = self.run(cut, cut.parts, numbers if in_single or draws else None)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
         counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
         distance = split.gradient.distance(whole.gradient, of=counted)
         error = relative(distance, whole.gradient.distance(of=counted))
-        return self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        return (
+            found
+            if whole.drew_others
+            else replace(found, bound=bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)))
+        )
 
     def judged(
         self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
@@ -168,39 +176,30 @@ class Trial:
         Raises:
             OverBudget: they take more than one does with its gradient, which is measured.
         """
-        return self._within_one(cut)[0]
-
-    def of_losses_beside(self, cut: Cut) -> Difference | None:
-        """The same of whole micro-batches, which under a plan have the room of the gradients, and a little without one.
-
-        Returns:
-            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
-
-        Raises:
-            OverBudget: they take more; without a plan also more than one micro-batch does with its gradient.
-        """
-        if self._task.is_planned:
-            room = sum(one.nbytes for one in self.parameters if one.grad is None)
-            difference, drew_others = self._of_losses(cut, room)
-        else:
-            try:
-                difference, drew_others = self._of_losses(cut, _LITTLE)
-            except OverBudget:
-                difference, drew_others = self._within_one(cut)
-        return None if drew_others else difference
-
-    def _within_one(self, cut: Cut) -> tuple[Difference, bool]:
         for part in cut.parts:
             alone = cut.alone(part)
             with Recording() as recording:
                 self.run(alone, alone.whole, None)
             if recording.most:  # else it counts nothing, and was not run
                 break
-        return self._of_losses(cut, recording.most)
+        return self._of_losses(cut, recording.most)[0]
 
-    def _of_losses(self, cut: Cut, limit: int) -> tuple[Difference, bool]:
+    def of_losses_beside(self, cut: Cut) -> Difference | None:
+        """The same of whole micro-batches, for which a plan has the room of the gradients.
+
+        Returns:
+            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
+
+        Raises:
+            OverBudget: they take more than a plan has room for.
+        """
+        room = sum(one.nbytes for one in self.parameters if one.grad is None) if self._task.is_planned else None
+        difference, drew_others = self._of_losses(cut, room)
+        return None if drew_others else difference
+
+    def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Difference, bool]:
         numbers = StandIns()
-        with Recording(limit=limit):
+        with contextlib.nullcontext() if limit is None else Recording(limit=limit):
             whole = self.run(cut, cut.whole, numbers, differentiate=False)
         draws = bool(numbers.draws) or whole.drew_others
         split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)

@@ -14,7 +14,15 @@ from anybatch.batch.moving import numbered
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.gradwatch import GradientWatch
-from anybatch.loss.losses import SINGLE, Evaluation, LossFunction, checked_loss, is_nothing, unless_nothing
+from anybatch.loss.losses import (
+    SINGLE,
+    Evaluation,
+    LossFunction,
+    checked_loss,
+    is_nothing,
+    note_the_arguments,
+    unless_nothing,
+)
 from anybatch.loss.pieces import InPieces, Piece, Place, added_metrics
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import Sums
@@ -156,6 +164,9 @@ class Accumulation:
             for batch in micro_batches:
                 self._run_one(next(numbers), batch, watch)
                 del batch  # before the next one is made
+        except (TypeError, AttributeError) as error:
+            note_the_arguments(error, self._loss_fn, self._model)
+            raise
         finally:
             accumulation.reset(token)
 

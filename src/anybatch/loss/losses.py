@@ -10,6 +10,7 @@ A loss function ``loss_fn(model, batch)`` gives one of
 """
 
 import inspect
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -221,6 +222,20 @@ def _refuse_criterion(loss_fn: Any) -> None:
         raise LossError(
             f"loss_fn is torch's {name}, which takes an output and a target; expected a function of the model and the "
             "batch that calls it: def loss_fn(model, batch): return criterion(model(batch['x']), batch['y'])"
+        )
+
+
+def note_the_arguments(error: Exception, loss_fn: Any, model: Any) -> None:
+    """Notes on an error of a loss function that takes the model for an output how it is called."""
+    called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if type(model).__name__ not in str(error) or torch.nn.Module._call_impl.__name__ in called:
+        return
+    written = (loss_fn, *getattr(loss_fn, "user_functions", ()))[-1]  # by the user, behind what stands for it
+    names = [*inspect.signature(written).parameters]
+    if len(names) > 1 and not any(word in names[0] for word in ("model", "net", "module")):
+        error.add_note(
+            f"loss_fn is called as loss_fn(model, batch): its {names[0]!r} is the model, its {names[1]!r} the batch. A "
+            "loss of an output and a target is called within it: lambda model, batch: loss(model(batch[0]), batch[1])"
         )
 
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import forked_python
 from anybatch import Certificate
 from anybatch.cli import script as script_module
 from anybatch.cli.check import show
@@ -96,22 +97,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONUNBUFFERED": "",  # what is printed has to be flushed
+}
+STARTED = {"step", "thread", "ends", "fails", "dies", "hangs"}  # in processes that are really started
+
+
+COMMAND = [sys.executable, "-c", "from anybatch.cli.main import main; main(prog_name='anybatch')"]
+
+
 def anybatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},  # what is printed has to be flushed
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return forked_python.run([*COMMAND, *arguments], folder, ENVIRONMENT)
 
 
 def check(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return anybatch(folder, "check", "scripts/train.py", *options, "--", "--mode", mode)
+    arguments = ("check", "scripts/train.py", *options, "--", "--mode", mode)
+    if mode not in STARTED:
+        return anybatch(folder, *arguments)
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def nothing_ran_after_the_step(done: subprocess.CompletedProcess[str]) -> bool:

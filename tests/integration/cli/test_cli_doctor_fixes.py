@@ -17,7 +17,7 @@ from anybatch.doctor.fixes.source import Edit
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
-from doctor_scripts import DOCTOR, doctor, environment
+from doctor_scripts import DOCTOR, environment, forked_doctor
 from source_tree import PACKAGE
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -68,7 +68,7 @@ def test_the_patch_of_an_imported_file_mends_a_module_that_is_run(tmp_path: Path
     (folder / "__init__.py").touch()
     (folder / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
-    done = doctor(tmp_path, "--fix", "--json", "out.json", "-m", "pack.train", "--width", "6")
+    done = forked_doctor(tmp_path, "--fix", "--json", "out.json", "-m", "pack.train", "--width", "6")
     assert done.code == 0, done.err
     assert (folder / "model.py").read_text(encoding="utf-8") == MODEL
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "one run\n"
@@ -85,7 +85,7 @@ def test_the_patch_of_an_imported_file_mends_a_module_that_is_run(tmp_path: Path
         ["git", "apply", "-"], cwd=tmp_path, input=done.out, text=True, capture_output=True, check=False
     )
     assert applied.returncode == 0, applied.stderr
-    again = doctor(tmp_path, "--fix", "--patch", "fix.patch", "-m", "pack.train", "--width", "6")
+    again = forked_doctor(tmp_path, "--fix", "--patch", "fix.patch", "-m", "pack.train", "--width", "6")
     assert "OPT_PARAM_UNREGISTERED" not in again.err
     assert (tmp_path / "fix.patch").read_text(encoding="utf-8") == ""
     assert again.out.startswith("loss")

@@ -12,7 +12,7 @@ import pytest
 
 from anybatch.records.events import Ended, Stepped
 from anybatch.records.runs import load_run
-from doctor_scripts import DOCTOR, Done, doctor, environment
+from doctor_scripts import DOCTOR, Done, doctor, environment, forked_doctor
 from source_tree import PACKAGE
 
 LOOP = """
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("words", [["nan"], ["nan", "scaled"]])
 def test_a_run_without_end_is_stopped_by_what_is_not_finite(folder: Path, words: list[str]) -> None:
-    done = doctor(folder, "--no-ask", "--stop-on", "nan", "--json", "out.json", "train.py", *words)
+    done = forked_doctor(folder, "--no-ask", "--stop-on", "nan", "--json", "out.json", "train.py", *words)
     assert done.code == 3, done.err
     assert "anybatch doctor: step 40: error AB555 The data have the first nan" in done.err
     values = json.loads((folder / "out.json").read_text(encoding="utf-8"))
@@ -62,19 +62,21 @@ def test_a_run_without_end_is_stopped_by_what_is_not_finite(folder: Path, words:
 
 
 def test_a_run_is_stopped_by_any_finding(folder: Path) -> None:
-    done = doctor(folder, "--no-ask", "--stop-on", "nan,opt_param_missing", "train.py", "forgotten")
+    done = forked_doctor(folder, "--no-ask", "--stop-on", "nan,opt_param_missing", "train.py", "forgotten")
     assert done.code == 3, done.err
     assert "error AB101" in done.err
 
 
 def test_what_is_ignored_stops_nothing_and_is_not_told(folder: Path) -> None:
-    done = doctor(folder, "--no-ask", "--stop-on", "error", "--ignore", "AB101", "train.py", "forgotten", "short")
+    done = forked_doctor(
+        folder, "--no-ask", "--stop-on", "error", "--ignore", "AB101", "train.py", "forgotten", "short"
+    )
     assert (done.code, done.out) == (0, "ended 200 True\n")
     assert "anybatch doctor: step" not in done.err
 
 
 def test_a_healthy_run_is_told_nothing_of(folder: Path) -> None:
-    done = doctor(folder, "--no-ask", "--stop-on", "error,AB5", "train.py", "short")
+    done = forked_doctor(folder, "--no-ask", "--stop-on", "error,AB5", "train.py", "short")
     assert (done.code, done.out) == (0, "ended 200 True\n")
     assert "anybatch doctor: step" not in done.err
 
@@ -84,7 +86,7 @@ def test_a_run_ends_after_some_steps(folder: Path) -> None:
     assert (done.code, done.out) == (0, ""), done.err
     run = load_run(folder / "run.jsonl")
     assert len(list(run.of(Stepped))) == run.steps == 30
-    done = doctor(folder, "--no-ask", "--steps", "30", "--fail-on", "error", "train.py", "forgotten")
+    done = forked_doctor(folder, "--no-ask", "--steps", "30", "--fail-on", "error", "train.py", "forgotten")
     assert done.code == 1
 
 
@@ -98,7 +100,7 @@ def test_steps_of_a_train_step_are_counted(tmp_path: Path) -> None:
         "while True:\n    step(torch.randn(16, 4))\n",
         encoding="utf-8",
     )
-    done = doctor(tmp_path, "--no-ask", "--steps", "12", "--record", "run.jsonl", "train.py")
+    done = forked_doctor(tmp_path, "--no-ask", "--steps", "12", "--record", "run.jsonl", "train.py")
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
     assert load_run(tmp_path / "run.jsonl").steps == 12

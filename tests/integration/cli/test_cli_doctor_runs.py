@@ -14,7 +14,7 @@ from anybatch.cli import doctor as doctor_module
 from anybatch.cli.doctor_launch import Finished
 from anybatch.cli.main import main
 from anybatch.records.runs import load_run
-from doctor_scripts import both, doctor, light_torch
+from doctor_scripts import both, doctor, forked_doctor, light_torch
 
 TRAIN = '''
 """Everything that a script may do: workers, children, code from text, a folder of its own, options."""
@@ -251,7 +251,7 @@ KILLED = "    if step == 15:\n        time.sleep(0.6)\n    if step == 20:\n     
 
 def test_what_was_seen_until_the_process_died_is_diagnosed(folder: Path) -> None:
     (folder / "killed.py").write_text(LOOP + KILLED, encoding="utf-8")
-    done = doctor(folder, "--json", "killed.json", "--record", "killed.jsonl", "killed.py")
+    done = forked_doctor(folder, "--json", "killed.json", "--record", "killed.jsonl", "killed.py")
     assert done.code == -9
     facts = json.loads((folder / "killed.json").read_text(encoding="utf-8"))
     assert facts["exit_code"] == 137

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import doctor_scripts
+import forked_python
 from anybatch.cli.main import NOT_WRITTEN, VERBS, main
 from anybatch.records.lines import to_line
 from anybatch.records.runs import read_run
@@ -75,15 +76,15 @@ def test_arguments_of_the_script_stand_behind_it_with_and_without_dashes(verb: s
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     for between in ([], ["--"]) if verb == "check" else ([],):
         arguments = [verb, "train.py", *between, "--epochs", "3", "--lr=0.1", "x"]
-        done = doctor_scripts.run(tmp_path, [*ANYBATCH, *arguments], PACKAGE.parent)
-        assert done.code == 0, done.err
-        assert "given ['--epochs', '3', '--lr=0.1', 'x']" in done.out + done.err
+        done = forked_python.run([*ANYBATCH, *arguments], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "given ['--epochs', '3', '--lr=0.1', 'x']" in done.stdout + done.stderr
 
 
 def test_own_options_may_stand_behind_the_script_and_unknown_ones_not_before_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     arguments = ["check", "train.py", "--epochs", "3", "--json", "c.json"]
-    assert doctor_scripts.run(tmp_path, [*ANYBATCH, *arguments], PACKAGE.parent).code == 0
+    assert forked_python.run([*ANYBATCH, *arguments], tmp_path).returncode == 0
     values = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
     assert (values["version"], values["kind"], values["exact"]) == (1, "anybatch certificate", True)
     done = CliRunner().invoke(main, ["plan", "--memroy", "1GiB", str(tmp_path / "train.py")])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import anybatch
+import forked_python
 from anybatch.records.tunings import BatchAdvice
 from anybatch.report.notebook import page_of_advice
 from anybatch.scaling.tuning import batch_that_pays, rate_for, rates_that_train
@@ -58,11 +59,12 @@ def tuned(text: str, *options: str) -> tuple[subprocess.CompletedProcess[str], d
     code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     written = ["--json", "tune.json", "-o", "tune.html"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "tune", "train.py", "--memory", "1GiB", *written, *options],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code, "tune", "train.py", "--memory", "1GiB", *written, *options]
+    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
+    if text == LOOP:
+        done = subprocess.run(command, env=values, capture_output=True, text=True, timeout=200, check=False)
+    else:
+        done = forked_python.run(command, Path.cwd(), values)
     assert Path("train.py").read_text(encoding="utf-8") == text
     facts = json.loads(Path("tune.json").read_text(encoding="utf-8")) if done.returncode == 0 else {}
     return done, facts

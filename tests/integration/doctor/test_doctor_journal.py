@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked_python
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
@@ -36,10 +37,7 @@ def train(steps):
 
 def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     """Runs a script that trains."""
-    return subprocess.run(
-        [sys.executable, "-c", TRAIN + textwrap.dedent(code), str(path)], capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    return forked_python.run([sys.executable, "-c", TRAIN + textwrap.dedent(code), str(path)], Path.cwd())
 
 
 def test_a_file_has_what_memory_has(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import forked_python
 from anybatch.cli import doctor_memory
 from anybatch.records.events import Crashed
 from plan_samples import PLAN
@@ -91,9 +92,7 @@ def diagnosed(folder: Path, text: str) -> dict[str, Any]:
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs Python in a folder."""
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=300
-    )
+    return forked_python.run([sys.executable, *arguments], folder)
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="the change is applied by patch")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked_python
 from anybatch import Doctor
 from source_tree import ROOT
 
@@ -29,7 +29,7 @@ def diagnosed(script: Path, arguments: list[str], folder: Path) -> dict[str, Any
     """Runs a script under the doctor; returns what it wrote."""
     answer = folder / "doctor.json"
     command = [sys.executable, "-m", "anybatch", "doctor", "--json", str(answer), str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    done = forked_python.run(command, folder)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return found
@@ -70,10 +70,7 @@ def test_a_healthy_trainer_is_left_alone(library: str, tmp_path: Path) -> None:
     assert alarms(found) == []
     assert found["healthy"] is not False, found["reason"]
     assert not found["unexamined"]
-    subprocess.run(
-        [sys.executable, str(script), "--save", str(tmp_path / "without.pt")], capture_output=True, check=True,
-        timeout=300, cwd=tmp_path,
-    )  # fmt: skip
+    forked_python.run([sys.executable, str(script), "--save", str(tmp_path / "without.pt")], tmp_path)
     one, other = (torch.load(tmp_path / name) for name in ("with.pt", "without.pt"))
     assert torch.equal(one["random"], other["random"])
     assert one["weights"].keys() == other["weights"].keys()

@@ -1,8 +1,6 @@
 """The verdict: "healthy" of a run that was seen to learn, an error for one that was seen not to, and nothing else."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import forked_python
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.diagnoses import Diagnosis
@@ -240,10 +239,8 @@ sys.exit(int(sys.argv[1]))
 def test_a_crash_is_never_healthy(tmp_path: Path, argument: str, verdict: str, healthy: Any, said: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "anybatch", "doctor", "--json", "d.json", str(script), argument],
-        cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "anybatch", "doctor", "--json", "d.json", str(script), argument]
+    done = forked_python.run(command, tmp_path)
     values = json.loads((tmp_path / "d.json").read_text())
     assert (values["verdict"], values["healthy"]) == (verdict, healthy), done.stderr
     assert said in " ".join(done.stderr.split())

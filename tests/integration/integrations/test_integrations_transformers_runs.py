@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from transformers import Trainer, TrainerCallback
 
+import forked_python
 from anybatch.integrations.transformers import DoctorCallback, ExactTrainer
 from reference import assert_bitwise, whole_gradients
 from trainer_heads import Tagger, bert, collated, llama, needs_transformers, tokens, trained
@@ -182,13 +183,7 @@ trained(ExactTrainer, Tagger(), tokens(), Path({folder!r}), micro_batch_size=3)
 def test_the_command_line_checks_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path)), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "anybatch", "check", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked_python.run([sys.executable, "-m", "anybatch", "check", str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout
 

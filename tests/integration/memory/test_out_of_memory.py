@@ -62,11 +62,12 @@ class Bench:
         options: of AdamW.
         steps: how many were done before, so that the optimizer has its state.
         fp16: whether there is autocast and a scaler.
+        verify: as ``TrainStep`` takes it; a proof has most of the operations of a step.
     """
 
-    def __init__(self, options: dict[str, Any], steps: int, fp16: bool = False) -> None:
+    def __init__(self, options: dict[str, Any], steps: int, fp16: bool = False, verify: Any = "off") -> None:
         torch.manual_seed(1)
-        self.options = options
+        self.options, self.verify = options, verify
         self.autocast = torch.float16 if fp16 else None
         self.batch = {"x": torch.randn(6, 5), "y": torch.tensor([0, 1, 2, -100, 1, 0])}
         model = Network()
@@ -92,6 +93,7 @@ class Bench:
         self.step = anybatch.TrainStep(
             self.model, noisy_loss, self.optimizer, micro_batch_size=micro_batch_size, count=count_labels,
             clip_norm=0.5, batch_norm="ghost", scheduler=self.scheduler, autocast=self.autocast, scaler=self.scaler,
+            verify=self.verify,
         )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
@@ -156,14 +158,15 @@ class Bench:
         return "; ".join(wrong)
 
 
-# The one with a scaler begins with the first step of foreach.
+# The one with a scaler begins with the first step of foreach. Proofs come before the optimizer and know nothing of its
+# kind: the one with a scaler, that with two precisions and that of backward go through their operations.
 @pytest.mark.parametrize(("kind", "steps"), diagonals(["foreach", "for-loop", "fused"], [2, 0]))
 def test_every_operation(kind: str, steps: int) -> None:
     run_with_a_fault_at_every_operation(Bench(OPTIMIZERS[kind], steps))
 
 
 def test_every_operation_with_a_scaler() -> None:
-    run_with_a_fault_at_every_operation(Bench(OPTIMIZERS["foreach"], 0, fp16=True))
+    run_with_a_fault_at_every_operation(Bench(OPTIMIZERS["foreach"], 0, fp16=True, verify="first"))
 
 
 def run_with_a_fault_at_every_operation(bench: Bench) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import anybatch
+import forked_python
 from anybatch import interception
 from anybatch.cli.plan_loops import FoundStep, LoopWatch
 from anybatch.doctor.loopsteps import StepUnclear, inputs_of, step_at
@@ -442,11 +443,8 @@ def test_the_import_stands_before_a_loop_that_follows_the_imports_directly() -> 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-c", code, "plan", *arguments],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", **environment}
+    return forked_python.run([sys.executable, "-c", code, "plan", *arguments], Path.cwd(), values)
 
 
 @pytest.fixture

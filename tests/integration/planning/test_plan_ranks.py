@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import anybatch
+import forked_python
 from anybatch.cli.main import main
 from anybatch.errors import BatchError, DoesNotFit, PlanMismatch
 from anybatch.planning.rankplanner import plan_over_ranks
@@ -156,15 +157,16 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script.write_text(SCRIPT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     options = ["plan", str(script), "--ranks", "8", "--shard", "fsdp2", "--memory", "6MiB"]
-    result = CliRunner().invoke(main, [*options, "--json", str(found)])
-    assert result.exit_code == 0, result.output
+    command = [sys.executable, "-m", "anybatch", *options]
+    result = forked_python.run([*command, "--json", str(found)], tmp_path)
+    assert result.returncode == 0, result.stderr
     plan = RankPlan.from_dict(json.loads(found.read_text(encoding="utf-8")))
     assert (plan.ranks, plan.shard, plan.samples) == (8, "fsdp2", 8 * ROWS)
     for text in ("8 ranks", "reduce-scatter of gradients", "what is in no block", "optimizer state"):
-        assert text in result.output
-    result = CliRunner().invoke(main, [*options[:-1], "1MiB"])
-    assert result.exit_code == 1
-    assert "nothing fits in 1.0 MiB" in " ".join(result.output.split())
+        assert text in result.stdout
+    result = forked_python.run([*command[:-1], "1MiB"], tmp_path)
+    assert result.returncode == 1
+    assert "nothing fits in 1.0 MiB" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import anybatch
 import verbs_programs as programs
-from doctor_scripts import doctor
+from doctor_scripts import forked_doctor
 from verbs_programs import FAULTS, HEALTHY, Program
 
 WAYS: dict[str, Callable[..., Iterator[None]]] = {
@@ -175,7 +175,7 @@ programs.run(way(make(), **options))
 def test_the_command_line_says_the_same(make: str, way: str, options: Any, code: str | None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     arguments = ["--json", "out.json", "train.py", make, way, repr(options)]
-    done = doctor(tmp_path, *arguments, paths=[Path(__file__).parents[2]])
+    done = forked_doctor(tmp_path, *arguments, paths=[Path(__file__).parents[2]])
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["findings"]
     assert [one["code"] for one in found if one["severity"] != "info"][:1] == ([] if code is None else [code])

@@ -183,3 +183,33 @@ def test_a_number_that_is_not_finite_shows_nothing() -> None:
     optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     assert anybatch.TrainStep(model, mean, optimizer, micro_batch_size=12, scaler=scaler)(batch).skipped
+
+
+def near_samples(model: Any, batch: Batch) -> torch.Tensor:
+    near = torch.cdist(batch["x"], batch["x"]).topk(3, largest=False).indices
+    out: torch.Tensor = model(batch["x"])
+    return (out[:, None] - out[near]).square().mean()
+
+
+def views(model: Any, batch: Batch) -> torch.Tensor:
+    first, second = model(batch["x"]).view(2, -1, 4)
+    return F.mse_loss(first, second)
+
+
+def neighbours(model: Any, batch: Batch) -> torch.Tensor:
+    out = model(batch["x"])
+    return F.mse_loss(out[0::2], out[1::2])
+
+
+@pytest.mark.parametrize(("loss_fn", "size"), [(near_samples, 5), (views, 8)])
+def test_a_loss_that_runs_no_smaller_part_is_compared_in_its_own_micro_batches(loss_fn: Any, size: int) -> None:
+    batch = {name: value[:24] for name, value in batch_of().items()}
+    with pytest.raises(anybatch.NotSplittable, match="at once than in their parts"):
+        anybatch.backward(net(), loss_fn, batch, micro_batch_size=size)
+
+
+def test_pairs_that_stay_together_are_proved_by_their_losses() -> None:
+    batch = {name: value[:24] for name, value in batch_of().items()}
+    proof = anybatch.backward(net(), neighbours, batch, micro_batch_size=8).proof
+    assert proof is not None
+    assert (proof.outcome, proof.by) == ("exact", "losses")

@@ -1,4 +1,4 @@
-"""The proof on a GPU: fp16 with its scaler, bfloat16, dropout that the device draws, and nothing is left of it."""
+"""The proof on an accelerator: fp16 with its scaler, bfloat16, dropout that the device draws; nothing is left."""
 
 from typing import Any
 
@@ -8,19 +8,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch import accelerators
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+DEVICE = accelerators.usual()
+pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU, or scripts/test --device sim")
 ROWS = 16
 
 
 def net(dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=dropout) for _ in range(3)]
-    return nn.Sequential(nn.Linear(32, 64), *layers, nn.Linear(64, 40)).to("cuda", dtype)
+    return nn.Sequential(nn.Linear(32, 64), *layers, nn.Linear(64, 40)).to(DEVICE, dtype)
 
 
 def batch_of(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     y = torch.randint(40, (ROWS, 24), generator=generator)
     for row in range(ROWS):
         y[row, 24 - row :] = -100
@@ -32,9 +34,9 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "float32": {}, "fp16": {"autocast": torch.float16}, "bf16 autocast": {"autocast": torch.bfloat16},
+    "float32": {}, "fp16": {"autocast": torch.float16}, "bf16 mixed": {"autocast": torch.bfloat16},
     "bf16": {"dtype": torch.bfloat16}, "budget": {"memory": "24MiB", "dropout_rate": 0.0},
-    "budget, bf16 autocast": {"memory": "24MiB", "autocast": torch.bfloat16},
+    "budget, bf16 mixed": {"memory": "24MiB", "autocast": torch.bfloat16},
 }  # fmt: skip
 
 
@@ -47,7 +49,8 @@ def stepped(name: str, **more: Any) -> tuple[Any, list[torch.Tensor]]:
     step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), **{**options, **more})
     torch.manual_seed(3)
     out = step(batch_of(dtype))
-    return out, [*(value.clone() for value in model.state_dict().values()), torch.cuda.get_rng_state()]
+    random = torch.get_device_module(DEVICE).get_rng_state()
+    return out, [*(value.clone() for value in model.state_dict().values()), random]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

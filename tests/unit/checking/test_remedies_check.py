@@ -85,6 +85,25 @@ def test_in_evaluation_mode_train_looks_at_the_rest() -> None:
     assert [reason.code for reason in check(model, cross_entropy, vectors()).reasons] == ["batch-norm"]
 
 
+@follows("bound")
+def test_of_a_bound_of_a_mean() -> None:
+    def floor(model: Any, batch: Batch) -> Any:
+        return model(batch["x"]).square().mean(0).clamp(min=1e-4).sum()
+
+    said(check(linear(), floor, vectors()), ".clamp(min=bound).mean()", WHOLE, COUPLED, notes=True)
+    assert_whole_is_plain(linear(), floor, vectors())
+
+    def of_each(model: Any, batch: Batch) -> Any:
+        return model(batch["x"]).square().clamp(min=1e-4).mean(0).sum()
+
+    coupled = anybatch.Coupled(
+        lambda m, b: m(b["x"]), lambda m, out: out.square().mean(0).clamp(min=0.5).sum()
+    )  # which micro-batches do cross
+    for exact in (check(linear(), of_each, vectors()), check(linear(), coupled, vectors())):
+        assert exact.exact
+        assert not exact.notes
+
+
 @follows("not additive", "encode")
 def test_of_what_does_not_add_up() -> None:
     batch = vectors()

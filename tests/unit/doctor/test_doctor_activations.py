@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.doctor.recording.numbering import Numbering
-from anybatch.doctor.samples import activationtables
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.records.samples import Activations, ModuleSample
 
@@ -257,37 +256,3 @@ def test_transforms_and_compiled_models_are_left_alone() -> None:
     sampler = setting(compiled)
     with sampler.attached():
         assert not model[0]._forward_hooks
-
-
-class Shapes(nn.Module):
-    """Outputs of one to four dims, of several precisions, with and without limits, laid out in several ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.wide, self.maps = nn.Linear(6, 5), nn.Linear(6, 130), nn.Conv2d(1, 3, 2)
-        self.row, self.tanh, self.sigmoid, self.softmax = nn.Conv1d(1, 4, 2), nn.Tanh(), nn.Sigmoid(), nn.Softmax(-1)
-        self.same = nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.linear(x)
-        outputs = [
-            *(self.tanh(20 * first), self.tanh(first), self.sigmoid(F.relu(first)), self.softmax(30 * first)),
-            *(self.maps(x.reshape(len(x), 1, 2, 3)), self.row(x[:, None]), F.relu(self.wide(x)), self.wide(x).t()),
-            *(x.bfloat16(), x.double(), x[:, 0], x[0, 0], (x > 0), x.argmax(1), x / x[:1] * math.inf),
-        ]
-        return torch.stack([self.same(one).double().sum() for one in outputs]).sum()
-
-
-def test_small_outputs_that_are_read_together_have_the_figures_of_those_read_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    model = Shapes()
-    batches = [torch.randn(rows, 6) for rows in (40, 40, 1, 3, 40)]
-    together, at_once = setting(model), setting(model)
-    for batch in batches:
-        found = looked(together, model, batch)
-        with monkeypatch.context() as patch:
-            patch.setattr(activationtables, "_COPIED", 0)
-            assert repr(looked(at_once, model, batch)) == repr(found)  # as texts, in which nan is equal to nan
-        assert len(found.modules) > 20

@@ -238,3 +238,41 @@ def test_an_exception_of_the_loss_itself_comes_through(error: type[BaseException
     with pytest.raises(error):
         anybatch.backward(model, loss_fn, batch, micro_batch_size=2)
     reference.assert_unchanged(reference.everything(model), before)
+
+
+@pytest.mark.parametrize("verb", ["backward", "step", "planned", "check"])
+def test_a_loss_of_an_output_and_a_target_is_told_how_it_is_called(verb: str) -> None:
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randint(3, (8,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(out: Any, target: Any) -> torch.Tensor:
+        return F.cross_entropy(out, target)
+
+    verbs: dict[str, Any] = {
+        "backward": lambda: anybatch.backward(model, loss_fn, batch, micro_batch_size=4),
+        "step": lambda: anybatch.TrainStep(model, loss_fn, optimizer)(batch),
+        "planned": lambda: anybatch.TrainStep(model, loss_fn, optimizer, memory="8MiB")(batch),
+        "check": lambda: anybatch.check(model, loss_fn, batch),
+    }
+    with pytest.raises(TypeError) as caught:
+        verbs[verb]()
+    (note,) = caught.value.__notes__
+    assert "its 'out' is the model, its 'target' the batch" in note
+
+
+def test_an_error_of_the_model_itself_gets_no_note_on_the_arguments() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(x)  # type: ignore[operator]
+            return found
+
+    def loss_fn(network: Any, batch: Any) -> torch.Tensor:
+        return network(batch).mean()  # type: ignore[no-any-return]
+
+    def unknown(model: Any, batch: Any) -> torch.Tensor:
+        return model.encode(batch).mean()  # type: ignore[no-any-return]
+
+    for function in (loss_fn, unknown):
+        with pytest.raises(AttributeError) as caught:
+            anybatch.backward(Broken(), function, torch.randn(4, 2))
+        assert not hasattr(caught.value, "__notes__")

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import textwrap
 import types
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -30,8 +31,16 @@ def hidden(function: Any) -> Any:
     Args:
         function: whose code says that it is from another file from now on.
     """
-    function.__code__ = function.__code__.replace(co_filename=HIDDEN)
+    code = function.__code__
+    known = _HIDDEN_CODES.get(id(code))
+    if known is None:
+        known = _HIDDEN_CODES[id(code)] = code, code.replace(co_filename=HIDDEN)
+    function.__code__ = known[1]
     return function
+
+
+_HIDDEN_CODES: dict[int, tuple[types.CodeType, types.CodeType]] = {}
+"""What was made of code, by its ``id``; there are as many as functions in the text of this package."""
 
 
 def raised(error: BaseException) -> None:
@@ -166,16 +175,29 @@ class _Exchange:
         code = _handing_on(self.own) if chosen is None else _asking_first(self.own, inspect.getsource(function))
         self.choose(chosen)
         self.code = code.replace(co_names=tuple(self._names.get(name, name) for name in code.co_names))
-        self._call(_seen(make(self.original)), _seen(make(_seen(function_modes_resumed(self.original)))))
+        self._name(_CALL, _seen(make(self.original)))
+        self._name(_BENEATH, _seen(self._making(make)))
+        names = function.__globals__
+        names[_COUNT], names[_RAISED] = number_of_function_modes, raised
+        _EXCHANGED[id(names)] += 1
         function.__code__ = self.code
 
-    def _call(self, call: Any, beneath: Any) -> None:
-        names, function = self.function.__globals__, self.function
-        beneath = _seen(function_modes_paused(beneath))
+    def _name(self, name: str, call: Any) -> None:
+        function = self.function
         if function.__module__ == "__main__" or "<locals>" in function.__qualname__:
-            call, beneath = _Passing(call, self.original), _Passing(beneath, self.original)
-        names |= {_COUNT: number_of_function_modes, _RAISED: raised}
-        names[self._names[_CALL]], names[self._names[_BENEATH]] = call, beneath
+            call = _Passing(call, self.original)
+        function.__globals__[self._names[name]] = call
+
+    def _making(self, make: Callable[[Any], Any]) -> Any:
+        """What is called where a mode of the user's is on, which is made when that is so for the first time."""
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            beneath = _seen(function_modes_paused(_seen(make(_seen(function_modes_resumed(self.original))))))
+            if self.is_in_force:
+                self._name(_BENEATH, beneath)
+            return beneath(*args, **kwargs)
+
+        return first
 
     def choose(self, chosen: Container[Any] | None) -> None:
         """Says for which first arguments it is, by type or ``id``."""
@@ -193,13 +215,16 @@ class _Exchange:
             self.function.__code__ = last.own
             for name in last._names.values():
                 del names[name]
+                _EXCHANGED[id(names)] -= name == last._names[_CALL]
         if not above:
             del _ABOVE[self.function]
-            if not any(name.startswith(f"{_CALL}_") for name in names):
-                del names[_COUNT], names[_RAISED]
+        if not _EXCHANGED[id(names)]:
+            del _EXCHANGED[id(names)], names[_COUNT], names[_RAISED]
 
 
 _ABOVE: dict[Any, list[_Exchange]] = {}
+_EXCHANGED: Counter[int] = Counter()
+"""How many functions with the same global variables have exchanged code, by the ``id`` of these."""
 
 
 def _seen(call: Any) -> Any:

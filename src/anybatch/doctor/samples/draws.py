@@ -42,12 +42,26 @@ class Draws:
         self._found: list[Drawn] = []
         self._scored: set[tuple[str, int]] = set()
         self.receivers: set[int] = set()
+        self._followed: set[type] = {object}
 
     def attach(self) -> None:
-        """Wraps the methods of all distributions of torch; ``Recording.patches`` takes the wrappers off."""
-        base = torch.distributions.Distribution
-        for cls in {one for one in vars(torch.distributions).values() if isinstance(one, type)}:
-            if issubclass(cls, base):
+        """Wraps the methods of those distributions of torch that are made; ``Recording.patches`` takes them off."""
+        follow, known = self._recording.guarded(self._follow), self._followed
+
+        def making(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(distribution: Any, /, *args: Any, **kwargs: Any) -> None:
+                if type(distribution) not in known and not torch.compiler.is_compiling():
+                    follow(type(distribution))
+                original(distribution, *args, **kwargs)
+
+            return init
+
+        self._recording.patches.wrap(torch.distributions.Distribution, "__init__", making)
+
+    def _follow(self, made: type) -> None:
+        for cls in set(made.__mro__) - self._followed:
+            self._followed.add(cls)
+            if cls.__module__.startswith("torch.distributions."):
                 for name, make in (("sample", self._sampling), ("log_prob", self._scoring)):
                     if name in vars(cls):
                         self._recording.patches.wrap(cls, name, make)

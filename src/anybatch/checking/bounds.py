@@ -1,0 +1,89 @@
+"""Bounds of what samples give together, which micro-batches have in common only until one of them crosses the bound.
+
+A clamp of the mean over a batch is the mean of the clamps of its parts as long as none of them is at the bound. So a
+comparison of some samples may find nothing, and a later batch gets another gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.tensors.dispatch import Mode
+from anybatch.tensors.graph import in_backward
+
+_MOST = 1024  # entries: what samples give together is small, and the values of an activation are not looked at
+_SAME = 1e-5  # relative: the same numbers but for rounding, of parameters and constants
+_AT_A_BOUND = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "abs", "abs_", "amax", "amin", "clamp", "clamp_", "clamp_max", "clamp_max_", "clamp_min", "clamp_min_",
+        "hardtanh", "leaky_relu", "max", "maximum", "median", "min", "minimum", "relu", "relu_", "threshold", "where",
+    )
+)  # fmt: skip
+
+
+class Bound(NamedTuple):
+    """One operation that is linear up to a bound.
+
+    Args:
+        name: of the operation.
+        shapes: of what it is given.
+        total: of the numbers of that.
+    """
+
+    name: str
+    shapes: list[torch.Size]
+    total: torch.Tensor
+
+
+class Bounds(Mode):
+    """Notes the operations of a forward that are linear up to a bound, of few numbers that have a gradient.
+
+    Attributes:
+        met: in their order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.met: list[Bound] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Notes the operation, and runs it."""
+        if getattr(func, "overloadpacket", None) in _AT_A_BOUND and torch.is_grad_enabled() and not in_backward():
+            given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
+            if given and all(map(_is_small, given)):
+                total = torch.stack([one.detach().sum(dtype=torch.float32) for one in given]).sum()
+                self.met.append(Bound(func.overloadpacket.__name__.rstrip("_"), [one.shape for one in given], total))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() <= _MOST
+
+
+def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int) -> str:
+    """The name of the first operation that bounds what the samples give together.
+
+    That has one shape for all samples and for each part, where an activation has a row for each sample, and other
+    numbers, where what comes of parameters alone has the same.
+
+    Args:
+        whole: what was met with all samples.
+        parts: the same in parts, one after the other.
+        number: of parts.
+
+    Returns:
+        The name; ``""`` if there is none.
+    """
+    if number * len(whole) != len(parts):  # samples may be gone through one by one
+        return ""
+    for at, one in enumerate(whole):
+        others = parts[at :: len(whole)]
+        if all((other.name, other.shapes) == (one.name, one.shapes) for other in others):
+            values = [float(bound.total) for bound in (one, *others)]
+            if max(values) - min(values) > _SAME * max(map(abs, values)):
+                return one.name
+    return ""
