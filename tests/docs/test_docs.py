@@ -38,7 +38,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 def long_lines(text: str) -> list[str]:
     """The lines within fences of a page that are longer than a window shows."""
-    found, fence, shown = [], "", False
+    found: list[str] = []
+    fence, shown = "", False
     for line in text.splitlines():
         opening = FENCE.match(line)
         if fence and line.strip() == fence:

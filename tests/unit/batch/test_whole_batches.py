@@ -185,7 +185,7 @@ def test_beside_batches_with_samples_a_count_is_needed() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    with pytest.raises(BatchError, match=r"names.*beside them is not known: pass count="):
+    with pytest.raises(BatchError, match=r"names.*this one has is not known: pass count="):
         anybatch.backward(model, loss_fn, window)
     assert model.weight.grad is None
     assert anybatch.backward(model, loss_fn, window, count=lambda batch: len(batch["y"])).count == 12

@@ -22,9 +22,9 @@ from device_models import TWO, batch_of, cross_entropy, devices_of, small, step_
         (["gpu"], "torch does not know"),
         (["cpu", "meta"], "finds no meta"),
         (["cpu", True], "devices has True"),
-        ({"cpu": 0, "cpu:0": 1}, "expected its speed"),
-        ({"cpu": "fast", "cpu:0": 1}, "expected its speed"),
-        ({"cpu": float("inf"), "cpu:0": 1}, "expected its speed"),
+        ({"cpu": 0, "cpu:0": 1}, "expected its relative speed"),
+        ({"cpu": "fast", "cpu:0": 1}, "expected its relative speed"),
+        ({"cpu": float("inf"), "cpu:0": 1}, "expected its relative speed"),
     ],
 )
 def test_devices_that_can_not_be_meant(devices: Any, text: str) -> None:
