@@ -221,9 +221,9 @@ class Replay:
         for number in left:
             size = -(-self._sizes[number] // ROUND) * ROUND
             many = max(1, _TOGETHER // size)
-            for index in range(-(-self._skipped // many)):
-                allocator.allocate(("skipped", step, index, number), many * size)
-                found.append(("skipped", step, index, number))
+            for first in range(0, self._skipped, many):
+                allocator.allocate(("skipped", step, first, number), min(many, self._skipped - first) * size)
+                found.append(("skipped", step, first, number))
         return found
 
 
