@@ -12,6 +12,8 @@ from torch import nn
 import anybatch
 from accelerator.engine import MIB, batch_of, loss_fn, mlp, on_device
 from anybatch.accelerators import release_cache
+from anybatch.memory.allocator import CachingAllocator
+from anybatch.planning import reserved, search
 
 
 def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
@@ -100,6 +102,50 @@ def test_a_plan_of_a_coupled_loss_holds_and_is_estimated(device: Any) -> None:
     assert plan is not None
     assert (plan.confidence, device.stats(0)["refusals"]) == ("estimated", refused)
     assert 0 < plan.peak_bytes <= plan.reserved_bytes <= budget
+
+
+class Listed(CachingAllocator):
+    """An allocator that knows the most bytes it gave at once, each rounded, and not in blocks with room to spare."""
+
+    most = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._given = dict[Any, int]()
+
+    def allocate(self, name: Any, size: int, stream: int = 0) -> None:
+        self._given[name] = -(-size // 512) * 512
+        Listed.most = max(Listed.most, sum(self._given.values()))
+        super().allocate(name, size, stream)
+
+    def free(self, name: Any) -> None:
+        self._given.pop(name, None)
+        super().free(name)
+
+
+@pytest.mark.parametrize("rows", [2048, 2047])  # the last micro-batch is as large as the others, and smaller
+def test_a_replay_takes_what_the_device_gives(device: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    original = search.splittings
+    monkeypatch.setattr(search, "splittings", lambda subject: [one for one in original(subject) if one.count == 64])
+    monkeypatch.setattr(reserved, "CachingAllocator", Listed)
+    monkeypatch.setattr(Listed, "most", 0)
+    torch.manual_seed(0)
+    model, batch = on_device(mlp(256)), batch_of(rows, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(model, loss_fn, batch, optimizer=optimizer, memory=64 * MIB, allow=())
+    assert plan.micro_batches == 64
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=plan, verify="off")
+    device.note(0, True)
+    for _ in range(3):
+        out = step(batch)
+    noted = device.noted(0)
+    device.note(0, False)
+    assert out.micro_batches == 64
+    given, most = dict[int, int](), 0
+    for address, size in noted:
+        given.pop(address, None) if size < 0 else given.update({address: -(-size // 512) * 512})
+        most = max(most, sum(given.values()))
+    assert most == pytest.approx(Listed.most, abs=8 * 1024)
 
 
 def autoencoder() -> nn.Module:

@@ -9,6 +9,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -80,6 +82,8 @@ struct Device {
   size_t limit = 0, share = 0;                           // of the device, and of what a process may take of it; 0: none
   size_t allocated = 0, reserved = 0, peak_allocated = 0, peak_reserved = 0, asked = 0, peak_asked = 0;
   int64_t allocations = 0, fails_at = -1, refusals = 0, flushes = 0;
+  bool notes = false;
+  std::vector<std::pair<const void*, int64_t>> noted;  // where each block began that was taken, or given back: -1
 };
 
 class SimAllocator final
@@ -173,6 +177,15 @@ class SimAllocator final
     std::lock_guard<std::mutex> lock(mutex_);
     expandable_ = value;
   }
+  void note(int index, bool value) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    devices_[index].notes = value;
+    devices_[index].noted.clear();
+  }
+  std::vector<std::pair<const void*, int64_t>> noted(int index) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return devices_[index].noted;
+  }
   void fail_at(int index, int64_t number) {  // the allocation with this number from now on is refused; -1: none
     std::lock_guard<std::mutex> lock(mutex_);
     devices_[index].fails_at = number < 0 ? -1 : devices_[index].allocations + number;
@@ -209,6 +222,7 @@ class SimAllocator final
     split(block, size);
     block->used = true;
     block->asked = bytes;
+    if (device.notes) device.noted.emplace_back(block->start, bytes);
     device.allocated += block->size;
     device.asked += bytes;
     device.peak_allocated = std::max(device.peak_allocated, device.allocated);
@@ -351,6 +365,7 @@ class SimAllocator final
     std::lock_guard<std::mutex> lock(mutex_);
     Device& device = devices_[block->device];
     block->used = false;
+    if (device.notes) device.noted.emplace_back(block->start, -1);
     device.allocated -= block->size;
     device.asked -= block->asked;
     join(block);
@@ -867,9 +882,10 @@ at::Tensor sim_dropout_backward(const at::Tensor& gradient, const at::Tensor& ma
   return to_device((host_alias(gradient) * host_alias(mask) * scale).to(gradient.scalar_type()), gradient.device());
 }
 
-int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
-                   bool, std::optional<double>, bool) {
-  return 0;  // the composite one
+int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& bias,
+                   double dropout, bool, std::optional<double>, bool) {
+  const bool learns = bias.has_value() && bias->defined() && bias->requires_grad();
+  return static_cast<int64_t>(dropout > 0 || learns ? sdp::SDPBackend::math : sdp::SDPBackend::overrideable);
 }
 
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -884,6 +900,41 @@ Three sim_group_norm(const at::Tensor& input, const std::optional<at::Tensor>& w
   auto made = at::native_group_norm_symint(plain(input), own(weight), own(bias), n, c, hxw, group, eps);
   auto device = input.device();
   return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), to_device(std::get<2>(made), device)};
+}
+
+Three sim_layer_norm(const at::Tensor& input, c10::SymIntArrayRef shape, const std::optional<at::Tensor>& weight,
+                     const std::optional<at::Tensor>& bias, double eps) {
+  auto own = [](const std::optional<at::Tensor>& one) {
+    return one.has_value() && one->defined() ? std::optional<at::Tensor>(plain(*one)) : std::nullopt;
+  };
+  auto made = at::native_layer_norm_symint(plain(input), shape, own(weight), own(bias), eps);
+  auto device = input.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), to_device(std::get<2>(made), device)};
+}
+
+// Attention in one kernel, which keeps the logarithms of its sums instead of its scores, as those of CUDA do.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>
+sim_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+              const std::optional<at::Tensor>& bias, double dropout, bool causal, bool, std::optional<double> scale) {
+  auto mask = bias.has_value() && bias->defined() ? std::optional<at::Tensor>(plain(*bias)) : std::nullopt;
+  auto made = at::_scaled_dot_product_flash_attention_for_cpu(plain(query), plain(key), plain(value), dropout, causal,
+                                                              mask, scale);
+  auto device = query.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device), at::Tensor(), at::Tensor(),
+          query.sym_size(2), key.sym_size(2), at::Tensor(), at::Tensor(), at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sim_attention_backward(
+    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, std::array<bool, 4>, const at::Tensor& result, const at::Tensor& sums, const at::Tensor&,
+    const at::Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale) {
+  auto mask = bias.defined() ? std::optional<at::Tensor>(plain(bias)) : std::nullopt;
+  auto made = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      plain(gradient), plain(query), plain(key), plain(value), plain(result), plain(sums), dropout, causal, mask, scale);
+  auto device = query.device();
+  return {to_device(std::get<0>(made), device), to_device(std::get<1>(made), device),
+          to_device(std::get<2>(made), device), at::Tensor()};
 }
 
 // Cells of recurrent layers; their backward needs what the workspace keeps, as on CUDA.
@@ -949,6 +1000,9 @@ void sim_record_stream(at::Tensor&, c10::Stream) {}
 }  // namespace
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, SimGuard);
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sdp_choice)
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -987,6 +1041,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout_backward", &sim_dropout_backward);
   m.impl("_fused_sdp_choice", &sdp_choice);
   m.impl("native_group_norm", &sim_group_norm);
+  m.impl("native_layer_norm", &sim_layer_norm);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", &sim_attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &sim_attention_backward);
   m.impl("record_stream", &sim_record_stream);
   m.impl("_thnn_fused_lstm_cell", &sim_lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &sim_lstm_cell_backward);
@@ -1018,6 +1075,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_idle", [](bool value) { idle = value; });
   m.def("set_expandable", [](bool value) { allocator().set_expandable(value); });
   m.def("fail_at", [](int index, int64_t number) { allocator().fail_at(index, number); });
+  m.def("note", [](int index, bool value) { allocator().note(index, value); });
+  m.def("noted", [](int index) {
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (const auto& [start, bytes] : allocator().noted(index)) found.emplace_back(reinterpret_cast<int64_t>(start), bytes);
+    return found;
+  });
   m.def("stats", [](int index) { return allocator().stats(index); });
   m.def("synchronize", [] { synchronisations += 1; });
   m.def("counters", [] {

@@ -63,6 +63,7 @@ class PassTrace:
         stages: of a pass with a coupled loss, after how many operations each stage began, and its name.
         repeated: numbers of allocations that micro-batches which did not run would hold, too, for each kind of them.
         taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
+        weights: of tensors that the first micro-batch makes for all, after which operation, and their numbers.
     """
 
     operations: list[str]
@@ -78,6 +79,7 @@ class PassTrace:
     stages: tuple[tuple[int, str], ...] = ()
     repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0
+    weights: tuple[tuple[int, int], ...] = ()
 
     def with_more(self, more: Sequence[int], granularity: int) -> "PassTrace":
         """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up."""
@@ -215,6 +217,7 @@ class _Run:
         self._short = None if like is None else ShortPass(subject, parts, like, recipe.keep or 0)
         self._parts = dict(enumerate(parts)) if self._short is None else self._short.running
         self._settings = settings_for(subject, recipe)
+        self._weights: tuple[tuple[int, int], ...] = ()
         if self._short is not None:  # whose float32 buffers are a part of what is traced
             self._settings = replace(self._settings, policy=subject.settings.policy)
 
@@ -299,7 +302,7 @@ class _Run:
             trace.stages = tuple(short.stages)
             trace.repeated = tuple(tuple(number[id(one)] for one in {*held}) for held in short.repeated)
         trace.kept = _kept_after(trace, recording, sums)
-        trace.costs = getattr(recording, "costs", [])
+        trace.costs, trace.weights = getattr(recording, "costs", []), self._weights
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
             subject.behaviour.draws = True
         if recording.made_dense or any(p.grad is not None and p.grad.layout is torch.sparse_coo for p in parameters):
@@ -317,7 +320,10 @@ class _Run:
             begin()
             sums = accumulation.run([batches[0]])
         if self._split:  # the last micro-batch had the same weight
-            for one in recording.allocations_of(accumulation.weight_tensors):
+            number = {id(one): place for place, one in enumerate(recording.allocations)}
+            made = recording.allocations_of(accumulation.weight_tensors)
+            self._weights = tuple((one.born, number[id(one)]) for one in made)
+            for one in made:
                 one.born = BEFORE
         return sums
 

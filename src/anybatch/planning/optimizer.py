@@ -52,6 +52,7 @@ class UpdateTrace:
         at_peak: bytes at the peak by category.
         is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
         allocations: what was there and what came and went.
+        steps_at: before which operation the optimizers step, of which the first one makes the state.
     """
 
     peak: int
@@ -60,6 +61,7 @@ class UpdateTrace:
     at_peak: Mapping[str, int]
     is_traced: bool = True
     allocations: Sequence[Allocation] = ()
+    steps_at: int = 0
 
 
 def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, torch.Tensor] = {}) -> UpdateTrace:
@@ -93,19 +95,35 @@ def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, t
                 optimizers.append(clone)
                 idle += _idle_state(optimizer, {id(real[position]) for position in trained})
         recording.register((p.grad for p in parameters), GRADIENTS)
+        if subject.device_type != "cpu":
+            recording.register(_counters_on_host(optimizers), OPTIMIZER, counted=False)
         recording.register((t for one in optimizers for t in state_tensors(one)), OPTIMIZER)
         state = recording.by_category().get(OPTIMIZER, 0) + estimated + idle
         with recording:
             if subject.clip_norm is not None:
                 clip_(parameters, subject.clip_norm)
             watches = _watches(optimizers)
+            steps_at = recording.now
             runs_again = [step_alone(clone) for clone in optimizers]
             del watches
     memory = recording.memory()
     more = estimated + idle + _printed_bytes(subject.optimizers)
     at_peak = {**memory.at_peak, OPTIMIZER: memory.at_peak.get(OPTIMIZER, 0) + more}
     is_traced = not estimated and not any(runs_again)
-    return UpdateTrace(memory.peak_bytes + more, state, memory.operation, at_peak, is_traced, recording.allocations)
+    return UpdateTrace(
+        memory.peak_bytes + more, state, memory.operation, at_peak, is_traced, recording.allocations, steps_at
+    )
+
+
+def _counters_on_host(optimizers: Sequence[Any]) -> list[torch.Tensor]:
+    """How often each parameter was updated, which optimizers of torch keep on the host but for kernels of their own."""
+    return [
+        counter
+        for one in optimizers if type(one).__module__.startswith("torch.optim")
+        for group in one.param_groups if not (group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]
+        if isinstance(counter := one.state.get(parameter, {}).get("step"), torch.Tensor)
+    ]  # fmt: skip
 
 
 def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,19 +1,20 @@
 """What the allocator of a device reserves for a step, by a replay of the step's allocations in their order."""
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from anybatch.accelerators import segments_of
 from anybatch.memory.allocator import ROUND, CachingAllocator, Segment
 from anybatch.memory.meter import BEFORE, Allocation, storages_of
-from anybatch.planning.curve import Profile
+from anybatch.planning.curve import Profile, Size
 from anybatch.planning.devices import Target, segments_expand
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER
 
-_STEPS = 3  # the first makes the optimizer's state, the second finds what it left, the third an emptied cache
+_STEPS = 5  # the first makes the optimizer's state, each finds what the last one left, the last an emptied cache
 _MICRO_BATCHES = 4  # later ones find what these left
 _TOGETHER = 2**16  # bytes of small results of micro-batches that are not replayed one by one
 _SEGMENT = 2 * 2**20  # all are as large as some of these
@@ -64,19 +65,25 @@ class Replay:
         subject: what is planned.
         held: what lies on the device before.
         profile: of the micro-batches, as they run.
+        last: the size of the last one, which may be smaller; blocks of other sizes go to other places.
     """
 
-    def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:
+    def __init__(self, subject: Subject, held: Held, profile: Profile, last: Size | None = None) -> None:
         self._held, self._count, size = held, min(profile.count, _MICRO_BATCHES), profile.size
         trace, update, constants = profile.fit.trace, profile.update, profile.constants
         self._skipped = profile.count - self._count
         self._sizes = profile.fit.sizes(size)
         self._inputs = profile.fit.input_sizes(size) if constants.copies else []
+        self._last_sizes = self._sizes if last is None or last == size else profile.fit.sizes(last)
+        self._last_inputs = self._inputs if last is None or not self._inputs else profile.fit.input_sizes(last)
         self._wide = subject.accumulators(profile.count)
-        self._moments = _moments(trace.allocations)
-        self._added = {new for _, new in trace.accumulated}
+        self._moments, self._weights = _moments(trace.allocations), {number for _, number in trace.weights}
+        made = [(at, True, number) for at, number in trace.weights]  # by the first one, for all of its size
+        self._moments_with_weights = _moments(trace.allocations, made)
+        self._added, self._losses = {new for _, new in trace.accumulated}, {*trace.kept}
         self._are_gradients = {n for n, one in enumerate(trace.allocations) if one.category == GRADIENTS} | self._added
         self._updates, self._update_sizes = _moments(update.allocations), [one.size for one in update.allocations]
+        self._before_steps = sum(1 for at, _, _ in _changes(update.allocations) if at < update.steps_at)
         self._state = [one.size for one in update.allocations if one.born == BEFORE and one.category == OPTIMIZER]
         self._has_state = subject.state_bytes > 0
         buffers = [b.nbytes for root in subject.roots for b in root.buffers()]
@@ -121,60 +128,83 @@ class Replay:
         return high
 
     def _run(self, allocator: CachingAllocator) -> None:
+        kept: list[Hashable] = []  # results of the step before, which a loop lets go of once it has the next ones
         for step in range(_STEPS):
             self._free_gradients(allocator)
             if step == _STEPS - 1:
                 allocator.release()
-            self._step(allocator, makes_state=step == 0 and not self._has_state)
+            new = self._step(allocator, step, makes_state=step == 0 and not self._has_state)
+            for name in kept:
+                allocator.free(name)
+            kept = new
 
     def _free_gradients(self, allocator: CachingAllocator) -> None:
         for name in ("unreached", *(("gradient", number) for number in self._are_gradients)):
             allocator.free(name)
 
-    def _step(self, allocator: CachingAllocator, *, makes_state: bool) -> None:
-        kept: list[tuple[str, int, int]] = []  # results of micro-batches, which the step gives
+    def _step(self, allocator: CachingAllocator, step: int, *, makes_state: bool) -> list[Hashable]:
+        """Goes through a step, and gives what is left of its micro-batches: losses and metrics."""
+        kept, left = list[Hashable](), set[int]()
         for number, size in enumerate(self._copied):
             allocator.allocate(("buffer", number), size)
         self._take_inputs(allocator, 0)
         for index in range(self._count):
             if index + 1 < self._count:
                 self._take_inputs(allocator, index + 1)
-            else:
-                kept += self._keep_skipped(allocator, kept)
-            kept += self._micro_batch(allocator, index)
+            elif self._skipped:
+                kept += self._keep_skipped(allocator, step, left)
+            left = self._micro_batch(allocator, step, index)
+            kept += [("own", step, index, number) for number in left]
             for number in range(len(self._inputs)):
                 allocator.free(("input", index, number))
+        for index, number in itertools.product((0, self._count - 1), self._weights):
+            allocator.free(("weight", index, number))
         for size in self._sent:  # from the other devices, one after the other, and weighted there
             allocator.allocate("sent", size)
             allocator.allocate("weighted", size)
             allocator.free("sent")
             allocator.free("weighted")
-        if makes_state:
-            for number, size in enumerate(self._state):
-                allocator.allocate(("state", number), size)
-        for is_birth, number in self._updates:
+        self._update(allocator, makes_state=makes_state)
+        for number in range(len(self._copied)):
+            allocator.free(("buffer", number))
+        return kept
+
+    def _update(self, allocator: CachingAllocator, *, makes_state: bool) -> None:
+        for at, (is_birth, number) in enumerate(self._updates):
+            if makes_state and at == self._before_steps:
+                self._make_state(allocator)
             if is_birth:
                 allocator.allocate(("update", number), self._update_sizes[number])
             else:
                 allocator.free(("update", number))
-        for name in (*kept, *(("buffer", number) for number in range(len(self._copied)))):
-            allocator.free(name)
+        if makes_state and self._before_steps >= len(self._updates):
+            self._make_state(allocator)
+
+    def _make_state(self, allocator: CachingAllocator) -> None:
+        for number, size in enumerate(self._state):
+            allocator.allocate(("state", number), size)
 
     def _take_inputs(self, allocator: CachingAllocator, index: int) -> None:
-        for number, size in enumerate(self._inputs):
+        for number, size in enumerate(self._inputs if index + 1 < self._count else self._last_inputs):
             allocator.allocate(("input", index, number), size, _COPIES)
 
-    def _micro_batch(self, allocator: CachingAllocator, index: int) -> list[tuple[str, int, int]]:
-        """Goes through one; the first leaves its gradients, and all what is left is given."""
+    def _micro_batch(self, allocator: CachingAllocator, step: int, index: int) -> set[int]:
+        """Goes through one; the first leaves its gradients, and the numbers of what else is left are given."""
         left, is_first = set[int](), index == 0 or bool(self._wide)
-        for is_birth, number in self._moments:
-            if is_birth:
+        sizes = self._sizes if index + 1 < self._count else self._last_sizes
+        is_new = index == 0 or (index + 1 == self._count and self._last_sizes is not self._sizes)
+        for is_birth, number in self._moments_with_weights if is_new else self._moments:
+            if is_birth and number in self._weights:
+                allocator.allocate(("weight", index, number), sizes[number])
+                if index:
+                    allocator.free(("weight", 0, number))
+            elif is_birth:
                 is_gradient = is_first and number in self._are_gradients
-                name = ("gradient", number) if is_gradient else ("own", index, number)
-                allocator.allocate(name, self._sizes[number])
+                name = ("gradient", number) if is_gradient else ("own", step, index, number)
+                allocator.allocate(name, sizes[number])
                 left.add(number)
-            elif not (is_first and number in self._added):
-                allocator.free(("own", index, number))
+            elif not (is_first and number in self._added) and number not in self._losses:
+                allocator.free(("own", step, index, number))
                 left.discard(number)
         for number, size in enumerate(self._wide):
             if index == 0:
@@ -183,19 +213,17 @@ class Replay:
             self._free_gradients(allocator)
         elif index == 0:
             allocator.allocate("unreached", self._unreached)
-        return [("own", index, number) for number in left]
+        return left
 
-    def _keep_skipped(
-        self, allocator: CachingAllocator, kept: Sequence[tuple[str, int, int]]
-    ) -> list[tuple[str, int, int]]:
+    def _keep_skipped(self, allocator: CachingAllocator, step: int, left: Iterable[int]) -> list[Hashable]:
         """Allocates what is left of each micro-batch that is not replayed, small ones many at a time."""
-        found = []
-        for number in [n for _, of, n in kept if of == self._count - 2] if self._skipped else []:
+        found = list[Hashable]()
+        for number in left:
             size = -(-self._sizes[number] // ROUND) * ROUND
             many = max(1, _TOGETHER // size)
-            for index in range(-(-self._skipped // many)):
-                allocator.allocate(("skipped", index, number), many * size)
-                found.append(("skipped", index, number))
+            for first in range(0, self._skipped, many):
+                allocator.allocate(("skipped", step, first, number), min(many, self._skipped - first) * size)
+                found.append(("skipped", step, first, number))
         return found
 
 
@@ -220,8 +248,12 @@ class CopyReplay(Replay):
         super()._run(allocator)
 
 
-def _moments(allocations: Sequence[Allocation]) -> list[tuple[bool, int]]:
+def _moments(allocations: Sequence[Allocation], more: Iterable[tuple[int, bool, int]] = ()) -> list[tuple[bool, int]]:
     """Births and deaths in their order: what goes while an operation begins makes room for what it gives."""
+    return [(is_birth, number) for _, is_birth, number in sorted([*_changes(allocations), *more])]
+
+
+def _changes(allocations: Sequence[Allocation]) -> list[tuple[int, bool, int]]:
+    """Births and deaths, each with the operation."""
     found = [(one.born, True, number) for number, one in enumerate(allocations) if one.born != BEFORE and one.size]
-    found += [(one.died, False, number) for number, one in enumerate(allocations) if one.died is not None]
-    return [(is_birth, number) for _, is_birth, number in sorted(found)]
+    return found + [(one.died, False, number) for number, one in enumerate(allocations) if one.died is not None]

@@ -246,9 +246,9 @@ class Search:
             return True
         return self._reserved(self.held, profile) <= self.limit
 
-    def _reserved(self, held: Held, profile: Profile) -> int:
+    def _reserved(self, held: Held, profile: Profile, last: Size | None = None) -> int:
         """The bytes that an allocator has to be given, of several devices that with the most."""
-        found = Replay(self.subject, held, profile).needed(self.limit)
+        found = Replay(self.subject, held, profile, last).needed(self.limit)
         devices = self.subject.devices
         if devices is not None and any(map(is_accelerator, [one.device for one in devices.placements[1:]])):
             found = max(found, CopyReplay(self.subject, held, profile).needed(self.limit))
@@ -526,7 +526,8 @@ class Search:
         profile = max(found, key=lambda one: one.peak)
         row = replace(row, peak_bytes=profile.peak)
         if self.held is not None:
-            row = replace(row, reserved_bytes=self._reserved(self.held, profile))
+            last = self.profiles.size_of(parts[-1])  # whose blocks, if they are smaller, go to other places
+            row = replace(row, reserved_bytes=self._reserved(self.held, profile, last))
         return row, profile.peak_in_detail()
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:

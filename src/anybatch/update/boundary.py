@@ -142,6 +142,7 @@ class Boundary:
             progress.text = "scheduler.step"
             for scheduler in self._schedulers:
                 scheduler.step()
+            self._watches = []
             return
         except Exception as error:
             if not is_out_of_memory(error):
