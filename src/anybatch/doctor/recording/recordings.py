@@ -135,6 +135,8 @@ class Recording:
             else:
                 self.journal.rows.append(row)
             self._did.append((mark, like))
+            if len(self._did) > _MOST_KNOWN:  # nothing steps that torch knows
+                self._did.clear()
             if self.expected and self.expected.pop()[1] is not like:
                 self.expected.clear()
             return row
