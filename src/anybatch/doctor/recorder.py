@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from anybatch.records.findings import Finding
 
 _LONGEST = 2000
-_WRITTEN = frozenset({1, 2, 4, 7, FIRST})
-"""Steps after which the record is written whatever time has passed."""
 _LONGEST_WINDOW = 512
 """Backwards before the first step of an optimizer that is there, after which they count as steps themselves."""
 _ENTERING = 6e-6
@@ -430,7 +428,7 @@ class Doctor:
         recording.sampled_all = sampling.wants_all(step)
         recording.looks = recording.sampled or self._samplers.is_following
         self._forward.search(recording.sampled)
-        if (was and step in _WRITTEN) or self._journal.due():  # what kills a process often does so in its first steps
+        if (was and step <= FIRST) or self._journal.due():  # what kills a process often does so in its first steps
             self._write()
         self._gradients.arrange()
 

@@ -88,6 +88,7 @@ class ForwardHooks:
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""
         self._recording.running = self._recording.innermost = None
+        self._recording.expected.clear()
 
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""

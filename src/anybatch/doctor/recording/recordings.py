@@ -135,6 +135,8 @@ class Recording:
             else:
                 self.journal.rows.append(row)
             self._did.append((mark, like))
+            if len(self._did) > _MOST_KNOWN:  # nothing steps that torch knows
+                self._did.clear()
             if self.expected and self.expected.pop()[1] is not like:
                 self.expected.clear()
             return row
@@ -192,7 +194,8 @@ class Recording:
             closely: whether it is looked at closely.
         """
         self._ended = self.counter.at
-        self.expected = [] if closely or os.getpid() != self._pid else self._usual[:]
+        is_watched = self.active and os.getpid() == self._pid
+        self.expected = self._usual[:] if is_watched and not closely else []
 
     def tried(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function for calls that are expected, which never raises."""
@@ -296,6 +299,7 @@ class Recording:
         file, line = user_place(2)
         self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
         self.active = False
+        self.expected.clear()
 
     def failed(self, error: BaseException) -> None:
         """Notes an error of the doctor's own.
