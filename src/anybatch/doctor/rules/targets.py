@@ -40,7 +40,10 @@ def labels_unrelated(
     """Labels of other inputs."""
     yield from _terms_apart(run)
     for probed in answers(run, "labels"):
-        if outcome(run).word == "learning" and not _at_first(run) > flat:
+        word = outcome(run).word
+        if (word == "learning" and not _at_first(run) > flat) or (
+            probed.evidence.get("fresh") and word != "not learning"
+        ):
             continue
         seen, call = probed.evidence, next((one for one in run.of(LossCall) if one.root == probed.root), None)
         yield Found(
@@ -82,17 +85,28 @@ def _at_first(run: Run) -> float:
     return fmean(value / guess for value, guess in late if guess) if len(late) >= 3 else 0.0
 
 
+_UNREAD = {
+    "mask": ("the loss is taken over what it leaves out", "weigh the loss with it, and divide by {name}.sum()"),
+    "end": (
+        "the targets go on behind the last state",
+        "... + gamma * next_value * (1 - {name}), with {name} as float",
+    ),
+    "action": (
+        "the value of the best action is trained, whatever was done",
+        "q = net(state).gather(1, {name}.unsqueeze(1)).squeeze(1)",
+    ),
+}
+"""What a field is for that nothing reads, and how it is used."""
+
+
 @rule("AB657", "FIELD_UNREAD", "warning", needs=(Probed,))
 def field_unread(run: Run) -> Iterator[Found]:
     """Ends and masks that nothing reads."""
     for probed in answers(run, "unread field"):
-        name, is_mask = probed.evidence["name"], bool(probed.evidence.get("mask"))
+        name, (text, fix) = probed.evidence["name"], _UNREAD[str(probed.evidence.get("kind", "end"))]
         yield Found(
-            text=f"{name} is given a value{near(probed)} and read by nothing: "
-            + ("the loss is taken over what it leaves out." if is_mask else "the targets go on behind the last state."),
-            fix=f"weigh the loss with it, and divide by {name}.sum()"
-            if is_mask
-            else f"... + gamma * next_value * (1 - {name}), with {name} as float",
+            text=f"{name} is given a value{near(probed)} and read by nothing: {text}.",
+            fix=fix.format(name=name),
             cause="It was unpacked and then left out of the formula.",
             since=probed,
         )
@@ -200,7 +214,7 @@ def several_classes(run: Run) -> Iterator[Found]:
 
 @rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(
-    run: Run, *, steps: float = Limit(16, "so many alike are no chance"),
+    run: Run, *, steps: float = Limit(12, "so many alike are no chance"),
     classes: float = Limit(50, "of more a batch may have one"), gone: float = Limit(0.9, "of the loss"),
 ) -> Iterator[Found]:  # fmt: skip
     """Predictions that are all compared with one value."""
