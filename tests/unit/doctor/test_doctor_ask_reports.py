@@ -56,7 +56,8 @@ class Heads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.body(x).relu()
-        return self.mean(h) + torch.randn(3) * getattr(self, self.second)(h).exp()
+        made: torch.Tensor = self.mean(h) + torch.randn(3) * getattr(self, self.second)(h).exp()
+        return made
 
 
 @pytest.mark.parametrize(("second", "expected"), [("mean", "yes"), ("spread", "no")])
@@ -70,6 +71,22 @@ def test_a_head_that_is_taken_twice_is_told(second: str, expected: str) -> None:
             optimizer.step()
 
     assert answer(train, "twice") == expected
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.3, "no"), (0.0, "yes")])
+@pytest.mark.parametrize("apart", [F.mse_loss, lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="sum")])
+def test_two_draws_of_one_batch_are_not_itself(apart: Callable[..., torch.Tensor], rate: float, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(rate) if rate else nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            one, other = net(x), net(x)
+            optimizer.zero_grad()
+            (F.cross_entropy(one, x[:, :3].argmax(1)) + apart(one, other)).backward()
+            optimizer.step()
+
+    assert answer(train, "itself") == expected
 
 
 class Evaluated:
@@ -111,20 +128,13 @@ def test_an_evaluation_that_draws_several_times_for_one_batch_is_told(again: boo
     assert answer(train, "drawn again") == expected
 
 
-class Squashed(nn.Sequential):
-    """A probability of yes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(super().forward(x))
-
-
 @pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
-@pytest.mark.parametrize("kind", [nn.Sequential, Squashed])
-def test_labels_of_yes_and_no_are_asked_of_too(kind: type[nn.Sequential], related: bool, expected: str) -> None:
-    loss = F.binary_cross_entropy if kind is Squashed else F.binary_cross_entropy_with_logits
+@pytest.mark.parametrize("ends", [[], [nn.Sigmoid()]])
+def test_labels_of_yes_and_no_are_asked_of_too(ends: list[nn.Module], related: bool, expected: str) -> None:
+    loss = F.binary_cross_entropy if ends else F.binary_cross_entropy_with_logits
 
     def train() -> None:
-        net = kind(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), *ends)
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(12):
             x = torch.randn(96, 6)

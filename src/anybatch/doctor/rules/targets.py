@@ -15,6 +15,9 @@ from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
+_LOOKS, _TARGETS = 5, 100
+"""So many calls, and targets in them, are looked at before all are said to be of one class."""
+
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
@@ -214,7 +217,7 @@ def several_classes(run: Run) -> Iterator[Found]:
 
 @rule("AB612", "TARGETS_CONSTANT", "warning")
 def targets_constant(
-    run: Run, *, steps: float = Limit(12, "so many alike are no chance"),
+    run: Run, *, steps: float = Limit(16, "so many alike are no chance"),
     classes: float = Limit(50, "of more a batch may have one"), gone: float = Limit(0.9, "of the loss"),
 ) -> Iterator[Found]:  # fmt: skip
     """Predictions that are all compared with one value."""
@@ -237,7 +240,8 @@ def _all_alike(run: Run) -> Iterator[Found]:
 def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterator[Found]:
     for same in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss")).values():
         known = [(one, one.value) for one in same if one.target_classes >= 0 and one.value is not None]
-        if len(known) < steps or not 1 < known[0][0].classes <= classes:
+        looked = sum(one.items for one, _ in known)
+        if len(same) < steps or len(known) < _LOOKS or looked < _TARGETS or not 1 < known[0][0].classes <= classes:
             continue
         first = known[0][0]
         is_one = all(one.target_classes == 1 and one.target_mean == first.target_mean for one, _ in known)
