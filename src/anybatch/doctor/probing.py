@@ -47,6 +47,7 @@ def _of_root(
         ("input", ignoring.ignored),
         ("padding read", ignoring.padding_read),
         ("modes", ignoring.random_in_evaluation),
+        ("evaluated scores", ignoring.squashed_in_evaluation),
     ]
     if active:
         from anybatch.doctor.ask import training

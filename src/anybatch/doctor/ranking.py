@@ -8,7 +8,7 @@ from anybatch.records.findings import SEVERITIES, Finding
 OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
 """Findings that say what became of a run, and not why."""
 
-_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED"}
+_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW"}
 """Findings that follow from what explains them whenever that began: they are asked of the whole run."""
 
 

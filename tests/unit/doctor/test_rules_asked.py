@@ -17,7 +17,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
     "inputs alike": {"value": 0.0, "calls": 12},
-    "unread field": {"name": "done", "mask": False},
+    "unread field": {"name": "done", "kind": "end"},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
     "itself": {"op": "kl_div"},
     "sums": {"rows": 32, "ratio": 4.0},
@@ -37,6 +37,9 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
     "forgotten": {"steps": 12},
+    "quantised": {"op": "argmin"},
+    "small value": {"critic": 1, "optimizer": 0},
+    "evaluated scores": {"function": "cross_entropy"},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
@@ -302,6 +305,9 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
         ("forgotten", "GRAPH_CUT", "warning"),
+        ("quantised", "GRAPH_CUT", "warning"),
+        ("small value", "LOSS_SIGN", "warning"),
+        ("evaluated scores", "DOUBLE_ACTIVATION", "error"),
     ],
 )
 def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:

@@ -152,6 +152,17 @@ def test_bn_momentum_fires_on_the_meaning_of_another_library() -> None:
     assert one.fix == "model.norm.momentum = 0.01"
 
 
+def test_bn_momentum_fires_where_an_evaluation_uses_what_was_there_at_the_start() -> None:
+    built = normed(0.001)
+    for _ in range(30):
+        built.forward(training=True, trained=1, evaluated=0)
+    assert not findings(built, "BN_MOMENTUM")
+    built.forward(training=False, trained=0, evaluated=1, grad=False)
+    (one,) = findings(built, "BN_MOMENTUM")
+    assert (one.severity, one.fix) == ("error", "model.norm.momentum = 0.1")
+    assert "96%" in one.message
+
+
 def test_bn_momentum_is_quiet() -> None:
     for built in (normed(0.1), normed(1.0), normed(None), normed(0.99, training=False)):
         assert not findings(built, "BN_MOMENTUM")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from anybatch.records.events import DropoutCall
-from anybatch.records.samples import Activations, Buffers, InputSample, ModuleSample
+from anybatch.records.lossfacts import Probed
+from anybatch.records.samples import Activations, Buffers, ModuleSample
 from anybatch.records.tables import ModuleFacts
 from rule_runs import FILE, LINES, RunBuilder, findings, simple
 
@@ -118,15 +119,38 @@ def test_train_in_eval_is_quiet_on_calls_of_each_step_and_without_such_modules()
 
 def test_train_in_eval_is_quiet_on_several_calls_on_one_batch_and_on_other_models() -> None:
     built = evaluated(4)
-    calls = [one.at for one in built.facts if getattr(one, "line", 0) == 90]
-    for at in calls[:4]:
-        built.add(InputSample(root=0, forward=at, name="0", hash="same"))
+    built.add(Probed(probe="drawn again", root=0, answer="yes", evidence={"calls": 4}))
     assert not findings(built, "TRAIN_IN_EVAL")
     teacher = modes([TRAIN] * 9)
     teacher.model(("weight",), root=1, variable="teacher")
     for _ in range(6):
         teacher.forward(1, **TRAIN | {"grad": False})
     assert not findings(teacher, "TRAIN_IN_EVAL")
+
+
+@pytest.mark.parametrize(("mode", "before", "count"), [(TRAIN, True, 1), (EVAL, True, 0), (TRAIN, False, 0)])
+def test_train_in_eval_fires_on_a_teacher_that_was_trained_and_goes_on_in_training_mode(
+    mode: dict[str, Any], before: bool, count: int
+) -> None:
+    built = RunBuilder()
+    teachers = built.model(("encoder.weight", "norm.weight"), modules=MODULES, variable="teacher")
+    built.optimizer(teachers)
+    students = built.model(("encoder.weight", "norm.weight"), modules=MODULES, root=1, variable="student")
+    for step in range(60):
+        if step < 10 and before:
+            built.forward(0, **TRAIN)
+            built.backward(teachers)
+            built.step()
+            continue
+        if step == 10:
+            built.optimizer(students, number=1, variable="adam")
+        built.forward(0, **mode | {"grad": False})
+        built.forward(1, **TRAIN)
+        built.backward(students)
+        built.step(1 if step >= 10 else 0)
+    found = findings(built, "TRAIN_IN_EVAL")
+    assert len(found) == count
+    assert not found or found[0].fix.startswith("teacher.eval()")
 
 
 def dropped(*, training: bool, root_training: bool, p: float = 0.1) -> RunBuilder:

@@ -1,6 +1,9 @@
 """Does a generator work against its critic? The slopes of both losses where the critic scores what was generated."""
 
+import contextlib
 import itertools
+import linecache
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +16,8 @@ from anybatch.records.lossfacts import Probed
 
 _MOST_OPTIMIZERS = 4
 _CLEARLY = 3  # times as far
+_LINES = 20  # in front of the backward of a critic, among which its target is made
+_DISCOUNTED = re.compile(r"gamma|discount|\brewards?\b", re.IGNORECASE)
 
 
 Held = Mapping[int, torch.Tensor]
@@ -28,10 +33,28 @@ def helped(tapes: Mapping[int, Tape], initial: Held) -> Iterator[Probed]:
         own, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
         if own and own <= all_there and (_trained(of_generator) - own or of_generator.opaque):
             evidence = {"critic": critic, "optimizer": generator}
+            yield from _against_values(of_critic, of_generator, own, initial, evidence)
             try:
                 yield _compared(of_critic, of_generator, own, initial, evidence)
             except Unknown as why:
                 yield Probed(probe="helped", root=-1, detail=str(why), evidence=evidence)
+
+
+def _against_values(
+    of_critic: Tape, of_actor: Tape, own: Collection[int], initial: Held, evidence: dict[str, Any]
+) -> Iterator[Probed]:
+    """Whether an actor makes small what its critic learns of rewards, as the lines in front of that one say."""
+    loss = of_critic.losses[-1]
+    around = linecache.getlines(loss.file)[max(0, loss.line - _LINES) : loss.line]
+    if not any(map(_DISCOUNTED.search, around)):
+        return
+    with contextlib.suppress(Unknown):
+        calls = _calls(of_actor, own)
+        _, slopes = _slopes(of_actor, calls, initial)
+        loss = of_actor.losses[-1]
+        wrong = bool(slopes) and all(one >= 0 for one in slopes) and any(slopes)
+        yield Probed(probe="small value", root=-1, answer="yes" if wrong else "no", file=loss.file, line=loss.line,
+                     evidence=evidence)  # fmt: skip
 
 
 def _trained(tape: Tape) -> set[int]:

@@ -37,7 +37,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
-    ("flat", functions.flat),
+    ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

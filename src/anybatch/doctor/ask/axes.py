@@ -157,16 +157,18 @@ def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
     for root, batches in kept.batches.items():
         padded, total, seen = 0, 0, set[int]()
         for tokens, name, given in batches:
-            if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point():
+            target, rows = given["target"], len(tokens)
+            if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point() or target.numel() % rows:
                 break
-            if given.get("weight") is not None or given["target"].numel() != tokens.numel():
+            if given.get("weight") is not None:
                 break
-            behind = padding_of(tokens)
-            at_end = given["target"].reshape(tokens.shape)[behind] if behind is not None else given["target"][:0]
+            target = target.reshape(rows, -1)
+            behind = padding_of(tokens if target.shape == tokens.shape else target)
+            at_end = target[behind] if behind is not None else target.flatten()[:0]
             seen |= set(at_end.tolist())
             if len(seen) > 1:
                 break
-            total += tokens.numel()
+            total += target.numel()
             padded += int((at_end != given.get("ignore_index", -100)).sum())
         else:
             if total and padded > _LEAST_PADDED * total:

@@ -1,5 +1,6 @@
 """Nets that are copies of trained ones: do they ever change, do their buffers, and does evaluation change them?"""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ _ENOUGH_STEPS = 30
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
 _LEAST_LOOKS = 4
+_BEHIND = 0.3  # of a step: an average with equal shares is one step behind
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
@@ -25,19 +27,21 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
     states = list(kept.states.values()) if run.steps >= _ENOUGH_STEPS else []
     for state in states:
         yield from _within(kept, run, state)
-        equal = [one for one in states if one is not state and _were_equal(one, state)]
-        online = next((one for one in equal if True in one.modes and _moved(one) & one.weights), None)
+        trained = [one for one in states if one is not state and True in one.modes and _moved(one) & one.weights]
+        equal = next((one for one in trained if _were_equal(one, state)), None)
+        online = equal or next((one for one in trained if _alike(one, state)), None)  # first called when it had moved
         moved = _moved(state)
         if online is None or not state.values:
             continue
         if not moved & state.weights:
-            yield _frozen(states, run, online, state)
+            if equal is not None:
+                yield _frozen(states, run, equal, state)
             continue
-        share = _share_taken(state, online)
+        share = _share_taken(state, online) or _kept_up(run, state, online)
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
             yield _of_copy("close copy", state, online, share=share)
-        if True not in state.modes and False in state.modes:
+        if equal is not None and True not in state.modes and False in state.modes:
             stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
             if stale and _moved(online) & set(stale):
                 yield _of_copy("copied buffers", state, online, buffers=len(stale), first=stale[0])
@@ -140,6 +144,26 @@ def _share_taken(state: State, online: State) -> float | None:
     return min(shares) if len(shares) >= _LEAST_LOOKS and max(shares) - min(shares) < _SAME_SHARE else None
 
 
+def _kept_up(run: Run, state: State, online: State) -> float | None:
+    """The least share of another net that a copy takes at each step, if it is less than a step behind at two looks.
+
+    Of two looks that are many steps apart: an average of a net that moves is as many steps behind it as it averages.
+    """
+    steps = run.steps - state.steps
+    first = online.went.get(state.steps)
+    if first is None or steps < _ENOUGH_STEPS or state.steps < 2:
+        return None
+
+    def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+        return math.dist(*([each[name][1] for name in sorted(names)] for each in (one, other)))
+
+    names = {name for name in state.weights if all(len(one.get(name, ())) == 2 for one in (state.values, first))}
+    step = apart(online.last, first) / steps  # at least so far it goes in each
+    behind = [apart(state.values, first), apart(state.last, online.last)]
+    is_near = step > 0 and all(0 < one < _BEHIND * step for one in behind)
+    return 1 - max(behind) / step if is_near else None
+
+
 def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:
     found = told(probe, root=state.root, online=online.root, online_module=online.name, **seen)
     return replace(found, module=state.name)
@@ -188,6 +212,9 @@ def about_evaluation(kept: Kept, run: Run) -> Iterator[Probed]:
 
 def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a net is given numbers of another scale in evaluation than in training, or rows that are all the same."""
+    for state in kept.states.values():
+        if state.again:
+            yield told("drawn again", root=state.root, answer="yes", calls=state.again)
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]

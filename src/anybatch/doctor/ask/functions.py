@@ -19,6 +19,7 @@ _MOST_NODES = 3000
 _MOST_FUNCTIONS = 8
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
 _LEAST_CUTS = 3
+_NEAREST = frozenset({"argmin", "min"})
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 
 
@@ -124,3 +125,45 @@ def forgotten(tape: Tape) -> Probed:
         if all(one is None for one in slopes):
             return told("forgotten", cuts[0], steps=len(cuts))
     return told("forgotten", answer="no")
+
+
+def twice(tape: Tape) -> Probed:
+    """Whether a layer is given one and the same tensor twice, as when one of two names in a line was not changed."""
+    seen: set[tuple[Any, ...]] = set()
+    for one in tape.operations[: tape.losses[-1].before]:
+        given = tuple(slots((one.args, one.kwargs)))
+        held = [slot for slot in given if slot in tape.parameters and tape.parameters[slot].dim() > 1]
+        if held and one.grad and one.outs and (one.name, given) in seen:
+            return told("twice", one, op=one.name, shape=list(tape.parameters[held[0]].shape))
+        seen.add((one.name, given))
+    return told("twice", answer="no")
+
+
+def quantised(tape: Tape) -> Probed:
+    """Whether what is nearest takes the place of what an encoder made, and what is behind it does not train that."""
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    for place, choice in enumerate(tape.operations[: loss.before]):
+        nearest = choice.outs[-1] if choice.name in _NEAREST and choice.outs else None
+        if nearest is None or run.values[nearest].dtype != torch.int64:
+            continue
+        before = slots_of(tape, replace(loss, slot=nearest, before=place + 1)) & tape.parameters.keys()
+        follows, table, lookup = {nearest}, set[Slot](), choice
+        for one in tape.operations[place + 1 : loss.before]:
+            given = set(slots((one.args, one.kwargs)))
+            held = given & tape.parameters.keys()
+            if not given & follows:
+                continue
+            follows |= set(one.outs)
+            if held <= before:
+                table |= held
+                lookup = one if held else lookup
+            elif needed & set(one.outs):
+                encoder = [value for slot in before - table if (value := run.values[slot]).requires_grad]
+                made = run.values[one.outs[0]].sum()
+                found = torch.autograd.grad(made, encoder, retain_graph=True, allow_unused=True) if encoder else ()
+                if encoder and all(slope is None for slope in found):
+                    return told("quantised", lookup, op=choice.name)
+                break
+    return told("quantised", answer="no")

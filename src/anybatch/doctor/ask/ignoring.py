@@ -7,9 +7,10 @@ import torch
 from anybatch.doctor.ask.leaks import _difference, _largest, _pairs
 from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown, tensors, told
 from anybatch.doctor.ask.weighing import padding_of
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import Evaluated, LossCall, Probed
 from anybatch.records.runs import Run
 
+OF_SCORES = ("cross_entropy", "binary_cross_entropy_with_logits")
 _SPREAD = 1e-6
 _ROUNDED = 1e-4  # of the largest output
 _MUCH = 0.5  # of the spread over rows: a convolution at the border of a row, or a mean of many tokens, changes less
@@ -95,6 +96,29 @@ def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Prob
         return told("modes", root=root, answer="no")
     guilty = _first_different(first, second)
     return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=_largest(pairs))
+
+
+def squashed_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
+    """Whether what goes as scores into a loss in training comes as probabilities into it in evaluation."""
+    losses = [one for one in run.of(Evaluated) if one.function in OF_SCORES]
+    if not losses or not any(one.root == root and one.function in OF_SCORES for one in run.of(LossCall)):
+        raise Unknown("no loss that takes scores was seen in an evaluation")
+    evaluated = tensors(trial.forward(trial.inputs))
+    trial.module.train()
+    try:
+        trained = tensors(trial.forward(trial.inputs))
+    finally:
+        trial.module.eval()
+    pairs = [(a, b) for a, b in zip(evaluated, trained, strict=False) if a.is_floating_point() and a.shape == b.shape]
+    is_so = any(_is_probability(a, losses[0].function) and not _is_probability(b, losses[0].function) for a, b in pairs)
+    return told("evaluated scores", losses[0], root=root, answer="yes" if is_so else "no", function=losses[0].function)
+
+
+def _is_probability(one: torch.Tensor, function: str) -> bool:
+    is_within = one.numel() > 1 and bool(((one >= 0) & (one <= 1)).all())
+    if function != "cross_entropy" or not is_within:
+        return is_within
+    return one.dim() > 1 and bool(((one.sum(1) - 1).abs() < 1e-3).all())
 
 
 def _first_different(first: Operations, second: Operations) -> Operation | None:

@@ -59,10 +59,12 @@ class State:
     # whether it was called in training mode, and whether in evaluation mode
     modes: set[bool] = field(default_factory=set)
     inputs: dict[int, set[Any]] = field(default_factory=dict)  # for each looked at step what it was given
-    # the same as ``values`` at each of the first looked at steps
+    # the same as ``values`` at each of the first looked at steps, and where another net was first called
     went: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: int = 0  # steps before its first call
     within: str = ""  # the part of the net that this is of
+    before: Any = None  # what tells what it was given when it was last called without a graph in training mode
+    again: int = 0  # how often it was given the same then as the time before
 
     @property
     def weights(self) -> set[str]:
@@ -190,8 +192,12 @@ class Kept:
         is_new = state is None or state.module() is not module
         if is_new and len(self.states) < _MOST_NETS:
             state = self.states[id(module)] = self._state(module, root, name, step)
+            self._look_at_all(step)
         if state is not None:
             state.modes.add(mode)
+            if mode and not torch.is_grad_enabled() and first is not None:
+                same, state.before = state.before, mark(first)
+                state.again += same == state.before
             is_early = step - state.steps < _MOST_WENT
             if not is_new and (is_early or self._sampled()) and step not in state.inputs:
                 state.last = marks(module)
@@ -296,6 +302,11 @@ class Kept:
         self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
+
+    def _look_at_all(self, step: int) -> None:
+        for state in self.states.values():
+            if (module := state.module()) is not None:
+                state.went.setdefault(step, marks(module))
 
     def look_again(self) -> None:
         """Looks at all nets that are there once more."""

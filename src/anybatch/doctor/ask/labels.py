@@ -29,7 +29,7 @@ _LITTLE = 0.03  # of the loss of those who know how frequent the labels of the h
 
 def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> Probed:
     """Whether labels of classes are related to what the model is given."""
-    inputs, labels, width = _pairs(kept, root)
+    inputs, labels, width, is_fresh = _pairs(kept, root)
     count = len(labels)
     classes = int(labels.max()) + 1
     half = count * 2 // 3
@@ -37,6 +37,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     expected = float((share**2).sum())
     agreement, error = _neighbours(inputs, labels, expected)
     evidence: dict[str, Any] = {"samples": count, "classes": classes, "agreement": agreement, "by_chance": expected}
+    evidence |= {"fresh": is_fresh}  # none came twice, so that none can have been learned by heart
     if agreement - expected > 3.5 * error or _correlated(inputs, labels, classes):
         return told("labels", root=root, answer="no", **evidence)
     if module is None:
@@ -51,20 +52,23 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     return told("labels", root=root, answer=answer, **evidence)
 
 
-def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Inputs and labels of classes, each input once, and how many classes are told apart."""
+def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+    """Inputs and labels of classes, each input once, how many are told apart, and whether hardly any came twice.
+
+    0 classes are two of which one score tells, and -1 two of which one probability does.
+    """
     found = [
-        (first, given["target"], given["shape"])
+        (first, labels, width)
         for first, name, given in kept.batches.get(root, ())
-        if name in ("cross_entropy", "nll_loss") and given["target"].dim() == 1
-        and len(given["target"]) == len(first) and not given["target"].is_floating_point() and len(given["shape"]) == 2
+        if (labels := _classes(given["target"], name)) is not None and len(labels) == len(first)
+        and (width := _width(name, given["shape"], len(first))) is not None
     ]  # fmt: skip
     found = [one for one in found if one[0].shape[1:] == found[-1][0].shape[1:] and one[0].dim() > 1]
     if any(not one.is_floating_point() for one, *_ in found):
         raise Unknown("neighbours of symbols say nothing, and what is made of them may be hard to learn")
     if not found:
         raise Unknown("no batches with one class for each row were kept")
-    if len({one[2][1] for one in found}) > 1:
+    if len({one[2] for one in found}) > 1:
         raise Unknown("the losses are of different classes")
     inputs, labels = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
     ignored = labels < 0
@@ -72,15 +76,30 @@ def _pairs(kept: Kept, root: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     some = inputs.flatten(1)[:, :: max(1, inputs[0].numel() // 16)][:, :16]
     different = {tuple(row.tolist()): number for number, row in enumerate(some)}
     once = torch.tensor(sorted(different.values()))
-    if len(once) > (1 - _REPEATED) * len(labels):
-        raise Unknown("hardly any sample came twice, so that none can have been learned by heart")
+    is_fresh = len(once) > (1 - _REPEATED) * len(labels)
     inputs, labels = inputs[once], labels[once]
     counts = labels.bincount()
     if len(labels) < _LEAST or int((counts > 0).sum()) < 2 or len(labels) < 12 * int((counts > 0).sum()):
         raise Unknown(f"{len(labels)} different samples were kept, which are too few")
     if float(counts.max()) > 0.9 * len(labels):
         raise Unknown("nearly all labels are of one class")
-    return inputs, labels, int(found[0][2][1])
+    return inputs, labels, int(found[0][2]), is_fresh
+
+
+def _classes(target: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Targets as numbers of classes, one for each row; ``None`` where they are something else."""
+    if name in ("cross_entropy", "nll_loss"):
+        return None if target.is_floating_point() or target.dim() != 1 else target
+    is_binary = (
+        name.startswith("binary") and target.numel() == len(target) and bool(((target == 0) | (target == 1)).all())
+    )
+    return target.flatten().long() if is_binary else None
+
+
+def _width(name: str, shape: Any, rows: int) -> int | None:
+    if name.startswith("binary"):
+        return -(name == "binary_cross_entropy") if math.prod(shape) == rows else None
+    return int(shape[1]) if len(shape) == 2 else None
 
 
 def _neighbours(inputs: torch.Tensor, labels: torch.Tensor, expected: float) -> tuple[float, float]:
@@ -142,7 +161,11 @@ def _fitted(
 
 
 def _logits(model: nn.Module, inputs: torch.Tensor, width: int) -> torch.Tensor:
-    found = [one for one in tensors(model(inputs)) if one.shape == (len(inputs), width)]
+    rows = len(inputs)
+    found = [one for one in tensors(model(inputs)) if one.shape == (rows, width) or (width < 1 and one.numel() == rows)]
     if len(found) != 1:
         raise Unknown(f"{len(found)} outputs have a row of classes for each input")
-    return found[0]
+    if width > 0:
+        return found[0]
+    score = found[0].flatten() if width == 0 else found[0].flatten().clamp(1e-6, 1 - 1e-6).logit()
+    return torch.stack((torch.zeros_like(score), score), 1)

@@ -198,7 +198,8 @@ def of_itself(tape: Tape) -> Probed:
         computed |= set(operation.outs)
         if not needed & set(operation.outs) or not found:
             continue
-        if operation.name == "kl_div" and _is_itself(operation, [run.values[one].detach() for one in given[:2]]):
+        sides = [run.values[one].detach() for one in given[:2]]
+        if operation.name == "kl_div" and not drops and _is_itself(operation, sides):
             return _itself(operation)
         if operation.name in _MATCHING and _is_twice(tape, [given[0], given[-1]], run):
             return _itself(operation)
@@ -213,9 +214,9 @@ def of_itself(tape: Tape) -> Probed:
         if operation.name in _DIFFERENCES and not drops and _are_twins(tape, given, run):
             twins[operation.outs[0]] = operation
         if operation.name in _COMPARING or operation.name in _DIFFERENCES:
-            sides = [run.values[one] for one in given[:2]]
-            alike = len(given) >= 2 and sides[0].shape == sides[1].shape and set(given[:2]) & computed
-            if alike and sides[0].numel() > 1 and float(sides[0].detach().double().std()) > 0:
+            made = set(given[:2]) & computed
+            alike = len(given) >= 2 and sides[0].shape == sides[1].shape and made and not (drops and len(made) > 1)
+            if alike and sides[0].numel() > 1 and float(sides[0].double().std()) > 0:
                 differences[operation.outs[0]] = operation
                 if operation.name in _COMPARING:
                     return _itself(operation)

@@ -17,8 +17,10 @@ _ENDS = re.compile(
     r"^((b_?|batch_?)?(is_)?(done|terminal|terminated|not_?done|nonterminal)(s|_mask|_flags?|_batch)?(_?b)?|d)$", re.I
 )
 _MASKS = re.compile(r"^(\w+_)?(masks?|padding|sample_weights?|is_weights?|importance_weights?)(_?b)?$", re.I)
+_ACTIONS = re.compile(r"^(b_?|batch_?)?a(ct(ion)?s?)?(_batch)?(_?b)?$", re.I)
 _REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
+_FIELDS = {"end": _ENDS, "mask": _MASKS, "action": _ACTIONS}
 _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
 
@@ -32,7 +34,8 @@ def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         lines = {one.line for one in run.of(Backward) if one.file == file}
         for name, line in unread(tree, lines):
-            evidence = {"name": name, "mask": not _ENDS.match(name)}
+            kind = next(kind for kind, one in _FIELDS.items() if one.match(name))
+            evidence = {"name": name, "kind": kind}
             yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
 
 
@@ -61,7 +64,10 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         for name, line in given.items():
             if name in read or (len(name) == 1 and not any(map(_REWARDS.match, given))):
                 continue
-            if (_ENDS.match(name) and _discounts(scope, literals=goes_back)) or _MASKS.match(name):
+            is_of_values = any(map(_REWARDS.match, given)) and _takes_best(scope)  # of a state alone no action is asked
+            if (
+                (_ENDS.match(name) or (_ACTIONS.match(name) and is_of_values)) and _discounts(scope, literals=goes_back)
+            ) or _MASKS.match(name):
                 yield name, line
 
 
@@ -70,6 +76,10 @@ def _scopes(tree: ast.Module) -> Iterator[Any]:
     functions = [one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
     yield from functions
     yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
+
+
+def _takes_best(scope: Any) -> bool:
+    return any(isinstance(one, ast.Attribute) and one.attr in ("max", "amax") for one in ast.walk(scope))
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:

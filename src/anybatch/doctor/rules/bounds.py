@@ -168,6 +168,17 @@ def loss_sign(
             optimizer=int(probed.evidence["optimizer"]),
             evidence=probed.evidence,
         )
+    for probed in answers(run, "small value"):
+        actor, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
+        yield Found(
+            text=f"The loss of {actor} rises with the value that the critic of {critic} gives{near(probed)}, which it "
+            "learns from rewards: the actor looks for what is worst.",
+            fix="loss = -critic(state, actor(state)).mean()",
+            cause="An optimizer minimises, and a value should become large.",
+            since=probed,
+            optimizer=int(probed.evidence["optimizer"]),
+            evidence=probed.evidence,
+        )
     if not adversarial(run):
         yield from _turned(run)
         yield from _unbounded(run, faster, absurd)

@@ -49,9 +49,9 @@ def copy_too_close(run: Run) -> Iterator[Found]:
         copied, online = _both(run, probed)
         share = float(probed.evidence["share"])
         yield Found(
-            text=f"{copied} takes {share:.3g} of {online} at each step and keeps {max(1 - share, 0):.2g} of itself: "
-            "it is no slow average, but nearly the trained net.",
-            fix=f"slow.mul_(decay).add_(fast, alpha=1 - decay)  # with decay = {max(share, 0.9):.3g}"
+            text=f"{copied} takes about {share:.3g} of {online} at each step and keeps {max(1 - share, 0):.2g} of "
+            "itself: it is no slow average, but nearly the trained net.",
+            fix=f"slow.mul_(decay).add_(fast, alpha=1 - decay)  # with decay = {max(round(share, 3), 0.9):.3g}"
             if share < 0.9999
             else f"{copied}.load_state_dict({online}.state_dict())  # every few hundred steps only, or an average",
             cause="The decay and one minus the decay have changed places, or the copy is made anew at every step.",

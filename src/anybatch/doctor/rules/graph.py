@@ -73,6 +73,27 @@ class Cut(NamedTuple):
     step: int
 
 
+_ASKED = {
+    "forgotten": (
+        (
+            "The state is detached{near} at each of {steps} steps of a sequence, and the loss comes behind the last "
+            "one: nothing is trained to remember what came before."
+        ),
+        "h = cell(x[:, t], h)  # without detach; between sequences it may stand",
+        "A detached state is a constant, so that no gradient goes back to the steps before.",
+    ),
+    "quantised": (
+        (
+            "What is nearest by {op}{near} takes the place of what the encoder made, and the encoder gets no gradient "
+            "from what is computed of it: it does not learn to say what the decoder needs."
+        ),
+        "q = z + (q - z).detach()  # straight through: the value of q, and the gradient goes to z",
+        "An index has no gradient, so that a look-up trains the table and nothing before it.",
+    ),
+}
+"""What a question to a step has shown: the text, what to change, and why."""
+
+
 @rule(
     "AB201", "GRAPH_CUT", "error",
     explains=(*STANDS_STILL, "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "BACKEND_NO_WRITE", "LOSS_TERM_CUT"),
@@ -80,17 +101,17 @@ class Cut(NamedTuple):
 def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave a part out")) -> Iterator[Found]:
     """Parameters whose way to the loss is cut."""
     yield from _zero_gradients(run)
-    for probed in answers(run, "forgotten"):
-        yield Found(
-            text=f"The state is detached{near(probed)} at each of {probed.evidence['steps']} steps of a sequence, and "
-            "the loss comes behind the last one: nothing is trained to remember what came before.",
-            fix="h = cell(x[:, t], h)  # without detach; between sequences it may stand",
-            cause="A detached state is a constant, so no gradient reaches the steps before.",
-            since=0,
-            where=probed,
-            evidence=probed.evidence,
-            severity="warning",
-        )
+    for probe, (text, fix, cause) in _ASKED.items():
+        for probed in answers(run, probe):
+            yield Found(
+                text=text.format(near=near(probed), **probed.evidence),
+                fix=fix,
+                cause=cause,
+                since=0,
+                where=probed,
+                evidence=probed.evidence,
+                severity="warning",
+            )
     hidden = _roots_without_graph(run)
     lost = {number for number in _without_gradient(run) if run.parameters[number].root not in hidden}
     count = len(passes(run))

@@ -42,6 +42,16 @@ def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterato
         yield replace(one, text=one.text + more)
     if not first:
         yield from _again_by_hand(run, batches)
+    for probed in answers(run, "evaluated scores"):
+        function = probed.evidence["function"]
+        yield Found(
+            text=f"{root_variable(run, probed.root)} gives probabilities in evaluation mode and scores in training "
+            f"mode, and {function}{near(probed)} is given the former: it takes its own softmax or sigmoid, so that "
+            "this loss is not that of the training.",
+            fix="give scores in both modes, and take the softmax where classes are predicted",
+            cause="The forward ends in an activation in evaluation mode only.",
+            since=probed,
+        )
 
 
 def _again_by_hand(run: Run, least: float) -> Iterator[Found]:
@@ -375,6 +385,16 @@ def _beyond(run: Run, calls: list[LossCall], activation: str, outside: float) ->
         if one.target_low is not None and one.target_high is not None
     ]
     beyond = [one for one, far in looked if far > outside * (one.target_std or 0.0)]
+    is_zero = low == 0 and [one.high for one in calls if one.high is not None][-2:] == [0.0, 0.0]
+    if is_zero and len(beyond) < len(looked):
+        name = _model(run, calls[0])
+        yield Found(
+            text=f"The output of {name} goes through a {activation} and is 0 for every input at the end: nothing in "
+            "front of it gets a gradient any more.",
+            fix=f"remove the {activation} behind the last layer of {name}; F.softplus keeps it positive",
+            cause="Where all that goes into a relu is negative, its gradient is 0, and it stays so.",
+            since=calls[0],
+        )
     if len(beyond) < 2 or len(beyond) < len(looked):
         return
     call, name = beyond[0], _model(run, calls[0])

@@ -5,14 +5,18 @@ from math import prod
 from pathlib import PurePath
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
 from anybatch.doctor.views.windows import ever_touched, passes, trained_forwards, written
 from anybatch.records.events import Backward, DropoutCall, Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Replicas
 from anybatch.records.runs import Run
-from anybatch.records.samples import Activations, Buffers, InputSample
+from anybatch.records.samples import Activations, Buffers
 from anybatch.records.tables import ModuleFacts
+
+_TAUGHT = 20
+"""Calls beside as many of another net: a teacher, and no evaluation."""
 
 
 @rule("AB451", "EVAL_IN_TRAINING", "error", explains=("DROPOUT_NEVER_ON",))
@@ -84,11 +88,14 @@ def train_in_eval(
 ) -> Iterator[Found]:  # fmt: skip
     """Evaluations in training mode."""
     for root, facts in run.roots.items():
+        yield from _teaches_noisily(run, root, calls)
         rows = _evaluations(run, root)
         if not trained_forwards(run, root) or not updates(run) or not rows or len(rows) > share * len(updates(run)):
             continue
         long = [one for one in rows if len(one) >= calls]
-        if not (long or len(rows) >= calls) or _repeated(run, root, calls):
+        if not (long or len(rows) >= calls) or any(
+            one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again")
+        ):
             continue
         one, variable = (long or rows)[0][0], root_variable(run, root)
         count = sum(map(len, rows))
@@ -108,6 +115,30 @@ def train_in_eval(
         )
 
 
+def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
+    """A net that was trained, and is then called in training mode beside another one that is trained."""
+    mine = [one for one in run.of(Forward) if one.root == root]
+    last = max((one.at for one in mine if one.grad), default=run.facts[-1].at)
+    after = [one for one in mine if one.at > last and one.training and one.trained]
+    others = [one for one in run.of(Forward) if one.root != root and one.at > last and one.grad and one.training]
+    steps = sum(at > last for at in updates(run))
+    drawn = any(one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again"))
+    if len(after) < _TAUGHT or len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn:
+        return
+    variable = root_variable(run, root)
+    yield Found(
+        text=f"{variable} is trained no more since step {after[0].step}, and is called in training mode"
+        f"{near(after[0])} beside {root_variable(run, others[0].root)}: what drops and what normalises by the batch is "
+        "on, so that what it says of a sample changes with chance and with the rest of the batch.",
+        fix=f"{variable}.eval()  # before the training{near(others[0])}",
+        cause=f"{variable} is still in the mode of its own training.",
+        since=after[0],
+        step=after[2],
+        module=(root, ""),
+        evidence={"calls": len(after), "beside": root_variable(run, others[0].root)},
+    )
+
+
 def _evaluations(run: Run, root: int) -> list[list[Forward]]:
     """Rows of forwards of a root without gradient and in training mode, after its training has begun."""
     found: list[list[Forward]] = [[]]
@@ -122,13 +153,6 @@ def _evaluations(run: Run, root: int) -> list[list[Forward]]:
             found = [*found, []] if begun else [[]]
         begun = begun or isinstance(one, Stepped)
     return [row for row in found if row and begun]
-
-
-def _repeated(run: Run, root: int, times: float) -> bool:
-    """Whether calls without gradient were made several times on one and the same batch."""
-    without = {one.at for one in run.of(Forward) if one.root == root and not one.grad}
-    hashes = [sample.hash for sample in run.of(InputSample) if sample.forward in without and sample.hash]
-    return any(hashes.count(one) >= times for one in set(hashes))
 
 
 def _drops(run: Run, *, training: bool) -> list[list[DropoutCall]]:
@@ -307,27 +331,41 @@ def bn_tiny_batch(
         )
 
 
+def _left(run: Run, root: int, momentum: float) -> float:
+    """The share of running statistics that a training has left as it was when they are used; 0 where they are not."""
+    calls = [one for one in run.of(Forward) if one.root == root]
+    used = next((one for one in reversed(calls) if not one.training and not one.grad), None)
+    batches = sum(one.training and one.grad and used is not None and one.at < used.at for one in calls)
+    loaded = any(one.into == "module" for one in run.of(Loaded))
+    return float((1 - momentum) ** batches) if batches >= 20 and momentum > 0 and not loaded else 0.0
+
+
 @rule("AB457", "BN_MOMENTUM", "warning", slows=True)
 def bn_momentum(
-    run: Run, *, most: float = Limit(0.9, "torch's is the share of the last batch; others give that of what was there")
-) -> Iterator[Found]:
-    """Batch norms that keep nearly nothing of what they have seen."""
+    run: Run, *, most: float = Limit(0.9, "torch's is the share of the last batch; others give that of what was there"),
+    first: float = Limit(0.3, "of the running statistics are still what they were before the training"),
+) -> Iterator[Found]:  # fmt: skip
+    """Batch norms that keep nearly nothing of what they have seen, or take nearly nothing of it."""
     for root, facts in run.roots.items():
         found = [
             (one.name, value) for one in facts.modules
             if one.kind == "batch_norm" and one.options.get("track_running_stats", True)
-            and isinstance(value := one.options.get("momentum"), float) and most <= value < 1
+            and isinstance(value := one.options.get("momentum"), float)
+            and (most <= value < 1 or _left(run, root, value) > first)
         ]  # fmt: skip
         call = next((one for one in run.of(Forward) if one.root == root and one.trained and one.grad), None)
         if not found or call is None:
             continue
-        names, (first, value) = Names(qualified(run, root, name) for name, _ in found), found[0]
+        names, (norm, value) = Names(qualified(run, root, name) for name, _ in found), found[0]
+        what = f"only {1 - value:.2g} is kept at each batch"
+        if value < most:
+            what = f"{_left(run, root, value):.0%} is still the 0 and 1 of the start, and the evaluation takes them"
         yield Found(
-            text=f"{names} {names:has|have} momentum={value:g}: of the running statistics only {1 - value:.2g} is kept "
-            "at each batch.",
-            fix=f"{module_code(run, root, first)}.momentum = {round(1 - value, 6):g}",
+            text=f"{names} {names:has|have} momentum={value:g}: of the running statistics {what}.",
+            fix=f"{module_code(run, root, norm)}.momentum = {round(1 - value, 6) if value >= most else 0.1:g}",
             cause="torch's momentum is the share of the new batch; elsewhere it is that of what was there before.",
             since=call,
             module=_above(list(names)),
             evidence={"momentum": value, "modules": len(names)},
+            severity="error" if value < most else "",  # a training that goes well does not help the evaluation
         )

@@ -15,6 +15,9 @@ from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
+_LOOKS, _TARGETS = 5, 100
+"""So many calls, and targets in them, are looked at before all are said to be of one class."""
+
 _OF_TRUTH = ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss")
 
 
@@ -40,7 +43,10 @@ def labels_unrelated(
     """Labels of other inputs."""
     yield from _terms_apart(run)
     for probed in answers(run, "labels"):
-        if outcome(run).word == "learning" and not _at_first(run) > flat:
+        word = outcome(run).word
+        if (word == "learning" and not _at_first(run) > flat) or (
+            probed.evidence.get("fresh") and word != "not learning"
+        ):
             continue
         seen, call = probed.evidence, next((one for one in run.of(LossCall) if one.root == probed.root), None)
         yield Found(
@@ -82,17 +88,28 @@ def _at_first(run: Run) -> float:
     return fmean(value / guess for value, guess in late if guess) if len(late) >= 3 else 0.0
 
 
+_UNREAD = {
+    "mask": ("the loss is taken over what it leaves out", "weigh the loss with it, and divide by {name}.sum()"),
+    "end": (
+        "the targets go on behind the last state",
+        "... + gamma * next_value * (1 - {name}), with {name} as float",
+    ),
+    "action": (
+        "the value of the best action is trained, whatever was done",
+        "q = net(state).gather(1, {name}.unsqueeze(1)).squeeze(1)",
+    ),
+}
+"""What a field is for that nothing reads, and how it is used."""
+
+
 @rule("AB657", "FIELD_UNREAD", "warning", needs=(Probed,))
 def field_unread(run: Run) -> Iterator[Found]:
     """Ends and masks that nothing reads."""
     for probed in answers(run, "unread field"):
-        name, is_mask = probed.evidence["name"], bool(probed.evidence.get("mask"))
+        name, (text, fix) = probed.evidence["name"], _UNREAD[str(probed.evidence.get("kind", "end"))]
         yield Found(
-            text=f"{name} is given a value{near(probed)} and read by nothing: "
-            + ("the loss is taken over what it leaves out." if is_mask else "the targets go on behind the last state."),
-            fix=f"weigh the loss with it, and divide by {name}.sum()"
-            if is_mask
-            else f"... + gamma * next_value * (1 - {name}), with {name} as float",
+            text=f"{name} is given a value{near(probed)} and read by nothing: {text}.",
+            fix=fix.format(name=name),
             cause="It was unpacked and then left out of the formula.",
             since=probed,
         )
@@ -223,7 +240,8 @@ def _all_alike(run: Run) -> Iterator[Found]:
 def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterator[Found]:
     for same in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss")).values():
         known = [(one, one.value) for one in same if one.target_classes >= 0 and one.value is not None]
-        if len(known) < steps or not 1 < known[0][0].classes <= classes:
+        looked = sum(one.items for one, _ in known)
+        if len(same) < steps or len(known) < _LOOKS or looked < _TARGETS or not 1 < known[0][0].classes <= classes:
             continue
         first = known[0][0]
         is_one = all(one.target_classes == 1 and one.target_mean == first.target_mean for one, _ in known)

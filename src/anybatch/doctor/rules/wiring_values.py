@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import NOWHERE, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import unused_names
 from anybatch.doctor.views.naming import (
     Names,
@@ -301,12 +302,16 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
     ]
     if idle and step is not None:
         names, first = Names(names_of(run, idle)), run.parameters[idle[0]]
+        shapes = [list(run.parameters[one].shape) for one in idle]
+        again = next((one for one in answers(run, "twice") if one.evidence["shape"] in shapes), None)
+        also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
         yield Found(
-            text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}.",
+            text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
             fix=f"call {module_code(run, first.root, first.module)} in the forward, or take it out",
             cause="The module was never called, or its output is in no loss.",
             since=step,
-            where=NOWHERE,
+            where=again or NOWHERE,
+            severity="warning" if again is not None else "",
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},

@@ -10,6 +10,7 @@ from anybatch.doctor.views.courses import Course, groups_of
 from anybatch.doctor.views.measures import Entry, entries, ratio
 from anybatch.doctor.views.naming import module_code, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms
@@ -17,6 +18,9 @@ from anybatch.records.tables import ParameterFacts
 
 _HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """The relative distance below which an update is rounded away."""
+
+_LITTLE_LEFT = 0.3
+"""Of the length of the weights of a model that learned nothing, which a gradient does not make so short."""
 
 
 def _series(one: OptimizerView) -> dict[int, list[tuple[Norms, Entry]]]:
@@ -165,6 +169,7 @@ def decay_dominates(
         shrinking = rate >= share and (decoupled or cls == "SGD" or not losses.fell)
         usual = median_high(_decay(run, norms, decoupled) for norms in one.samples)
         first, last = (math.hypot(*(each.weight for each in entries(run, one.samples[index]))) for index in (0, -1))
+        shrinking = shrinking or (outcome(run).word == "not learning" and last < _LITTLE_LEFT * first)
         strong = shrinking or (usual >= times and not losses.fell)
         if not strong or last > rest * first or first == 0:
             continue

@@ -1,0 +1,199 @@
+"""Questions after public reports: yes for what was reported, and no for its repaired twin."""
+
+import ast
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.ask.source import unread
+from test_doctor_ask import ROWS, answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+
+class Quantised(nn.Module):
+    """An autoencoder with a table in the middle."""
+
+    def __init__(self, way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.table = nn.Linear(6, 4), nn.Linear(4, 6), nn.Embedding(8, 4)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.encoder(x)
+        q = self.table(torch.cdist(z, self.table.weight).argmin(1))
+        return self.decoder(self.way(z, q)), F.mse_loss(q, z.detach()) + F.mse_loss(z, q.detach())
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [(lambda z, q: q, "yes"), (lambda z, q: z + (q - z).detach(), "no"), (lambda z, q: q + 0.1 * z, "no")],
+)
+def test_a_quantiser_without_its_way_back_is_told(way: Callable[..., torch.Tensor], expected: str) -> None:
+    def train() -> None:
+        net = Quantised(way)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            made, more = net(x)
+            optimizer.zero_grad()
+            (F.mse_loss(made, x) + more).backward()
+            optimizer.step()
+
+    assert answer(train, "quantised") == expected
+
+
+class Heads(nn.Module):
+    """Two heads, of which both names may mean one."""
+
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.body, self.mean, self.spread, self.second = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3), second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).relu()
+        made: torch.Tensor = self.mean(h) + torch.randn(3) * getattr(self, self.second)(h).exp()
+        return made
+
+
+@pytest.mark.parametrize(("second", "expected"), [("mean", "yes"), ("spread", "no")])
+def test_a_head_that_is_taken_twice_is_told(second: str, expected: str) -> None:
+    def train() -> None:
+        net = Heads(second)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(ROWS, 6)), torch.randint(0, 3, (ROWS,))).backward()
+            optimizer.step()
+
+    assert answer(train, "twice") == expected
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.3, "no"), (0.0, "yes")])
+@pytest.mark.parametrize("apart", [F.mse_loss, lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="sum")])
+def test_two_draws_of_one_batch_are_not_itself(apart: Callable[..., torch.Tensor], rate: float, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(rate) if rate else nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.randn(ROWS, 6)
+            one, other = net(x), net(x)
+            optimizer.zero_grad()
+            (F.cross_entropy(one, x[:, :3].argmax(1)) + apart(one, other)).backward()
+            optimizer.step()
+
+    assert answer(train, "itself") == expected
+
+
+class Evaluated:
+    """An average that is made with a share of the net, and only evaluated."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self) -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        slow, weights = copy.deepcopy(net), torch.randn(6, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(1, 101):
+            x = torch.randn(ROWS, 6)
+            optimizer.zero_grad()
+            F.mse_loss(net(x), x @ weights).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(slow.parameters(), net.parameters(), strict=True):
+                    one.lerp_(other, self.share)
+                if step % 50 == 0:
+                    slow(x)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.995, "yes"), (0.1, ""), (0.01, "")])
+def test_an_average_that_is_only_evaluated_and_follows_at_once_is_told(share: float, expected: str) -> None:
+    assert answer(Evaluated(share), "close copy") == expected
+
+
+@pytest.mark.parametrize(("again", "expected"), [(True, "yes"), (False, "")])
+def test_an_evaluation_that_draws_several_times_for_one_batch_is_told(again: bool, expected: str) -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        same = torch.randn(ROWS, 6)
+        with torch.no_grad():
+            for _ in range(5):
+                net(same if again else torch.randn(ROWS, 6))
+
+    assert answer(train, "drawn again") == expected
+
+
+@pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
+@pytest.mark.parametrize("ends", [[], [nn.Sigmoid()]])
+def test_labels_of_yes_and_no_are_asked_of_too(ends: list[nn.Module], related: bool, expected: str) -> None:
+    loss = F.binary_cross_entropy if ends else F.binary_cross_entropy_with_logits
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), *ends)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            x = torch.randn(96, 6)
+            y = (x[:, :1] > 0).float()
+            optimizer.zero_grad()
+            loss(net(x), y if related else y.roll(1, 0)).backward()
+            optimizer.step()
+
+    assert answer(train, "labels") == expected
+
+
+@pytest.mark.parametrize(("squashes", "expected"), [(True, "yes"), (False, "no")])
+def test_scores_that_are_probabilities_in_evaluation_only_are_told(squashes: bool, expected: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.layer(x)
+            return scores.softmax(1) if squashes and not self.training else scores
+
+    def train() -> None:
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x, y = torch.randn(ROWS, 6), torch.randint(0, 3, (ROWS,))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            net.eval()
+            with torch.no_grad():
+                F.cross_entropy(net(x), y)
+            net.train()
+
+    assert answer(train, "evaluated scores") == expected
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, "yes"), (-1.0, "no")])
+def test_an_actor_that_looks_for_small_values_is_told(sign: float, expected: str) -> None:
+    def train() -> None:
+        actor, critic, gamma = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.Linear(5, 1), 0.9
+        of_actor, of_critic = torch.optim.Adam(actor.parameters()), torch.optim.Adam(critic.parameters())
+        for _ in range(6):
+            s, a, r, after = torch.randn(ROWS, 3), torch.rand(ROWS, 2), torch.randn(ROWS, 1), torch.randn(ROWS, 3)
+            with torch.no_grad():
+                target = r + gamma * critic(torch.cat([after, actor(after)], 1))
+            of_critic.zero_grad()
+            F.mse_loss(critic(torch.cat([s, a], 1)), target).backward()
+            of_critic.step()
+            of_actor.zero_grad()
+            (sign * critic(torch.cat([s, actor(s)], 1)).mean()).backward()
+            of_actor.step()
+
+    assert answer(train, "small value") == expected
+
+
+def test_an_action_that_a_best_value_does_without_is_unread() -> None:
+    text = "def learn(batch):\n  s, a, r, t = batch\n  y = r + GAMMA * q(t).max(1)[0]\n  loss({}, y).backward()"
+    assert list(unread(ast.parse(text.format("q(s).max(1)[0]")), {4})) == [("a", 2)]
+    assert not list(unread(ast.parse(text.format("q(s).gather(1, a)")), {4}))
+    assert not list(unread(ast.parse(text.replace("q(t).max(1)[0]", "v(t)").format("v(s)")), {4}))  # of states alone
