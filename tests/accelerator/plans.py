@@ -13,7 +13,8 @@ import anybatch
 from accelerator.engine import MIB, batch_of, loss_fn, mlp, on_device
 from anybatch.accelerators import release_cache
 from anybatch.memory.allocator import CachingAllocator
-from anybatch.planning import recipe, reserved, search
+from anybatch.planning import reserved, search
+from anybatch.planning.recipe import splittings
 
 
 def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
@@ -125,8 +126,7 @@ class Listed(CachingAllocator):
 
 @pytest.mark.parametrize("rows", [2048, 2047])  # the last micro-batch is as large as the others, and smaller
 def test_a_replay_takes_what_the_device_gives(device: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    original = recipe.splittings
-    monkeypatch.setattr(search, "splittings", lambda subject: [one for one in original(subject) if one.count == 64])
+    monkeypatch.setattr(search, "splittings", lambda subject: [one for one in splittings(subject) if one.count == 64])
     monkeypatch.setattr(reserved, "CachingAllocator", Listed)
     monkeypatch.setattr(Listed, "most", 0)
     torch.manual_seed(0)
