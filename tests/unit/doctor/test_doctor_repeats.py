@@ -246,12 +246,3 @@ def test_lines_of_repetitions_are_read_again() -> None:
     assert (again.number, again.with_grad, again.without, again.lrs[1]) == (1, 2, None, 0.5)
     assert again.lrs[0] != again.lrs[0]
     assert repeated(Forward(root=0, rows=8), 3, 1, (0.25,)) == Forward(root=0, rows=8, seconds=0.25, at=3, step=1)
-
-
-def test_what_was_done_is_not_kept_where_nothing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "_MOST_KNOWN", 20)
-    model, inputs = nn.Linear(2, 1), torch.ones(3, 2)
-    with Doctor() as doctor:
-        for _ in range(100):
-            model(inputs)
-        assert len(doctor._recording._did) <= 21

@@ -1,15 +1,12 @@
 """Which gradients came, were added onto, and were cleared: read off their identity and their version counters."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.tensors.dispatch import has_numbers, unseen
-
-_NOWHERE: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
 
 
 class Came(NamedTuple):
@@ -36,7 +33,6 @@ class Gradients:
         is_any: whether any had.
         is_aside: whether anybatch has put them aside.
         version: of the numbering whose parameters were taken in.
-        skipped: the last of ``"cleared"``, ``"came"`` and ``"used"`` that was not looked at, empty where all was.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -54,9 +50,6 @@ class Gradients:
         self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
-        self.skipped = ""
-        self._ends = _NOWHERE
-        self._stepped: frozenset[int] = frozenset()  # parameters of the optimizer that has stepped last
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
     def arrange(self) -> None:
@@ -90,32 +83,12 @@ class Gradients:
         self.present = len(self._ids) - self._ids.count(0)
         self.is_any = self.present > 0
 
-    def _catch_up(self) -> None:
-        """Takes the gradients as they are after events that were not looked at, since they were as usual."""
-        skipped, self.skipped = self.skipped, ""
-        gradients, numbers = self._gradients(), self._stepped if skipped == "used" else ()
-        was = [0] * len(gradients) if skipped == "cleared" else self._ids
-        self._note(gradients)
-        self._ids = [one or old for one, old in zip(self._ids, was, strict=True)]  # so that one that is gone is missed
-        self.is_any = any(self._ids)
-        self._before, self._zero, self._used_versions = [], {}, self._versions[:]
-        self._used = [one if number in numbers else 0 for number, one in zip(self.numbers, self._ids, strict=True)]
-        if skipped == "cleared":
-            self._zero = {id(one): one._version for one in gradients if one is not None}
-
-    def are_there(self) -> bool:
-        """Whether the first and the last gradient that there were are still there."""
-        first, last = self._ends
-        return getattr(first(), "grad", None) is not None and getattr(last(), "grad", None) is not None
-
     def before_backward(self) -> tuple[int, int]:
         """Looks at the gradients that a backward will add onto.
 
         Returns:
             How many were cleared by hand since the last event, of how many.
         """
-        if self.skipped:
-            self._catch_up()
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -129,8 +102,6 @@ class Gradients:
 
     def put_aside(self) -> None:
         """Is told that the gradients go and come back; which of them a step had used stays known."""
-        if self.skipped:
-            self._catch_up()
         present = zip(self.numbers, self._used, self._ids, strict=True)
         self._aside, self.is_aside = {number: used for number, used, gradient in present if gradient}, True
 
@@ -188,9 +159,6 @@ class Gradients:
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return count, count
-        if self.skipped == "cleared":
-            self._catch_up()
-        self.skipped = ""  # else those that were there are known to have been others
         if not self.is_any:
             return 0, 0
         ids, versions = self._ids, self._versions
@@ -224,8 +192,6 @@ class Gradients:
         Returns:
             How many were cleared by hand since the last event, of how many, and how many were edited.
         """
-        if self.skipped:
-            self._catch_up()
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -252,9 +218,6 @@ class Gradients:
             numbers: of the optimizer's parameters.
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
-        self._stepped = numbers
-        there = [one for one, gradient in zip(self._references, self._ids, strict=True) if gradient]
-        self._ends = (there[0], there[-1]) if there else _NOWHERE
         if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())
@@ -270,8 +233,7 @@ class Gradients:
 
     def changed_on_purpose(self) -> None:
         """Takes the gradients as they are, after clipping or unscaling."""
-        if not self.skipped:
-            self._note(self._gradients())
+        self._note(self._gradients())
 
     def _cleared_by_hand(self, gradients: list[torch.Tensor | None]) -> tuple[int, int]:
         ids = self._ids

@@ -14,7 +14,7 @@ from anybatch.doctor.recording.samplers import MARKED, Samplers
 from anybatch.interception import WEIGHT
 from anybatch.records.events import Backward, Cleared
 from anybatch.tensors.dispatch import NUMBERLESS, item_of
-from anybatch.torch_private import in_transform, number_of_backward, number_of_modes
+from anybatch.torch_private import in_transform, number_of_backward
 
 _MOST_FACTORS = 8
 _FACTORS = frozenset({"MulBackward0", "DivBackward0"})
@@ -31,14 +31,12 @@ class _Begun(NamedTuple):
         scale: of its loss, ``None`` for one that no ``GradScaler`` has scaled.
         loss: it.
         value: of the loss, ``None`` where it has to be waited for, or where there is none.
-        mark: what tells one that is like this one.
     """
 
     same: tuple[Any, ...]
     scale: float | None
     loss: torch.Tensor
     value: float | None
-    mark: Any
 
     def unscaled(self, value: float) -> float:
         """The value of the loss as it was before it was scaled."""
@@ -70,12 +68,11 @@ class BackwardHooks:
 
     def attach(self) -> None:
         """Puts the wrapper in place; ``Recording.patches`` takes it off."""
-        seen = self._recording.around(self._before, self._after, "backward", begins=self._begins)
+        seen = self._recording.around(self._before, self._after, "backward")
         self._recording.patches.wrap(torch.autograd, "_engine_run_backward", seen)
 
     def _takes(self) -> None:
         """Anybatch is about to put gradients aside, until ``gave``."""
-        self._recording.expected.clear()
         self._look_for_clearing()
         self._gradients.put_aside()
 
@@ -89,25 +86,6 @@ class BackwardHooks:
         cleared, had = self._gradients.before_backward()
         if cleared:
             self._recording.emit(Cleared(by="hand", parameters=cleared, of=had))
-
-    def _begins(self, tensors: Any, args: Any, kwargs: Any) -> list[Any] | None:
-        """Notes a backward that was expected."""
-        recording, loss = self._recording, tensors[0] if len(tensors) == 1 else None
-        if type(loss) is not torch.Tensor or recording.scaled.pending or self._gradients.is_aside or number_of_modes():
-            return None
-        if number_of_backward() >= 0 or in_transform() or loss.numel() != 1 or loss.is_complex():
-            return None
-        value = loss.item() if loss.is_cpu else None
-        if value is not None and not math.isfinite(value):
-            return None
-        row = recording.repeats(_mark(loss, args, kwargs), value, tuple(recording.loss_calls))
-        if row is not None:
-            recording.loss_calls.clear()
-            self._gradients.skipped = "came"
-            self._samplers.nonfinite.last = weakref.ref(loss), value
-            if value is None:
-                recording.journal.later(row, "value", loss)
-        return row
 
     def _before(self, tensors: Any, args: Any, kwargs: Any) -> _Begun | None:
         if number_of_backward() >= 0 or in_transform():  # a reentrant checkpoint; what has no numbers
@@ -141,8 +119,7 @@ class BackwardHooks:
             if into_grad and recording.counter.step % MARKED == 0:
                 self._samplers.like_backward(loss)
             self._samplers.nonfinite.last = weakref.ref(loss), value
-        is_usual = into_grad and len(tensors) == 1 and scale is None and not self._is_weighted
-        return _Begun(same, scale, loss, value, _mark(loss, args, kwargs) if is_usual else None)
+        return _Begun(same, scale, loss, value)
 
     def _given(self, given: Any) -> float:
         """The plain number that a scalar loss was given as its gradient; 1 where it would have to be waited for."""
@@ -170,7 +147,7 @@ class BackwardHooks:
         is_as_last = came is _NONE or self._last.get(place) == came  # what was touched is read from the last one there
         all_same = *same, len(came.touched), len(came.kept)
         if is_as_last and not gradients.is_aside:
-            noted = recording.note(Backward, all_same, (value, calls), _SAME, place=place, mark=begun.mark)
+            noted = recording.note(Backward, all_same, (value, calls), _SAME, place=place)
         else:
             noted = self._anew(came, is_as_last, all_same, (value, calls), place)
         if value is None and begun.loss.numel() == 1 and not begun.loss.is_complex():
@@ -196,11 +173,6 @@ class BackwardHooks:
         if self._gradients.is_aside:
             self._weighed.append(fact)
         return fact
-
-
-def _mark(loss: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """What tells a backward."""
-    return type(loss.grad_fn), args[1:3], kwargs.get("accumulate_grad", True)
 
 
 def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:

@@ -28,23 +28,16 @@ class ClearingHooks:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         recording = self._recording
         for owner, after in ((torch.optim.Optimizer, self._by_optimizer), (torch.nn.Module, self._by_module)):
-            seen = recording.around(None, after, "updates", owned=True, repeats=self._repeats)
-            recording.patches.wrap(owner, "zero_grad", seen)
-
-    def _repeats(self, owner: Any, *_: Any) -> bool:
-        is_it = self._recording.repeats(id(owner)) is not None
-        if is_it:
-            self._gradients.skipped = "cleared"
-        return is_it
+            recording.patches.wrap(owner, "zero_grad", recording.around(None, after, "updates", owned=True))
 
     def _by_optimizer(self, optimizer: Any, *_: Any) -> None:
         known = self._optimizers.known.get(id(optimizer))
         is_known = known is not None and known.optimizer() is optimizer
         number = known.number if known is not None and is_known else self._optimizers.numbered(optimizer)
         same = "optimizer", number, *self._gradients.after_clearing()
-        self._recording.note(Cleared, same, entries=_SAME, mark=id(optimizer))
+        self._recording.note(Cleared, same, entries=_SAME)
 
     def _by_module(self, module: torch.nn.Module, *_: Any) -> None:
         number = self._recording.numbering.root_of(module)
         same = "module", -1 if number is None else number, *self._gradients.after_clearing()
-        self._recording.note(Cleared, same, entries=_SAME, mark=id(module))
+        self._recording.note(Cleared, same, entries=_SAME)

@@ -88,7 +88,6 @@ class ForwardHooks:
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""
         self._recording.running = self._recording.innermost = None
-        self._recording.expected.clear()
 
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
@@ -104,7 +103,6 @@ class ForwardHooks:
         is_traced, flags = torch.compiler.is_dynamo_compiling, vars(torch.compiler)
         recording, chosen, threads = self._recording, self._chosen, self._recording.threads
         before, after, grad_enabled = self._before, self._after, torch.is_grad_enabled
-        repeats = recording.tried(self._repeats)
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -123,10 +121,7 @@ class ForwardHooks:
             if is_other and not threads.admits("forward" if grad_enabled() else "looks", module):
                 return original(module, *args, **kwargs)
             threads.inside = True
-            begun = None
-            if number_of_backward() == -1:
-                begun = repeats(module, args, kwargs) if recording.expected and not is_other else None
-                begun = begun or before(module, args, kwargs)
+            begun = None if number_of_backward() != -1 else before(module, args, kwargs)
             if begun is None:
                 threads.inside = was
                 return original(module, *args, **kwargs)
@@ -153,18 +148,6 @@ class ForwardHooks:
         finally:
             recording.innermost = outer
 
-    def _repeats(self, module: torch.nn.Module, args: Any, kwargs: Any) -> "_Called | None":
-        """Notes a call that was expected."""
-        recording, called = self._recording, self._known.get(id(module))
-        if called is None or called.module() is not module or recording.kept != called.root:
-            return None
-        mark = _mark(module, args, kwargs)
-        if mark is None or recording.repeats(mark, 0.0) is None:
-            return None
-        called.is_looked_at, recording.root, recording.arguments = False, called.root, (args, kwargs)
-        self._samplers.last_inputs[called.root] = module, args, kwargs
-        return called
-
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> "_Called | None":
         """Notes a call; ``None`` where it is none of a model that trains."""
         recording = self._recording
@@ -179,8 +162,7 @@ class ForwardHooks:
         rows = first.size(0) if is_plain else rows_of(args, kwargs)
         inference = torch.is_inference_mode_enabled()
         same = root, called.name, module.training, grad, inference, tuple(map(_training, called.modules)), rows
-        noted = recording.note(Forward, same, (0.0,), lambda: self._entries(called, same),
-                               mark=_mark(module, args, kwargs))  # fmt: skip
+        noted = recording.note(Forward, same, (0.0,), lambda: self._entries(called, same))
         is_new = type(noted) is Forward
         recording.root = root
         if grad:
@@ -262,14 +244,6 @@ class ForwardHooks:
 
 
 hidden(ForwardHooks._within)  # so that warnings name the caller's line
-
-
-def _mark(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """What tells a call in training; ``None`` for one of another kind."""
-    first: Any = args[0] if len(args) == 1 and not kwargs else None
-    if type(first) is not torch.Tensor or first.requires_grad or not torch.is_grad_enabled():
-        return None
-    return id(module), module.training, first.shape
 
 
 def _has_modes(module: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.samplers import MARKED, Samplers
+from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.sampling import FIRST
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
@@ -26,7 +26,7 @@ from anybatch.tensors.dispatch import functions_unseen, has_numbers, is_asked, u
 from anybatch.torch_private import number_of_function_modes
 
 _LOOKS_AROUND = (0, 5)  # steps
-_REVIEWED = MARKED  # steps of which one is followed by a look at whether the record is to be written
+_REVIEWED = 5  # steps of which one is followed by a look at whether the record is to be written
 _TORCHS_FILE = optimizers.__file__
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
 _STEP_NAMES = frozenset({"wrapper", "doctored_step"})
@@ -91,8 +91,6 @@ class OptimizerHooks:
         self._followed: set[Any] = set()
         self._threads = recording.threads
         self._before_step, self._after_step = recording.guarded(self._before), recording.guarded(self._after)
-        self._review = recording.guarded(on_step)
-        self._is_usual_one, self._is_repeated = recording.tried(self._is_usual), recording.tried(self._repeats)
 
     def __reduce__(self) -> Any:
         """Nothing, in a pickle with the code of a step, as ``cloudpickle`` makes one: torch's hooks come with it."""
@@ -178,45 +176,14 @@ class OptimizerHooks:
             with functions_unseen():
                 self._pre_hook(optimizer, args, kwargs)
         elif self._threads.ident == get_ident() or self._threads.admits("updates", optimizer):
-            if len(self._recording.expected) == 1 and self._is_usual_one(optimizer, args, kwargs):
-                self._nested = False
-            else:
-                self._before_step(optimizer, args, kwargs)
+            self._before_step(optimizer, args, kwargs)
 
     def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if number_of_function_modes() and is_asked():
             with functions_unseen():
                 self._post_hook(optimizer, args, kwargs)
-        elif (self._threads.ident == get_ident() or not self._threads.elsewhere()) and not (
-            self._recording.expected and self._is_repeated(optimizer)
-        ):
+        elif self._threads.ident == get_ident() or not self._threads.elsewhere():
             self._after_step(optimizer)
-
-    def _is_usual(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a step begins that was expected."""
-        known, groups = self._recording.expected[0][0], optimizer.param_groups
-        self._begun = None
-        return (
-            type(known) is _Known and known.optimizer() is optimizer and len(args) < 2 and not kwargs
-            and known.ends == (len(groups), len(groups[-1]["params"])) and self._gradients.are_there()
-        )  # fmt: skip
-
-    def _repeats(self, optimizer: Any) -> bool:
-        """Notes a step that was expected."""
-        recording, known = self._recording, self._recording.expected[0][0]
-        if self._begun is not None or type(known) is not _Known or known.optimizer() is not optimizer:
-            return False
-        count, groups = self.counts[known.number], optimizer.param_groups
-        rates = (groups[0]["lr"],) if len(groups) == 1 and type(groups[0]["lr"]) is float else rates_of(optimizer)
-        if recording.repeats(known, count, rates) is None:
-            return False
-        recording.stepped, self._gradients.skipped = known.optimizer, "used"
-        self.counts[known.number] = count = count + 1
-        recording.counter.step = max(recording.counter.step, count)
-        if closely := count % MARKED == 0 or count % recording.sampling.every == 0:
-            self._review(count)
-        recording.next_step(closely=closely)
-        return True
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recording, begun = self._recording, self._begun
@@ -266,7 +233,7 @@ class OptimizerHooks:
             entries: dict[str, Any] = dict(zip(_SAME, same, strict=True))
             recording.emit(Stepped(number=count, lrs=rates, without=without, file=file, line=line, **entries))
         else:
-            recording.note(Stepped, same, (count, rates), _SAME, mark=known if number < _MOST_BEGINNINGS else None)
+            recording.note(Stepped, same, (count, rates), _SAME)
         recording.stepped = known.optimizer
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
@@ -276,9 +243,6 @@ class OptimizerHooks:
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
-        looks = recording.looks or self._samplers.matters or self.has_closure or recording.journal.is_full
-        looks = looks or step % MARKED == 0 or step % recording.sampling.every == 0
-        recording.next_step(closely=not recording.learns() or looks)
 
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""

@@ -1,5 +1,6 @@
 """What all hooks share: the journal, the numbers, the clock, and the guard around everything that is done."""
 
+import functools
 import logging
 import os
 import sys
@@ -65,8 +66,6 @@ class Recording:
         innermost: the module in it that runs, in steps that are sampled.
         arguments: of the last forward with gradient, without their graph.
         loss_calls: the numbers of calls of loss functions since the last backward.
-        expected: what this step is taken to do, the last first: of each call what tells it and the fact that it is
-            like. Empty where that is not known; then, and where another call comes, it is looked at closely.
     """
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
@@ -93,14 +92,10 @@ class Recording:
         self.arguments: tuple[Any, Any] = ((), {})
         self.stepped: Callable[[], Any] = lambda: None
         self.loss_calls: list[int] = []
-        self.expected: list[tuple[Any, Fact]] = []
-        self._did: list[tuple[Any, Fact]] = []  # in this step so far
-        self._usual: list[tuple[Any, Fact]] = []  # what the last step did that was looked at closely, the last first
-        self._ended = -1  # the number of the last event of the step before
 
     def note(
         self, kind: type[Fact], same: Any, values: tuple[Any, ...] = (), entries: Any = None, *,
-        place: tuple[str, int] | None = None, mark: Any = None,
+        place: tuple[str, int] | None = None,
     ) -> Any:  # fmt: skip
         """Notes a call that one of the user's lines makes: as a row where it is like one before, else as a fact.
 
@@ -111,7 +106,6 @@ class Recording:
             entries: the names of the entries in ``same``, or what gives these entries; without them only what is like
                 one before is noted.
             place: the user's line, where it is known.
-            mark: tells a call that is like this one, see ``repeats``.
 
         Returns:
             The row, whose second entry is its number, or the fact, where a value that has to be waited for may be
@@ -134,13 +128,7 @@ class Recording:
                 self.journal.dropped += 1
             else:
                 self.journal.rows.append(row)
-            self._did.append((mark, like))
-            if len(self._did) > _MOST_KNOWN:  # nothing steps that torch knows
-                self._did.clear()
-            if self.expected and self.expected.pop()[1] is not like:
-                self.expected.clear()
             return row
-        self.expected.clear()
         if entries is None:
             return None
         given: dict[str, Any] = entries() if callable(entries) else dict(zip(entries, same, strict=True))
@@ -154,61 +142,6 @@ class Recording:
                 self._known.clear()
         return fact
 
-    def repeats(self, mark: Any, *values: Any) -> list[Any] | None:
-        """Notes a call that was expected, without a look at more than what tells it.
-
-        Args:
-            mark: what tells it.
-            values: of the entries that differ.
-
-        Returns:
-            The row; ``None`` where another call was expected, so that this one has to be looked at.
-        """
-        expected, counter = self.expected, self.counter
-        if not expected or expected[-1][0] != mark:
-            return None
-        counter.at = at = counter.at + 1
-        row = [expected.pop()[1], at, counter.step, *values]
-        self.journal.rows.append(row)
-        return row
-
-    def take_back(self, row: list[Any]) -> None:
-        """Takes a call back that has raised."""
-        self.expected.clear()
-        if self.journal.rows and self.journal.rows[-1] is row:
-            self.journal.rows.pop()
-            self.counter.at -= 1
-
-    def learns(self) -> bool:
-        """Whether a step that was looked at closely has done what the one before that was so has done, too."""
-        did, self._did = self._did[::-1], []
-        if not did or self.counter.at - self._ended != len(did):
-            return False  # there was something new in it
-        was, self._usual = self._usual, did
-        return was == did
-
-    def next_step(self, *, closely: bool) -> None:
-        """Says what the next step is taken to do.
-
-        Args:
-            closely: whether it is looked at closely.
-        """
-        self._ended = self.counter.at
-        is_watched = self.active and os.getpid() == self._pid
-        self.expected = self._usual[:] if is_watched and not closely else []
-
-    def tried(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function for calls that are expected, which never raises."""
-
-        def attempt(*args: Any) -> Any:
-            try:
-                return function(*args)
-            except Exception as error:  # noqa: BLE001 - the call is looked at closely then
-                self.expected.clear()
-                self.failed(error)
-
-        return attempt
-
     def guarded(self, function: Callable[..., Any], *, everywhere: bool = False) -> Callable[..., Any]:
         """A function that is timed, that never raises, and that does nothing while another one of these runs.
 
@@ -220,6 +153,7 @@ class Recording:
         lock, pid, clock = self.lock, self._pid, time.perf_counter
         threads, waiting = self.threads, self._waiting
 
+        @functools.wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
             elsewhere = threads.ident != get_ident() and threads.elsewhere()
             if elsewhere and everywhere:
@@ -261,7 +195,6 @@ class Recording:
 
     def look_away(self) -> None:
         """Lets no hook run until ``look_again``."""
-        self.expected.clear()
         self._active, self.active = self.active, False
         self.threads.look_away()
 
@@ -299,7 +232,6 @@ class Recording:
         file, line = user_place(2)
         self.emit(ThreadsAtOnce(turns=self.threads.turns, file=file, line=line))
         self.active = False
-        self.expected.clear()
 
     def failed(self, error: BaseException) -> None:
         """Notes an error of the doctor's own.
@@ -314,7 +246,6 @@ class Recording:
     def around(
         self, before: Callable[..., Any] | None, after: Callable[..., Any], does: Does, *, owned: bool = False,
         when: Callable[[Any, Any], bool] | None = None, outermost: Depth | None = None,
-        begins: Callable[..., Any] | None = None, repeats: Callable[..., Any] | None = None,
     ) -> Callable[[Any], Callable[..., Any]]:  # fmt: skip
         """Makes what is called in the place of a function: it goes on as it was, whatever is noted of it.
 
@@ -325,12 +256,9 @@ class Recording:
             owned: whether the first argument is a model or an optimizer.
             when: says of the first argument and the others whether the call is seen.
             outermost: is the same for functions that call each other, of which the first alone is seen.
-            begins: is asked first where a call is expected; is given the arguments, and gives the row where it is that.
-            repeats: is asked in the place of ``after`` then; is given the arguments and the result.
         """
         threads, depth, is_traced = self.threads, outermost or Depth(), torch.compiler.is_dynamo_compiling
         note_before, note_after = None if before is None else self.guarded(before), self.guarded(after)
-        begins, repeats = (None if one is None else self.tried(one) for one in (begins, repeats))
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -346,20 +274,12 @@ class Recording:
                     return original(first, *args, **kwargs)
                 threads.inside = True
                 depth.count += 1
-                row = None
                 try:
-                    is_usual = self.expected and not is_other
-                    if is_usual and begins is not None and (row := begins(first, args, kwargs)) is not None:
-                        return original(first, *args, **kwargs)
                     begun = args if note_before is None else note_before(first, args, kwargs)
                     result = original(first, *args, **kwargs)
-                    if begun is not None and not (is_usual and repeats is not None and repeats(first, args, result)):
+                    if begun is not None:
                         note_after(first, begun, result)
                     return result
-                except BaseException:
-                    if row is not None:
-                        self.take_back(row)
-                    raise
                 finally:
                     depth.count -= 1
                     if threads.ident == me:

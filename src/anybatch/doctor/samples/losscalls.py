@@ -2,10 +2,8 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ from anybatch.torch_private import (
     in_transform,
     is_jit_tracing,
     number_of_backward,
-    number_of_modes,
 )
 
 if TYPE_CHECKING:
@@ -99,24 +96,11 @@ class Calls:
         """Has the calls seen; ``Recording.patches`` ends it."""
         recording, depth = self._recording, Depth()
         for name in LOSSES:
-            note, repeats = functools.partial(self._loss, name), functools.partial(self._repeats, name)
-            seen = recording.around(None, note, "looks", when=_is_run, outermost=depth, repeats=repeats)
+            note = functools.partial(self._loss, name)
+            seen = recording.around(None, note, "looks", when=_is_run, outermost=depth)
             recording.patches.wrap(F, name, seen)
         for name in DROPOUTS:
             recording.patches.wrap(F, name, self._dropping(name))
-
-    def _repeats(self, name: str, first: torch.Tensor, others: tuple[Any, ...], result: Any) -> bool:
-        """Notes a call that was expected, with its value."""
-        is_plain = type(first) in _PLAIN and type(result) is torch.Tensor and result.numel() == 1
-        if not is_plain or self._evaluation or number_of_modes() or not torch.is_grad_enabled():
-            return False
-        value = result.item() if result.is_cpu else None
-        if value is not None and value - value != 0:
-            return False
-        row = self._recording.repeats(_mark(name, first, self._recording.root, sys._getframe(4)), value)
-        if row is not None:
-            self._recording.loss_calls.append(row[1])
-        return row is not None
 
     def _loss(self, name: str, first: torch.Tensor, others: tuple[Any, ...], result: Any) -> None:
         """Notes a call: as one before, with its value; with all that it has; or with what calls of its kind have."""
@@ -138,8 +122,7 @@ class Calls:
         if not (recording.sampled_much or name in self._with_ignored or (value is not None and value - value != 0)):
             kind = _kind(name, arguments)
         same = kind, recording.root, id(recording.innermost)
-        mark = _mark(name, first, recording.root, sys._getframe(4))
-        noted = None if kind is None else recording.note(LossCall, same, (value,), mark=mark)
+        noted = None if kind is None else recording.note(LossCall, same, (value,))
         if noted is None:
             root = self._current_root() or NO_ROOT
             facts = self._facts(name, arguments, result, root)
@@ -151,7 +134,7 @@ class Calls:
                 return
             always = _ALWAYS - {"items"} if "ignored" in facts else _ALWAYS  # how many they are may change
             told |= {key: one for key, one in facts.items() if key in always}
-            noted = recording.note(LossCall, same, (value,), lambda: told, mark=mark)
+            noted = recording.note(LossCall, same, (value,), lambda: told)
         recording.loss_calls.append(noted[1] if isinstance(noted, list) else noted.at)
 
     def _evaluated(self, name: str, result: torch.Tensor) -> None:
@@ -225,11 +208,6 @@ class Calls:
                 root_training=module.training, file=file, line=line,
             )
         )  # fmt: skip
-
-
-def _mark(name: str, first: torch.Tensor, root: int, caller: FrameType) -> Any:
-    """What tells a call."""
-    return name, first.shape, root, id(caller.f_code), caller.f_lasti
 
 
 def _is_run(*_: Any) -> bool:
