@@ -133,8 +133,10 @@ class _Prover:
             if difference.is_none:
                 return (_proof("exact", "losses", cut, difference, note=found[0].note), None) if is_open else found
             proof, reason = self._decided(cut, difference)
-            if reason is None or proof.by == "certificate":
-                return found if reason is None else (proof, reason)
+            if reason is None or (is_open and math.isinf(proof.error)):  # what fails says why in the step itself
+                return found
+            if proof.by == "certificate":
+                return proof, reason
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found

@@ -293,7 +293,7 @@ class State:
     def reason(self) -> Reason | None:
         """What makes a difference in the micro-batches of one step."""
         for parts in reversed(self._case.splits if self._changed else ()):  # a state may be for parts of one size only
-            self._parts, alone = parts, self._case.attempt(parts)
+            self._parts, self.error, alone = parts, 0.0, self._case.attempt(parts)
             if isinstance(alone, Outcome) and self._differs(alone, self._changed):
                 break
         else:

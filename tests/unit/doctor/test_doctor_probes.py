@@ -106,7 +106,7 @@ def test_the_time_is_kept() -> None:
     started = time.perf_counter()
     found = run_probes(Recorder(Made(slow, nn.Linear(6, 3)), torch.randn(16, 6)), seconds=0.3)
     assert time.perf_counter() - started < 2
-    assert "no time" in found[-1].detail
+    assert any("no time" in one.detail for one in found)
     assert {one.answer for one in found} <= {"unknown", "no"}
 
 

@@ -123,7 +123,8 @@ def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
     others = [one for one in run.of(Forward) if one.root != root and one.at > last and one.grad and one.training]
     steps = sum(at > last for at in updates(run))
     drawn = any(one.root == root and int(one.evidence["calls"]) >= calls for one in answers(run, "drawn again"))
-    if len(after) < _TAUGHT or len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn:
+    drifts = any(one.root == root and one.at > last and one.frozen for one in run.of(Buffers))  # FROZEN_BN_DRIFT's
+    if len(after) < _TAUGHT or len(others) < _TAUGHT or len(after) > 1.2 * steps or drawn or drifts:
         return
     variable = root_variable(run, root)
     yield Found(
