@@ -73,11 +73,11 @@ def _introduction(facts: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
     counted = ", ".join(f"{number} of {library}" for library, number in sorted(by_library.items(), reverse=True))
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
     return [
-        f"{len(rows)} heads of {len(names)} architectures ({counted}): tiny models made from configurations,",
-        "each with its own loss. Seven samples of different lengths, some labels ignored, run in micro-batches of three,",
-        "three and one. The comparison is between the gradient of `anybatch.backward` and that of the whole batch, in",
-        "float64; *exact* is a relative error of at most 1e-10 over all parameters together. Models are in training",
-        "mode, without dropout.",
+        f"{len(rows)} heads of {len(names)} architectures ({counted}): tiny models made from",
+        "configurations, each with its own loss. Seven samples of different lengths, some labels ignored, run in",
+        "micro-batches of three, three and one. The page compares the gradient of `anybatch.backward` with that of the",
+        "whole batch, in float64; *exact* is a relative error of at most 1e-10 over all parameters together. Models are",
+        "in training mode, without dropout.",
         "",
         f"Made with {versions} by",
         "",
