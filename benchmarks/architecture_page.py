@@ -27,27 +27,27 @@ TITLES = {
 TEXTS = {
     "causal": (
         "Most heads shift the labels, so the first label of each text is not counted. Decoders of encoder-decoders, "
-        "XLM and XLNet do not: their labels have to be shifted by whoever makes the batch."
+        "XLM and XLNet do not: for these, shift the labels when you make the batch."
     ),
     "causal, router loss": (
         "`output_router_logits=True` adds a load-balancing loss, a product of two means over all tokens of the batch. "
-        "No count makes it add up over micro-batches. It is exact as [`Coupled`](contrastive.md), where `encode` gives "
-        "logits and router logits. An architecture that has no such loss stays exact. Experts run one by one here, "
-        "because torch's grouped product has no float64; `check` takes the grouped ones too."
+        "No count makes it add up over micro-batches. It is exact as [`Coupled`](contrastive.md) if `encode` returns "
+        "logits and router logits. An architecture without such a loss stays exact. Experts run one by one here, "
+        "because torch's grouped matmul has no float64; `check` also accepts grouped experts."
     ),
     "question": (
-        "The answer to one of the questions lies beyond the end of the text, as it does when a long text was cut. The "
-        "head leaves it out, so the loss is not the mean over all samples."
+        "The answer to one of the questions lies beyond the end of the text, as happens in a truncated text. The "
+        "head ignores it, so the loss is not the mean over all samples."
     ),
     "pretraining": (
-        "The mean over masked tokens and the mean over samples in one sum: return them as two losses, each with its "
+        "The loss sums a mean over masked tokens and a mean over samples: return them as two losses, each with its "
         "count."
     ),
     "CTC, sum": (
-        "A sum over samples: no count makes it a mean. Return `anybatch.Mean(loss, count)` or take the averaged one."
+        "A sum over samples: no count makes it a mean. Return `anybatch.Mean(loss, count)` or use the averaged loss."
     ),
-    "image": "What is refused has BatchNorm in training mode; [BatchNorm](batchnorm.md) has the ways to go on.",
-    "contrastive": "Every sample is compared with every other: exact as [`Coupled`](contrastive.md).",
+    "image": "The refused models have BatchNorm in training mode; [BatchNorm](batchnorm.md) lists the alternatives.",
+    "contrastive": "The loss compares every sample with every other: exact as [`Coupled`](contrastive.md).",
 }
 
 
@@ -73,11 +73,11 @@ def _introduction(facts: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
     counted = ", ".join(f"{number} of {library}" for library, number in sorted(by_library.items(), reverse=True))
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
     return [
-        f"{len(rows)} heads of {len(names)} architectures ({counted}), tiny, made from configurations, each",
-        "with its own loss. Seven samples of different lengths, with labels that are ignored, go in micro-batches of",
-        "three, three and one. The gradient of `anybatch.backward` is compared with that of the whole batch, in",
-        "float64; *exact* is a relative error of at most 1e-10 over all parameters together. Models are in training",
-        "mode, without dropout.",
+        f"{len(rows)} heads of {len(names)} architectures ({counted}): tiny models made from",
+        "configurations, each with its own loss. Seven samples of different lengths, some labels ignored, run in",
+        "micro-batches of three, three and one. The page compares the gradient of `anybatch.backward` with that of the",
+        "whole batch, in float64; *exact* is a relative error of at most 1e-10 over all parameters together. Models",
+        "are in training mode, without dropout.",
         "",
         f"Made with {versions} by",
         "",
@@ -85,16 +85,16 @@ def _introduction(facts: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
         "python benchmarks/architectures.py --json rows.json -o architectures.md",
         "```",
         "",
-        "- *exact with*: what `count=` has to be. *samples* is the default, `anybatch.count_samples`; *labels* is",
+        "- *exact with*: the right `count=`. *samples* is the default, `anybatch.count_samples`; *labels* is",
         '  `anybatch.count_tokens("labels")`, and so on.',
         "- *by samples*: the error with the default.",
-        "- *check*: what `anybatch.check` says of the default: *exact*, or the code and the place of its reason, and",
-        "  the count that it offers if it does. It is wrong where **wrong** stands.",
-        "- *num_items_in_batch*: what the head makes of the count that the Trainer of Transformers gives to it:",
-        "  *used*, *in part* (a term of the loss is not divided), *ignored*, or *not taken*, where the Trainer gives",
+        "- *check*: the result of `anybatch.check` with the default: *exact*, or the code and the place of its reason,",
+        "  and the count that it suggests, if any. **wrong** marks a wrong result.",
+        "- *num_items_in_batch*: how the head uses the count that the Trainer of Transformers passes to it:",
+        "  *used*, *in part* (a term of the loss is not divided), *ignored*, or *not taken*, if the Trainer passes",
         "  none.",
-        "- *Trainer*: the error of the gradient by the Trainer's own rule, over the same three micro-batches: its",
-        "  count is given to every head with keywords and nothing is divided; other heads are divided by the number of",
+        "- *Trainer*: the gradient's error under the Trainer's own rule, over the same three micro-batches: every head",
+        "  with keywords gets the count and nothing is divided; other heads are divided by the number of",
         "  micro-batches. `tests/unit/step/test_architectures_trainer.py` compares the rule with the Trainer itself.",
         "",
     ]
@@ -129,21 +129,21 @@ def _findings(rows: Sequence[Row]) -> list[str]:
     )
     add("{} divide only a part of their loss by it:", lambda row: row["items"] == "in part")
     add(
-        "{} use it, and the Trainer counts the first label of each text for them, which they do not:",
+        "{} use it, but the Trainer also counts the first label of each text, which they do not:",
         lambda row: row["items"] == "used" and (row["trainer"] or 0) > 1e-6,
     )
-    add("{} are exact by samples alone:", lambda row: SAMPLES in row["exact"])
+    add("{} are exact with the default count:", lambda row: SAMPLES in row["exact"])
     add(
-        "{} are refused in micro-batches, because they have BatchNorm in training mode:",
+        "{} are refused in micro-batches because of BatchNorm in training mode:",
         lambda row: bool(row["refused"]),
     )
     add(
-        "Of {} a second run of the whole batch gives another gradient, so nothing can be compared:",
+        "For {} a second run of the whole batch gives another gradient, so no comparison is possible:",
         lambda r: not r["repeats"],
     )
     add("`anybatch.check` is wrong about {}:", lambda row: not row["agrees"])
     if all(row["agrees"] for row in rows):
-        found.append(f"- `anybatch.check` says of all {len(rows)} heads what the comparison of the gradients says.")
+        found.append(f"- `anybatch.check` agrees with the comparison of the gradients for all {len(rows)} heads.")
     return found
 
 
