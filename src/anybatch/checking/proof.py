@@ -138,6 +138,7 @@ class _Prover:
             if proof.by == "certificate":
                 return proof, reason
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
+                self._trial.run(cut, cut.parts, None)  # what fails there says why in the step itself
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
         except OverBudget:

@@ -98,7 +98,7 @@ def test_the_page_has_the_figures_of_the_picture() -> None:
 
 def test_the_readme_has_the_figures_of_the_plan_beside_it() -> None:
     shown = "".join(ET.parse(ROOT / "docs" / "plan.svg").getroot().itertext()).replace("\xa0", " ")
-    passage = (ROOT / "README.md").read_text(encoding="utf-8").partition("`anybatch plan` says")[2].partition("![")[0]
+    passage = (ROOT / "README.md").read_text(encoding="utf-8").partition("`anybatch plan` does")[2].partition("![")[0]
     assert len(FIGURE.findall(passage)) == 2
     assert all(figure in shown for figure in FIGURE.findall(passage))
 

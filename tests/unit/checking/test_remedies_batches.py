@@ -354,7 +354,7 @@ def centred(change: Any) -> Any:
 for right in (lambda x: x - 1, lambda x: x.clone().sub_(1)):
     case(
         "writes.refuse",
-        "x = x - mean in the place of x.sub_(mean), or x = x.clone() before",
+        "x = x - mean instead of x.sub_(mean), or x = x.clone() before",
         lambda: cut(centred(lambda x: x.sub_(1)), count="forward"),
         partial(same, centred(right), count="forward"),
     )

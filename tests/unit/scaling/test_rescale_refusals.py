@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "SGD has no betas": (lambda: SGD(parameters(), lr=0.1), {"rule": "adam-sde"}, "SGD does not have"),
     "nor a half-life": (lambda: RMSprop(parameters(), lr=0.1), {"rule": "half-life"}, "RMSprop does not have"),
     "beyond the rule": (lambda: Adam(parameters()), {"batch": (8, 80), "rule": "adam-sde"}, "up to a batch 10 times"),
-    "LBFGS": (lambda: torch.optim.LBFGS(parameters()), {}, "by itself"),
+    "LBFGS": (lambda: torch.optim.LBFGS(parameters()), {}, "its own line search"),
     "a scheduler": (scheduled, {}, "scheduler=scheduler"),
     "an unknown scheduler": (lambda: SGD(parameters(), lr=0.1), {"scheduler": Unknown()}, "not known"),
     "no scheduler": (lambda: SGD(parameters(), lr=0.1), {"scheduler": 5}, "step"),
