@@ -123,27 +123,28 @@ class _Prover:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
         if isinstance(self._task.loss_fn, InPieces) or any(map(is_scripted, self._task.every_module)):
             return found
-        cut = cut_as_split(self._task.splittable, self._parts)
         failure = None
         try:
+            cut = cut_as_split(self._task.splittable, self._parts)
             difference = None if cut is None else self._trial.of_losses_beside(cut)
             if cut is None or difference is None or not math.isfinite(difference.value_error):
                 return found  # nothing counts, or is a number
             is_open = not found[0].exact
             if difference.is_none:
                 return (_proof("exact", "losses", cut, difference, note=found[0].note), None) if is_open else found
+            if is_open:
+                self._trial.run(cut, cut.parts, None)  # what fails there says why in the step itself
             proof, reason = self._decided(cut, difference)
-            if reason is None or (is_open and math.isinf(proof.error)):  # what fails says why in the step itself
+            if reason is None or (is_open and math.isinf(proof.error)):
                 return found
             if proof.by == "certificate":
                 return proof, reason
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
-                self._trial.run(cut, cut.parts, None)  # what fails there says why in the step itself
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
         except OverBudget:
             return found
-        except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, and memory may run out
+        except Exception as error:  # noqa: BLE001 - rows may not be picked, a loss may differentiate, memory run out
             failure = Failure(error)
         failure.release()
         return found
