@@ -169,7 +169,8 @@ def decay_dominates(
         shrinking = rate >= share and (decoupled or cls == "SGD" or not losses.fell)
         usual = median_high(_decay(run, norms, decoupled) for norms in one.samples)
         first, last = (math.hypot(*(each.weight for each in entries(run, one.samples[index]))) for index in (0, -1))
-        shrinking = shrinking or (outcome(run).word == "not learning" and last < _LITTLE_LEFT * first)
+        pulled = [math.hypot(*(e.weight for e in entries(run, one.samples[at]) if e.grad)) for at in (0, -1)]
+        shrinking = shrinking or (outcome(run).word == "not learning" and pulled[1] < _LITTLE_LEFT * pulled[0])
         strong = shrinking or (usual >= times and not losses.fell)
         if not strong or last > rest * first or first == 0:
             continue
