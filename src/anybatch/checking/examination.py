@@ -14,12 +14,12 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
-from anybatch.checking.bounds import Bounds, bound_of_samples
 from anybatch.checking.causes import reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
+from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled

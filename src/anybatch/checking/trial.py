@@ -13,10 +13,10 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
-from anybatch.checking.bounds import Bounds, bound_of_samples
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
+from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns
 from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces

@@ -29,12 +29,12 @@ class Bound(NamedTuple):
     Args:
         name: of the operation.
         shapes: of what it is given.
-        total: of the numbers of that.
+        totals: of the numbers of each of these, which may lie on several devices.
     """
 
     name: str
     shapes: list[torch.Size]
-    total: torch.Tensor
+    totals: list[torch.Tensor]
 
 
 class Bounds(Mode):
@@ -55,8 +55,8 @@ class Bounds(Mode):
         if getattr(func, "overloadpacket", None) in _AT_A_BOUND and torch.is_grad_enabled() and not in_backward():
             given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
             if given and all(map(_is_small, given)):
-                total = torch.stack([one.detach().sum(dtype=torch.float32) for one in given]).sum()
-                self.met.append(Bound(func.overloadpacket.__name__.rstrip("_"), [one.shape for one in given], total))
+                totals = [one.detach().sum(dtype=torch.float32) for one in given]
+                self.met.append(Bound(func.overloadpacket.__name__.rstrip("_"), [one.shape for one in given], totals))
         return func(*args, **(kwargs or {}))
 
 
@@ -83,7 +83,7 @@ def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int
     for at, one in enumerate(whole):
         others = parts[at :: len(whole)]
         if all((other.name, other.shapes) == (one.name, one.shapes) for other in others):
-            values = [float(bound.total) for bound in (one, *others)]
+            values = [sum(map(float, bound.totals)) for bound in (one, *others)]
             if max(values) - min(values) > _SAME * max(map(abs, values)):
                 return one.name
     return ""
