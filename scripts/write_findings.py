@@ -5,12 +5,18 @@
 .venv/bin/python scripts/write_findings.py --check    # exits with 1 if a page is not what it is written from
 """
 
+import re
 import sys
 from pathlib import Path
 
 from anybatch.doctor.rules.registry import FAMILIES, Rule, all_rules
 
 FOLDER = Path(__file__).parents[1] / "docs" / "findings"
+_INTRODUCTION = (
+    "What each finding means, how the doctor knows it, what to change, and when it is fine; `anybatch explain` prints "
+    "the same.\nAn `info` is a note. For a message that torch printed, search [troubleshooting by error message]"
+    "(../troubleshooting.md).\n"
+)
 HEAD = "<!-- Written by scripts/write_findings.py from src/anybatch/doctor/pages; change that. -->\n"
 
 
@@ -24,6 +30,8 @@ def pages() -> dict[str, str]:
 def page_of(rule: Rule, rules: dict[str, Rule]) -> str:
     """A rule as a page; its code is an example and does not run here."""
     text = (rule.page + rule.decided).replace("```python\n", "```python no-run\n")
+    known = {each.code for each in rules.values()} - {rule.code}
+    text = re.sub(r"\bAB\d{3}\b", lambda one: f"[{one[0]}]({one[0]}.md)" if one[0] in known else one[0], text)
     lines = [
         HEAD,
         f"# {rule.code} {rule.name}\n",
@@ -44,7 +52,7 @@ def family_of(rule: Rule) -> str:
 
 def index_of(rules: list[Rule]) -> str:
     """The list of all findings by family."""
-    lines = [HEAD, "# Findings of the doctor\n", "What each finding means, how it is known, and what to change.\n"]
+    lines = [HEAD, "# Findings of the doctor\n", _INTRODUCTION]
     for family in FAMILIES:
         of_family = [rule for rule in rules if family_of(rule) == family]
         if of_family:
