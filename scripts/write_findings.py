@@ -5,6 +5,7 @@
 .venv/bin/python scripts/write_findings.py --check    # exits with 1 if a page is not what it is written from
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -33,15 +34,22 @@ def page_of(rule: Rule, rules: dict[str, Rule]) -> str:
     known = {each.code for each in rules.values()} - {rule.code}
     text = re.sub(r"\bAB\d{3}\b", lambda one: f"[{one[0]}]({one[0]}.md)" if one[0] in known else one[0], text)
     lines = [
+        _described(rule),
         HEAD,
-        f"# {rule.code} {rule.name}\n",
-        f"**{rule.title[:1].upper()}{rule.title[1:]}.** Severity: {rule.severity}.\n",
+        f"# {rule.code}: {rule.title}\n",
+        f"`{rule.name}`, severity: {rule.severity}.\n",
         text,
     ]
     following = [f"[{name}]({rules[name].code}.md)" for name in rule.explains if name in rules]
     if following:
         lines.append(f"It may be the cause of {', '.join(following)}.\n")
     return "\n".join(lines)
+
+
+def _described(rule: Rule) -> str:
+    """What a search engine shows of a page: its first paragraph, as front matter."""
+    lead = " ".join(rule.page.partition("\n\n")[0].split()).replace("`", "")
+    return f"---\nmyst:\n  html_meta:\n    description: {json.dumps(lead, ensure_ascii=False)}\n---\n"
 
 
 def family_of(rule: Rule) -> str:
