@@ -42,7 +42,7 @@ def page_of(rule: Rule, rules: dict[str, Rule]) -> str:
     ]
     following = [f"[{name}]({rules[name].code}.md)" for name in rule.explains if name in rules]
     if following:
-        lines.append(f"It may be the cause of {', '.join(following)}.\n")
+        lines.append(f"## What may follow\n\nIt may be the cause of {', '.join(following)}.\n")
     return "\n".join(lines)
 
 
@@ -64,8 +64,12 @@ def index_of(rules: list[Rule]) -> str:
     for family in FAMILIES:
         of_family = [rule for rule in rules if family_of(rule) == family]
         if of_family:
-            lines += [f"## {family.capitalize()}\n", "| code | name | | severity |", "| --- | --- | --- | --- |"]
-            lines += [f"| [{r.code}]({r.code}.md) | {r.name} | {r.title} | {r.severity} |" for r in of_family]
+            lines += [
+                f"## {family.capitalize()}\n",
+                "| code | what is wrong, and its name | severity |",
+                "| --- | --- | --- |",
+            ]
+            lines += [f"| [{r.code}]({r.code}.md) | {r.title} `{r.name}` | {r.severity} |" for r in of_family]
             lines.append("")
     return "\n".join([*lines, "```{toctree}", ":hidden:", ":glob:", "", "AB*", "```", ""])
 
