@@ -109,7 +109,7 @@ STEPS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         for value in (0, -1.0, NAN, True, "1")
     },
     "sparse and clipped": (stepped(Lookup, clip_norm=1.0), ("table", "sparse", "leave clip_norm out", "sparse=False")),
-    "a hook after accumulation": (stepped(hooked), ("post-accumulate-grad hook", "remove the hook")),
+    "a hook after accumulation": (stepped(hooked), ("post-accumulate-grad hook", "Remove the hook")),
     "float16 and a scaler": (
         stepped(lambda: Noisy().half(), scaler=torch.amp.GradScaler("cpu")), ("float16", "float32", "autocast="),
     ),
