@@ -217,15 +217,16 @@ class NoiseScale:
             self._batches.append(batch)
 
     def update(self, norms_sq: Any, counts: Any, total_norm_sq: Any) -> None:
-        """Takes one measurement from elsewhere, such as a loop of one's own, or several processes.
+        """Adds a measurement from your own loop or from several processes.
 
         Args:
-            norms_sq: for each micro-batch, or process, the squared norm of its mean gradient.
-            counts: how many samples each of them is over; those with none are left out.
+            norms_sq: the squared norm of the mean gradient of each micro-batch or process.
+            counts: the number of samples in each; entries without samples are ignored.
             total_norm_sq: the squared norm of the mean gradient over all samples.
 
         Raises:
-            BatchError: the numbers don't belong together; nothing was taken.
+            BatchError: the lengths differ, a value is negative or not finite, or fewer than two entries have samples.
+                Nothing was added.
         """
         norms, sizes = _numbers("norms_sq", norms_sq), _numbers("counts", counts)
         (total,) = _numbers("total_norm_sq", [total_norm_sq])
@@ -233,20 +234,20 @@ class NoiseScale:
             raise BatchError(f"norms_sq has {len(norms)} numbers and counts {len(sizes)}; expected one of each")
         pairs = [(norm, size) for norm, size in zip(norms, sizes, strict=True) if size > 0]
         if len(pairs) < 2:
-            raise BatchError(f"got {len(pairs)} micro-batches with samples; noise shows in two at least")
+            raise BatchError(f"got {len(pairs)} micro-batches with samples; expected at least two")
         self._catch_up()
         norms, sizes = map(list, zip(*pairs, strict=True))
         self._note(estimate(norms, sizes, total), _Batch(sum(sizes), len(sizes), "samples"))
 
     @property
     def measurements(self) -> int:
-        """How many logical batches were measured."""
+        """Number of logical batches measured."""
         self._catch_up()
         return self._ratio.number
 
     @property
     def value(self) -> float | None:
-        """The noise scale, infinite where no signal is seen; ``None`` before the first measurement."""
+        """The noise scale; infinite if no signal was found, ``None`` before the first measurement."""
         return self._ratio.value if self.measurements else None
 
     @property
@@ -262,17 +263,17 @@ class NoiseScale:
 
     @property
     def signal(self) -> float | None:
-        """|G|^2, the squared norm of the true gradient; below 0 where it drowns in noise."""
+        """|G|^2, the estimated squared norm of the true gradient; the estimate may be negative if noise dominates."""
         return self._ratio.means.signal if self.measurements else None
 
     @property
     def interval(self) -> tuple[float, float]:
-        """An interval of 90 % for the value; its upper end is infinite where the signal may be 0."""
+        """A 90 % confidence interval for the value; the upper end is infinite if the signal may be 0."""
         return self._ratio.interval if self.measurements else (0.0, math.inf)
 
     @property
     def advice(self) -> str:
-        """What it means for the usual batch, the one in the middle of the last measured by size, in one sentence."""
+        """One sentence on the usual batch size, the median of the last ones measured."""
         value = self.value
         if value is None:
             return f"no noise scale yet: {_WHOLE if self._whole else 'no logical batch was measured'}"
@@ -280,19 +281,16 @@ class NoiseScale:
         return _advice(value, self.interval, usual)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; to be saved beside that of the step."""
+        """The state as plain numbers; save it beside that of the step."""
         self._catch_up()
         batches = [list(batch) for batch in self._batches]
         return {"version": 2, "countdown": self._countdown, "batches": batches, "moments": self._ratio.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
-
-        Args:
-            state: what ``state_dict`` gave.
+        """Resumes from what ``state_dict`` returned.
 
         Raises:
-            BatchError: it is of another version, or a part of it is not what was saved. Nothing was loaded then.
+            BatchError: the state has another version or is malformed. Nothing was loaded.
         """
         load_whole(self._load_whole, state, self.state_dict(), _State, name="NoiseScale")
 
@@ -318,7 +316,7 @@ def _numbers(name: str, values: Any) -> list[float]:
 
 
 def _advice(value: float, interval: tuple[float, float], batch: _Batch) -> str:
-    """Says it in one sentence; the trade of updates for samples is that of McCandlish et al. 2018, equation 2.11."""
+    """The advice in one sentence; updates against samples as in McCandlish et al. 2018, equation 2.11."""
     unit, size = batch.unit, batch.size
     low, high = interval
     if math.isinf(high):
