@@ -12,19 +12,19 @@ _MOST_NAMES = 12
 
 @dataclass(slots=True)
 class Branch:
-    """A line and what hangs under it."""
+    """A line of a tree, with the lines below it."""
 
     text: str  # the line
-    children: list["Branch"] = field(default_factory=list)  # in order
+    children: list["Branch"] = field(default_factory=list)
 
     def add(self, text: str) -> "Branch":
-        """Hangs a line under this one."""
+        """Adds a line below this one and returns its branch."""
         self.children.append(Branch(text))
         return self.children[-1]
 
 
 def branches_of(parent: Branch, items: Iterable[object]) -> None:
-    """Hangs the text of each item under a branch."""
+    """Adds the text of each item below a branch."""
     for item in items:
         parent.add(str(item))
 
@@ -52,7 +52,7 @@ def _lines(branch: Branch) -> Iterable[str]:
 
 
 def as_rich(root: Branch) -> "Tree":
-    """The tree for rich; the user's names are shown as they are, whatever brackets they have."""
+    """The tree for rich; brackets in the user's names are shown literally, not read as markup."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -67,7 +67,11 @@ def as_rich(root: Branch) -> "Tree":
 
 
 def names_joined(names: Collection[str], among: Collection[str]) -> str:
-    """Names of parameters; all that a module has are shown as one.
+    """Joins names of parameters; where all parameters of a module are among them, the module is named instead.
+
+    Args:
+        names: the names to show; at most 12 entries are listed, the others are counted.
+        among: the names of all parameters.
 
     Example:
         >>> names_joined(["a.0.w", "a.0.b", "b.w"], ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.b"])

@@ -1,4 +1,4 @@
-"""Whether a loss may be split, and why not."""
+"""Whether accumulating micro-batches gives the gradient of the whole batch, and if not, why."""
 
 import math
 import textwrap
@@ -14,14 +14,14 @@ _WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Reason(Plain):
-    """One thing that was found.
+    """One reason why a certificate is not exact, or one of its notes.
 
     Args:
-        code: what kind of thing it is, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``.
-        where: the qualified name of a module, a buffer or a parameter, ``"loss"``, or the loss by its name.
+        code: its kind, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``.
+        where: the qualified name of a module, a buffer or a parameter; ``"loss"``; or the name of one loss.
         message: what was seen, in full sentences.
         remedies: lines of code, the first choice first; each may end in a comment that says what it costs.
-        evidence: the numbers behind it, plain values.
+        evidence: the numbers behind it, as plain values by name.
 
     Example:
         >>> print(Reason("sum", "loss", "The loss is a sum.", ("loss = loss / 8",)))
@@ -37,7 +37,7 @@ class Reason(Plain):
 
     @property
     def remedy(self) -> str:
-        """The first of the remedies, empty if there is none."""
+        """The first of the remedies; empty if there is none."""
         return self.remedies[0] if self.remedies else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Reason(Plain):
         return {name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}
 
     def shown(self, prefix: str = "") -> str:
-        """The text, wrapped; remedies on lines of their own, which are not wrapped, so that they can be copied."""
+        """The text, wrapped at 80 columns; remedies stand on their own lines, unwrapped, so that they can be copied."""
         text = f"{prefix}{self.code}, in {self.where}: {self.message}"
         head = textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         return "\n".join([*head, *(f"    {line}" for line in self.remedies)])
@@ -56,20 +56,20 @@ class Reason(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Certificate(Shown):
-    """What ``anybatch.check`` found out about a model, a loss and a batch.
+    """What ``anybatch.check`` found about a model, a loss and a batch.
 
     Args:
         model: the class of the model.
-        samples: samples that were checked.
-        samples_in_batch: samples that the batch has; more than ``samples`` if not all of it fits in memory.
-        splits: the sizes of the micro-batches of each split that was compared with the whole.
+        samples: the number of samples that were checked.
+        samples_in_batch: the number of samples of the batch; more than ``samples`` if not all of it fits in memory.
+        splits: for each split that was compared with the whole, the sizes of its micro-batches, in samples.
         dtype: the precision of the comparison, such as ``"float64"``.
-        tolerance: up to which relative error a gradient counts as the same.
-        error: the norm of the difference of the gradients over the norm of the whole batch's, all parameters together,
-            of the worst split; infinite if there is nothing to compare.
-        loss_error: the same of the values of the losses.
-        reasons: why the split gradient is not the whole batch's; empty if it is.
-        notes: what else there is to know, such as dropout that draws in another order.
+        tolerance: the largest relative error at which two gradients count as equal.
+        error: the relative error of the gradient in the worst split, ``||split - whole|| / ||whole||`` over all
+            parameters; infinite if there is nothing to compare.
+        loss_error: the relative error of the values of the losses.
+        reasons: why the accumulated gradient is not the whole batch's; empty if it is.
+        notes: other remarks, such as dropout that draws in another order.
 
     Example:
         >>> certificate = Certificate("Linear", 8, 8, ((4, 4), (2, 2, 4)), "float64", 1e-9, 2.2e-16, 1.1e-16)
@@ -106,7 +106,7 @@ class Certificate(Shown):
             return f"not exact: in micro-batches the gradient of {self.model} is not the whole batch's"
         drawn = any(note.code == "random" for note in self.notes)
         return f"exact: in micro-batches the gradient of {self.model} is the whole batch's" + (
-            ",\n  up to the drawing of random numbers" if drawn else ""
+            ",\n  except for random numbers, such as dropout's" if drawn else ""
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,10 +118,14 @@ class Certificate(Shown):
         """Reads what ``to_dict`` gave.
 
         Args:
-            values: the fields by name; those that are unknown are left out.
+            values: the fields by name; unknown names are ignored.
 
         Returns:
             The certificate.
+
+        Raises:
+            KeyError: ``error`` or ``loss_error`` is missing.
+            ValueError: another field is missing, or a value does not have the type of its field.
         """
         errors = {name: math.inf if values[name] is None else values[name] for name in ("error", "loss_error")}
         return super(Certificate, cls).from_dict({**values, **errors})

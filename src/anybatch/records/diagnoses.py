@@ -1,4 +1,4 @@
-"""A diagnosis: the findings of a run in order of rank, and which gradients and parameters changed in it."""
+"""A diagnosis: the findings of a run, ranked, and which of its gradients and parameters changed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,18 +16,21 @@ CELLS = {
 }
 """What each of the four cells means."""
 SEVERAL_THREADS = "several threads"
-"""Among what could not be examined: what came after two threads trained at once."""
+"""An entry of ``unexamined``: two threads trained at once, and nothing after that was recorded."""
 
 Verdict = Literal["learning", "not learning", "faults", "undecided", "crashed", "checked"]
-"""``"faults"`` if there is an error or a warning, ``"undecided"`` where nothing was found and learning was not seen;
-``"checked"`` of a certificate, whose verdict is the reason."""
+"""``"faults"``: there is an error or a warning. ``"undecided"``: nothing was found, and learning was not seen either.
+``"checked"``: the report is of a certificate, and the verdict is in ``reason``."""
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, or ``--timeout``."""
+"""The exit code after Ctrl-C or ``--timeout``."""
 _MOST_RULES = 8
 
 
 def missing_of(unexamined: Sequence[str]) -> str:
-    """What could not be examined, in words.
+    """Says what could not be examined.
+
+    Args:
+        unexamined: as in ``Diagnosis``.
 
     Example:
         >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
@@ -47,20 +50,20 @@ def missing_of(unexamined: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell(Plain):
-    """Parameters of one module of which the same is true: do their gradients change, do they change themselves?
+    """Parameters of one module that share two answers: do their gradients change, and are they updated?
 
     Args:
-        cell: 1 to 4, see ``CELLS``; 0 where too little was seen to say.
-        module: the qualified name of the module, with the variable of its root in front where there are several.
-        parameters: their names.
-        numel: how many numbers they hold.
-        why: in words, such as ``"in no optimizer"``, ``"frozen"``, ``"weight decay"``; empty where all is well.
+        cell: 1 to 4, see ``CELLS``; 0 if too little was seen.
+        module: the qualified name of the module; with several models, it begins with the variable of its model.
+        parameters: the names of the parameters.
+        numel: the number of their elements.
+        why: the cause, such as ``"in no optimizer"``, ``"frozen"`` or ``"weight decay"``; empty where all is well.
         shrinking: whether the gradients at the end are less than a thousandth of those at the start.
-        frozen: whether none of them requires a gradient.
-        first_gradient: the norm of their gradients at the first sampled step, ``None`` if they had none.
-        last_gradient: at the last sampled step.
-        first_ratio: the norm of the first sampled change divided by that of the parameters, ``None`` if unknown.
-        last_ratio: of the last sampled change.
+        frozen: whether none of the parameters requires a gradient.
+        first_gradient: the norm of their gradients at the first sampled step; ``None`` if they had none.
+        last_gradient: the norm at the last sampled step.
+        first_ratio: the update-to-weight ratio of the first sampled update; ``None`` if unknown.
+        last_ratio: the ratio of the last sampled update.
 
     Example:
         >>> cell = Cell(2, "head", ("head.weight", "head.bias"), numel=20, why="in no optimizer")
@@ -82,22 +85,23 @@ class Cell(Plain):
 
     @property
     def meaning(self) -> str:
-        """What its cell means, in words."""
+        """The meaning of the cell, in words."""
         return CELLS.get(self.cell, "too little was seen")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
+        """The fields as plain values for JSON, and ``meaning``."""
         return Plain.to_dict(self) | {"meaning": self.meaning}
 
 
 @dataclass(frozen=True, slots=True)
 class Suppressed(Plain):
-    """A finding that the user does not want to hear of.
+    """A finding that the user has suppressed.
 
     Args:
         finding: the finding.
-        by: a comment on its line, the settings of the project or of the command, or a baseline that has it.
-        reason: that the comment gives, or which of the settings it was.
+        by: what suppressed it: a comment on its ``"line"``, the ``"settings"`` of the project or the command, or a
+            ``"baseline"`` that contains it.
+        reason: the reason that the comment gives, or the name of the setting.
 
     Example:
         >>> one = Suppressed(Finding("frozen", code="AB108"), "line", "the teacher is meant to stay")
@@ -115,21 +119,21 @@ class Diagnosis(Shown):
     """What the doctor says about one run.
 
     Args:
-        findings: in order of rank: each root is followed by its consequences.
-        cells: of every parameter, by module, in the order of the model.
-        steps: that were done; of optimizers that step by turns those of the one that stepped most.
-        overhead: the doctor's own time divided by the rest of the run's, ``None`` if it was not measured.
-        script: the path as the user wrote it, empty when attached in code.
-        arguments: of the script.
-        device: of the run.
-        exit_code: of the script, ``None`` when attached in code.
-        seconds: that the run took.
-        notes: about the diagnosis itself, such as rules that could not be asked.
-        unexamined: what could not be examined: codes and names of rules that failed, ``"all rules"`` if the diagnosis
-            itself did or could not, ``SEVERAL_THREADS``, ``"the run"`` if the recorder met an error of its own.
-        verdict: what became of the run.
-        reason: how that is known, or why it is not, as the end of a sentence.
-        suppressed: what the user does not want to hear of; it is no part of the verdict.
+        findings: ranked: each root cause is followed by its consequences.
+        cells: every parameter, grouped by module, in the order of the model.
+        steps: the number of optimizer steps; with several optimizers, that of the one that stepped most.
+        overhead: the doctor's own time divided by the rest of the run's; ``None`` if it was not measured.
+        script: the path of the script as the user wrote it; empty if the doctor was attached in code.
+        arguments: the arguments of the script.
+        device: the device of the run.
+        exit_code: the exit code of the script; ``None`` if the doctor was attached in code.
+        seconds: the duration of the run.
+        notes: remarks about the diagnosis itself, such as rules that failed.
+        unexamined: what could not be examined: codes and names of rules that failed; ``"all rules"`` if the diagnosis
+            as a whole failed or could not be made; ``SEVERAL_THREADS``; ``"the run"`` if the recorder itself failed.
+        verdict: the outcome of the run.
+        reason: how the verdict is known, or why it is not; the end of a sentence.
+        suppressed: findings that the user has suppressed; the verdict does not count them.
 
     Example:
         >>> found = (Finding("head.weight is in no group.", severity="error", name="A"),)
@@ -160,25 +164,25 @@ class Diagnosis(Shown):
 
     @property
     def healthy(self) -> bool | None:
-        """Whether it was seen to learn and nothing was found; ``None`` where neither that nor a fault was seen."""
+        """``True`` if the run was seen to learn without a fault, ``False`` after a fault, ``None`` if undecided."""
         if self.faulty or self.verdict in ("crashed", "not learning", "faults"):
             return False
         return True if self.verdict == "learning" else None
 
     @property
     def causes(self) -> tuple[Finding, ...]:
-        """The errors and warnings that follow from no other one, or only from a note."""
+        """The errors and warnings that are not consequences of another error or warning."""
         grave = {finding.name for finding in self.findings if finding.severity != "info"}
         follows = {finding.consequence_of for finding in self.findings if finding.consequence_of in grave} - {""}
         return tuple(one for one in self.findings if one.severity != "info" and one.consequence_of not in follows)
 
     @property
     def roots(self) -> tuple[Finding, ...]:
-        """The findings that follow from no other one."""
+        """The findings that are not consequences of another."""
         return tuple(finding for finding in self.findings if not finding.consequence_of)
 
     def consequences(self, root: Finding) -> tuple[Finding, ...]:
-        """The findings that follow from one."""
+        """The findings that are consequences of ``root``."""
         return tuple(finding for finding in self.findings if finding.consequence_of == root.name)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws from distributions whose parameters are learnt, and what was made of their log-probabilities."""
+"""Samples drawn from distributions with learned parameters, and the use of their log-probabilities."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from anybatch.records.lines import Fact, fact
 @fact("drawn")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn(Fact):
-    """A module was given what ``sample()`` drew, without a gradient, from a distribution that has ``rsample()``."""
+    """A module's input was drawn with ``sample()``, which has no gradient, although ``rsample()`` exists."""
 
-    root: int = -1  # the number of the root of the module
-    module: str = ""  # its name in that root
-    distribution: str = ""
-    width: int = 1  # the size of the last dim of the draw, 1 if it has no dims
-    file: str = ""  # of the user's line that drew
+    root: int = -1  # the number of the module's root
+    module: str = ""  # its qualified name in that root
+    distribution: str = ""  # the name of the distribution's class
+    width: int = 1  # the size of the last dim of the draw; 1 if it has no dims
+    file: str = ""  # file and line of the user's call of ``sample()``
     line: int = 0
-    code: str = ""  # that line
+    code: str = ""  # the text of that line
 
 
 @fact("scored")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored(Fact):
-    """The first log-probability with a gradient of one kind of distribution and one width."""
+    """``log_prob`` gave a value with a gradient: recorded once per class of distribution and width."""
 
-    distribution: str = ""
-    width: int = 1  # the size of the last dim of the value, 1 if it has no dims
+    distribution: str = ""  # the name of the distribution's class
+    width: int = 1  # the size of the last dim of the value; 1 if it has no dims

@@ -1,4 +1,7 @@
-"""What happened in a run, in order: forwards, backwards, clearing, clipping, steps, schedules."""
+"""The events of a run: forwards, backwards, clearing, clipping, optimizer steps, schedules.
+
+``file`` and ``line`` of an event are those of the user's line that caused it; ``file`` is empty if there is none.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,52 +13,50 @@ from anybatch.records.lines import Fact, fact
 @fact("forward")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Fact):
-    """The user's code called a root."""
+    """The user's code called a root: a model, or a module of one."""
 
-    root: int
+    root: int  # its number
     training: bool = True  # the mode of the root itself
-    grad: bool = True  # whether autograd was on
-    inference: bool = False  # whether inference mode was on
-    # names of its dropout and batch norm modules (with p > 0, or with statistics) that are in evaluation mode, at most
-    # 20
+    grad: bool = True  # whether autograd was enabled
+    inference: bool = False  # whether inference mode was enabled
+    # names of its dropout (p > 0) and batch norm (with running statistics) modules in evaluation mode, at most 20
     evaluating: tuple[str, ...] = ()
-    trained: int = 0  # how many of these modules are in training mode
-    evaluated: int = 0  # how many are in evaluation mode
-    rows: int = -1  # the size of dim 0 of its first tensor, -1 if there is none
-    file: str = ""  # of the user's line
+    trained: int = 0  # the number of such modules in training mode
+    evaluated: int = 0  # the number of such modules in evaluation mode
+    rows: int = -1  # the size of dim 0 of the first tensor it was given; -1 if there is none
+    file: str = ""
     line: int = 0
-    seconds: float = 0.0  # that it took on the host, 0 if not measured
-    module: str = ""  # the name of the part of the root that was called, empty for the root itself
+    seconds: float = 0.0  # its duration on the host; 0 if not measured
+    module: str = ""  # the name of the module of the root that was called; empty for the root itself
 
 
 @fact("backward")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward(Fact):
-    """A backward, or a call of ``autograd.grad``; recorded after it."""
+    """A call of ``backward`` or ``autograd.grad``; recorded after it returned."""
 
-    value: float | None = None  # of the loss, ``None`` where it was no scalar; unscaled where a scaler had scaled it
+    value: float | None = None  # the loss, unscaled if a scaler scaled it; ``None`` if it is not a scalar
     function: str = "backward"  # ``"backward"`` or ``"grad"``
-    is_leaf: bool = False  # whether the loss was a leaf, which has no graph at all
-    numel: int = 1  # of the loss
+    is_leaf: bool = False  # whether the loss was a leaf, which has no graph
+    numel: int = 1  # the number of elements of the loss
     retain: bool = False  # ``retain_graph``
     create: bool = False  # ``create_graph``
-    scaled: bool = False  # whether the loss came out of ``scaler.scale``
-    # the product of plain numbers that the loss was multiplied with at the very top of its graph, such as 0.25 for
-    # ``(loss / 4).backward()``, and with ``weight``; 1 if there was none
+    scaled: bool = False  # whether the loss is a result of ``scaler.scale``
+    # the product of the plain numbers by which the loss was multiplied last, such as 0.25 for
+    # ``(loss / 4).backward()``, times ``weight``; 1 if there is none
     factor: float = 1.0
-    # the number that it was given as its gradient, which is none of its graph's; 1 if there was none
-    weight: float = 1.0
+    weight: float = 1.0  # the number that was passed as ``gradient=``, which is not in the graph; 1 if there is none
     loss_calls: tuple[int, ...] = ()  # numbers (``at``) of the ``LossCall`` events since the last backward
-    touched: tuple[int, ...] | None = None  # parameters whose ``.grad`` changed or appeared
-    # of ``touched``, those whose ``.grad`` had not been cleared since the last optimizer step that used it
+    # numbers of the parameters whose ``.grad`` appeared or changed; ``None`` if they are those of the last backward
+    # from the same line
+    touched: tuple[int, ...] | None = None
+    # those of ``touched`` whose ``.grad`` had not been cleared since the last optimizer step that used it
     kept: tuple[int, ...] | None = None
-    # how many were touched; the tuples are recorded only when they differ from the last backward from the same line,
-    # and are read from that one otherwise
-    touched_count: int = 0
-    kept_count: int = 0  # how many these are, where the names were left out to save room
-    file: str = ""  # of the user's line
+    touched_count: int = 0  # the length of ``touched``, recorded even where ``touched`` is ``None``
+    kept_count: int = 0  # the length of ``kept``, recorded even where ``kept`` is ``None``
+    file: str = ""
     line: int = 0
-    # the kind of the first node of the loss behind plain factors and the scaler, such as ``"MeanBackward0"``
+    # the first node of the graph of the loss below plain factors and the scaler, such as ``"MeanBackward0"``
     top: str = ""
 
 
@@ -65,10 +66,10 @@ class Cleared(Fact):
     """Gradients were cleared, by ``zero_grad`` of an optimizer or a module, or by hand (seen at the next event)."""
 
     by: str = "optimizer"  # ``"optimizer"``, ``"module"`` or ``"hand"``
-    number: int = -1  # of the optimizer or the root, -1 if it is neither
-    parameters: int = 0  # how many had a gradient that is gone or zero now
-    of: int = 0  # how many parameters are known to have had one
-    file: str = ""  # of the user's line, empty for ``"hand"``
+    number: int = -1  # the number of the optimizer or the root; -1 if it is neither
+    parameters: int = 0  # the number of parameters whose gradient is now ``None`` or zero
+    of: int = 0  # the number of parameters that are known to have had a gradient
+    file: str = ""  # empty for ``"hand"``
     line: int = 0
 
 
@@ -78,14 +79,14 @@ class Clipped(Fact):
     """``clip_grad_norm_`` or ``clip_grad_value_`` was called."""
 
     by: str = "norm"  # ``"norm"`` or ``"value"``
-    limit: float = 0.0  # of the norm or the values
-    norm: float | None = None  # before clipping, ``None`` for values
-    tensors: int = 0  # how many parameters were given that had a gradient
-    optimizers: tuple[int, ...] = ()  # numbers of optimizers that have some of them
-    # whether the gradients were still scaled: a scaler has scaled their loss and not yet unscaled them
+    limit: float = 0.0  # ``max_norm`` or ``clip_value``
+    norm: float | None = None  # the norm before clipping; ``None`` for values
+    tensors: int = 0  # the number of given parameters that had a gradient
+    optimizers: tuple[int, ...] = ()  # numbers of the optimizers that hold some of them
+    # whether the gradients were still scaled: a scaler scaled the loss and has not unscaled them yet
     scaled: bool = False
-    scale: float = 1.0  # of the scaler, 1 if there is none
-    file: str = ""  # of the user's line
+    scale: float = 1.0  # the scale of the scaler; 1 if there is none
+    file: str = ""
     line: int = 0
 
 
@@ -95,129 +96,128 @@ class Scaler(Fact):
     """A call of a ``GradScaler``."""
 
     call: str  # ``"unscale_"``, ``"step"`` or ``"update"``
-    optimizer: int = -1  # its number, -1 for ``update``
-    scale: float = 1.0  # before the call
-    after: float = 1.0  # the call
-    # of ``step``: whether the optimizer did not run, or changed nothing, for gradients that overflowed
+    optimizer: int = -1  # the number of the optimizer; -1 for ``update``
+    scale: float = 1.0  # the scale before the call
+    after: float = 1.0  # the scale after the call
+    # for ``step``: whether gradients overflowed, so that the optimizer did not run or changed nothing
     skipped: bool = False
-    file: str = ""  # of the user's line
+    file: str = ""
     line: int = 0
 
 
 @fact("stepped")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Fact):
-    """An optimizer stepped; nested calls of ``super().step()`` count once."""
+    """An optimizer stepped; a nested ``super().step()`` does not count again."""
 
-    optimizer: int
-    number: int = 0  # which of its steps this was, from 0
-    lrs: tuple[float, ...] = ()  # of its groups at this step
-    with_grad: int = 0  # how many of its parameters had a gradient
-    # those that require one and had none, by number; recorded when it differs from the last step's
+    optimizer: int  # its number
+    number: int = 0  # the index of this step among the optimizer's, from 0
+    lrs: tuple[float, ...] = ()  # the learning rate of each group at this step
+    with_grad: int = 0  # the number of its parameters with a gradient
+    # numbers of its parameters that require a gradient and had none; ``None`` if they are those of its last step
     without: tuple[int, ...] | None = None
-    without_count: int = 0  # how many these are
-    # whether all gradients that it saw were exactly zero, ``None`` where that was not looked at
-    zero: bool | None = None
+    without_count: int = 0  # the length of ``without``, recorded even where ``without`` is ``None``
+    zero: bool | None = None  # whether all its gradients were exactly zero; ``None`` if that was not examined
     closure: bool = False  # whether it was given a closure
     by: str = "step"  # ``"step"``, or ``"scaler"`` if a scaler called it
-    file: str = ""  # of the user's line
+    file: str = ""
     line: int = 0
-    # how many gradients were replaced or changed in place (their version grew) after the last backward, outside of
-    # clipping, unscaling and clearing
+    # the number of gradients that were replaced or changed in place after the last backward, other than by clipping,
+    # unscaling and clearing
     edited: int = 0
 
 
 @fact("scheduled")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled(Fact):
-    """A scheduler stepped; its constructor's own first step does not count."""
+    """A scheduler stepped; the first step, which its constructor takes, does not count."""
 
-    scheduler: int
-    number: int = 0  # which of its steps this was, from 0
+    scheduler: int  # its number
+    number: int = 0  # the index of this step among the scheduler's, from 0
     before: tuple[float, ...] = ()  # the learning rates of its optimizer's groups before the step
-    after: tuple[float, ...] = ()  # the step
-    file: str = ""  # of the user's line
+    after: tuple[float, ...] = ()  # the learning rates after the step
+    file: str = ""
     line: int = 0
 
 
 @fact("epoch")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch(Fact):
-    """A ``DataLoader`` was started, or gave its last batch."""
+    """An epoch of a ``DataLoader`` began or ended."""
 
-    loader: int
-    ended: bool = False  # whether this is the end
-    batches: int = -1  # its length, -1 if unknown; at the end: how many it gave
-    rows: int = -1  # samples of the data set, -1 if unknown
-    batch_size: int = -1  # of the loader, -1 if unknown
+    loader: int  # the number of the loader
+    ended: bool = False  # whether this is the end of the epoch
+    batches: int = -1  # the length of the loader, -1 if unknown; at the end, the number of batches that it gave
+    rows: int = -1  # the number of samples of the data set; -1 if unknown
+    batch_size: int = -1  # the batch size of the loader; -1 if unknown
     shuffled: bool = False  # whether its sampler is random
-    workers: int = 0
-    file: str = ""  # of the user's line
+    workers: int = 0  # ``num_workers``
+    file: str = ""
     line: int = 0
 
 
 @fact("loaded")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Fact):
-    """A state was loaded."""
+    """``load_state_dict`` was called."""
 
     into: str  # ``"module"``, ``"optimizer"`` or ``"scheduler"``
-    number: int = -1  # of the root, optimizer or scheduler, -1 if it has none yet
-    variable: str = ""  # what the user's code calls it
-    strict: bool = True  # as it was given for a module
-    matched: int = 0  # keys that were in both, by name and shape
-    of: int = 0  # keys that the module has
-    missing: tuple[str, ...] = ()  # some keys that the state lacks
-    unexpected: tuple[str, ...] = ()  # some keys that the module lacks
-    lrs_before: tuple[float, ...] = ()  # learning rates of an optimizer's groups
-    lrs_after: tuple[float, ...] = ()  # loading
-    file: str = ""  # of the user's line
+    number: int = -1  # the number of the root, optimizer or scheduler; -1 if it has none yet
+    variable: str = ""  # its name in the user's code
+    strict: bool = True  # ``strict`` of a module's call
+    matched: int = 0  # the number of keys that the module and the state share, with equal shapes
+    of: int = 0  # the number of keys of the module
+    missing: tuple[str, ...] = ()  # some of the keys that the state lacks
+    unexpected: tuple[str, ...] = ()  # some of the keys that the module lacks
+    lrs_before: tuple[float, ...] = ()  # the learning rates of an optimizer's groups before the call
+    lrs_after: tuple[float, ...] = ()  # the learning rates after the call
+    file: str = ""
     line: int = 0
 
 
 @fact("dropout")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutCall(Fact):
-    """A functional dropout (also of attention) ran in another mode than the root that was running."""
+    """A functional dropout (attention's too) ran in another mode than the module around it."""
 
-    root: int
-    module: str = ""  # the innermost module, which is no dropout module
+    root: int  # the number of the root that was running
+    module: str = ""  # the name of the innermost module, which is not a dropout module
     function: str = "dropout"  # such as ``"dropout"`` or ``"scaled_dot_product_attention"``
-    p: float = 0.0  # its probability
+    p: float = 0.0  # its dropout probability
     training: bool = True  # whether it dropped
     root_training: bool = False  # the mode of the innermost module
-    file: str = ""  # of the user's line
+    file: str = ""
     line: int = 0
 
 
 @fact("warned")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(Fact):
-    """A warning was shown."""
+    """A Python warning was shown."""
 
     category: str  # the name of its class
-    text: str  # of it, at most 500 characters
-    file: str = ""  # that it names
+    text: str  # its text, at most 500 characters
+    file: str = ""  # the file that the warning names
     line: int = 0
 
 
 @fact("crashed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crashed(Fact):
-    """The script ended with an exception, explained with what was alive then."""
+    """The script ended with an exception; the explanation uses the objects that were alive then."""
 
-    name: str  # of the finding that explains it, such as ``"BACKWARD_TWICE_STATE"``; empty if none does
+    name: str  # the finding that explains it, such as ``"BACKWARD_TWICE_STATE"``; empty if none does
     error: str  # the name of the exception's class
-    text: str  # of it, at most 2000 characters
+    text: str  # the text of the exception, at most 2000 characters
     message: str = ""  # what is wrong, in a sentence
-    cause: str = ""  # how it comes to that
-    fix: str = ""  # as code in the user's own names
-    proof: str = ""  # what a trial of the fix on copies has shown
-    module: str = ""  # the qualified name of the module that ran or that is meant
-    parameters: tuple[str, ...] = ()  # names that are meant
-    tensor: str = ""  # what tensor is meant, in words
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers and texts
-    file: str = ""  # of the user's line
+    cause: str = ""  # how it happened
+    fix: str = ""  # code in the user's own names
+    proof: str = ""  # the result of trying the fix on copies
+    module: str = ""  # the qualified name of the module that ran, or that is at fault
+    parameters: tuple[str, ...] = ()  # the names of the parameters at fault
+    tensor: str = ""  # the tensor at fault, in words
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers and texts by name
+    file: str = ""
     line: int = 0
     code: str = ""  # the text of that line
 
@@ -225,10 +225,10 @@ class Crashed(Fact):
 @fact("threads")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadsAtOnce(Fact):
-    """Two threads trained at once, and nothing was recorded from then on."""
+    """Two threads trained at once; nothing was recorded after that."""
 
-    turns: int = 0  # how often before that another thread had gone on with the training
-    file: str = ""  # of the user's line at which the second one was seen
+    turns: int = 0  # how often the training had passed from one thread to another before
+    file: str = ""  # the user's line at which the second thread was seen
     line: int = 0
 
 
@@ -237,10 +237,10 @@ class ThreadsAtOnce(Fact):
 class Ended(Fact):
     """The end of the run."""
 
-    exit_code: int | None = None  # of the script, ``None`` when attached in code
-    seconds: float = 0.0  # that the run took
-    own_seconds: float = 0.0  # of them the doctor's own
-    dropped: int = 0  # lines that were left out because the record had reached its greatest size
-    thinned: int = 0  # how often the samples were made rarer to keep the cost down
-    # the text of the first error in the recorder itself, after which it recorded no more of that kind
+    exit_code: int | None = None  # the exit code of the script; ``None`` if the doctor was attached in code
+    seconds: float = 0.0  # the duration of the run
+    own_seconds: float = 0.0  # the part of ``seconds`` that the doctor took
+    dropped: int = 0  # the number of lines left out because the record had reached its size limit
+    thinned: int = 0  # how often the sampling interval was lengthened to limit the overhead
+    # the text of the first error in the recorder itself, after which it recorded no more facts of that kind
     failure: str = ""

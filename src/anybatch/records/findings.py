@@ -1,4 +1,4 @@
-"""What the doctor found: what is wrong, where, how it is known, and what to change."""
+"""A finding of the doctor: what is wrong, where, the evidence, and what to change."""
 
 import ast
 from collections.abc import Mapping
@@ -11,11 +11,12 @@ from anybatch.records.plainvalues import Plain
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 FixKind = Literal["tried", "tested", "suggestion"]
-"""How sure a fix is: tried on a copy of this run, applied as it is printed by a test of this kind, or neither."""
+"""How a fix was verified: ``"tried"`` on a copy of this run, ``"tested"`` (a test of anybatch applies the printed text
+to a program with this finding), or not at all (``"suggestion"``)."""
 
 
 def is_code(fix: str) -> bool:
-    """Whether a fix is Python, or a sentence that tells what to do.
+    """Whether a fix parses as Python; otherwise it is a sentence.
 
     Example:
         >>> is_code("for group in optimizer.param_groups: group['lr'] = 1e-3"), is_code("remove the softmax before it")
@@ -33,12 +34,12 @@ class Place(Plain):
     """Where a finding is.
 
     Args:
-        module: the qualified name of a module, with the variable of its root in front where there are several roots.
-        parameters: names.
-        optimizer: what the user's code calls it.
-        group: the index of a group of it.
-        file: of the user's line.
-        line: its number.
+        module: the qualified name of a module; with several models, it begins with the variable of its model.
+        parameters: names of parameters.
+        optimizer: the name of an optimizer in the user's code.
+        group: the index of one of its parameter groups.
+        file: the file of the user's line.
+        line: the number of that line.
 
     Example:
         >>> print(Place(module="encoder", parameters=("encoder.weight",), file="/home/me/train.py", line=12))
@@ -62,23 +63,23 @@ class Place(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Finding(Plain):
-    """One thing that is wrong.
+    """One problem that the doctor found.
 
     Args:
         message: what is wrong, in a sentence, with names and numbers.
         place: where.
         fix: what to change, as code in the user's own names, or in a sentence.
-        cause: how this comes about and what it does, in a sentence.
-        evidence: numbers and names that show it.
+        cause: why it happens and what it does, in a sentence.
+        evidence: the numbers and names that show it.
         step: the first step at which the evidence was complete.
-        at: the number of the first event that was not as it should be; the earliest is the root.
-        severity: ``"error"``, ``"warning"`` or ``"info"``; the rule's own where it is left out.
-        code: the stable code of its rule, such as ``"AB101"``.
-        name: of its rule, such as ``"OPT_PARAM_MISSING"``.
-        consequence_of: the name of the finding that this one follows from; empty for a root.
-        proof: what a trial of the fix has shown; empty without.
-        fix_kind: how sure the fix is.
-        patch: the fix as a change of the user's file, if it was tried so; empty without.
+        at: the number of the first faulty event; among related findings the earliest is the root cause.
+        severity: ``"error"``, ``"warning"`` or ``"info"``; if empty, the severity of the rule applies.
+        code: the stable code of the rule, such as ``"AB101"``.
+        name: the name of the rule, such as ``"OPT_PARAM_MISSING"``.
+        consequence_of: the name of the finding that causes this one; empty for a root cause.
+        proof: the result of trying the fix; empty if it was not tried.
+        fix_kind: how the fix was verified.
+        patch: the fix as a unified diff of the user's file, if it was tried in that form; empty otherwise.
 
     Example:
         >>> finding = Finding("head.weight is in no group.", Place("head"), "add it", step=3, name="OPT_PARAM_MISSING")
@@ -102,12 +103,17 @@ class Finding(Plain):
     patch: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
+        """The fields as plain values for JSON; an empty ``consequence_of`` becomes ``None``."""
         place = self.place.to_dict() | {"text": str(self.place)}
         follows = self.consequence_of or None
         return Plain.to_dict(self) | {"place": place, "evidence": dict(self.evidence), "consequence_of": follows}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """Reads what ``to_dict`` gave."""
+        """Reads what ``to_dict`` gave.
+
+        Raises:
+            KeyError: ``consequence_of`` is missing.
+            ValueError: another field is missing, or a value does not have the type of its field.
+        """
         return super(Finding, cls).from_dict({**values, "consequence_of": values["consequence_of"] or ""})

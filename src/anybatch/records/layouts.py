@@ -1,4 +1,4 @@
-"""Where the samples of a batch were found to lie, for people to look at."""
+"""The layout of a batch: which dimension of each leaf holds the samples."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +10,10 @@ class LeafLayout(NamedTuple):
     """A leaf of a batch.
 
     Args:
-        label: where it lies, such as ``batch['x']``.
-        dim: the dimension of its samples; ``None`` for what goes whole to every micro-batch.
-        kind: its class.
-        shape: its sizes, of a list its length; empty for anything else.
+        label: its path, such as ``batch['x']``.
+        dim: the dimension of its samples; ``None`` if every micro-batch gets the whole leaf.
+        kind: the name of its class.
+        shape: the shape of a tensor, or the length of a list; empty for anything else.
     """
 
     label: str
@@ -24,13 +24,13 @@ class LeafLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout(Plain):
-    """How a batch is cut: what was inferred, or said with ``layout=`` and ``broadcast=``.
+    """How a batch is split: inferred, or given by ``layout=`` and ``broadcast=``.
 
     Args:
-        samples: of the logical batch; ``None`` if it can't be cut.
-        leaves: of the batch; of a window those of its first batch.
-        batches: in the window; 1 for a batch alone.
-        note: why it can't be cut, or that samples are raw; empty otherwise.
+        samples: the number of samples of the logical batch; ``None`` if it can't be split.
+        leaves: the leaves of the batch; of a window, those of its first batch.
+        batches: the number of batches in the window; 1 for a single batch.
+        note: why the batch can't be split, or that its samples are raw; empty otherwise.
 
     Example:
         >>> x, t = LeafLayout("batch['x']", 0, "Tensor", (22, 4)), LeafLayout("batch['t']", None, "int")
@@ -48,7 +48,7 @@ class BatchLayout(Plain):
     def __str__(self) -> str:
         first = "not cut" if self.samples is None else f"{self.samples} samples"
         if self.batches > 1:
-            first += f" in {self.batches} batches, of which the first is"
+            first += f" in {self.batches} batches; the first one"
         shown = [(leaf.label, _kind(leaf), _where(leaf)) for leaf in self.leaves]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
         rows = [f"  {label:{widths[0]}}  {kind:{widths[1]}}  {where}" for label, kind, where in shown]
@@ -63,5 +63,5 @@ def _where(leaf: LeafLayout) -> str:
     if leaf.dim is None:
         return "whole to every micro-batch"
     if leaf.kind in ("list", "tuple"):
-        return f"{leaf.shape[0]} samples, an item each"
+        return f"{leaf.shape[0]} samples, one per item"
     return f"{leaf.shape[leaf.dim]} samples in dimension {leaf.dim}" if leaf.shape else "samples of its own"

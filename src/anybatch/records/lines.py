@@ -1,4 +1,4 @@
-"""Facts as lines of JSON: each names its kind, and unknown kinds and fields of a later version are passed over."""
+"""Facts as lines of JSON. Each line names its kind; kinds and fields of a later version are ignored."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from anybatch.records.reading import Malformed, read
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that was seen in a run."""
+    """One observation of a run."""
 
     at: int = 0  # the number of the event, counted over the whole run; facts are in this order
-    step: int = 0  # how many optimizer steps were done before it: the most that any optimizer of the run has done
+    step: int = 0  # the number of optimizer steps before it; of several optimizers, that of the one that stepped most
 
 
 F = TypeVar("F", bound=type[Fact])
@@ -27,7 +27,7 @@ _NAMES: dict[type[Fact], str] = {}
 
 
 def fact(kind: str) -> Callable[[F], F]:
-    """Gives a kind of fact the name that its lines bear."""
+    """A decorator that registers a class of facts under the name that its lines carry."""
 
     def named(cls: F) -> F:
         KINDS[kind] = cls
@@ -38,7 +38,7 @@ def fact(kind: str) -> Callable[[F], F]:
 
 
 def to_line(one: Fact) -> str:
-    """A fact as a line of JSON; entries that have their default are left out."""
+    """A fact as a line of JSON; entries equal to their default are left out."""
     kind = {"kind": _NAMES[type(one)]}
     try:
         return _AS_IT_IS.encode(kind | _own(one))
@@ -53,7 +53,7 @@ def from_line(line: str) -> Fact | None:
         The fact, or ``None`` for a kind that this version does not know.
 
     Raises:
-        ValueError: it is damaged; the text says how.
+        ValueError: the line is damaged; the text says how.
     """
     try:
         values = json.loads(line)

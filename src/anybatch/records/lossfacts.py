@@ -1,4 +1,4 @@
-"""What was seen of losses and their graphs, on sampled steps and by probes."""
+"""Facts about losses and their autograd graphs, from sampled steps and from probes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,53 +10,52 @@ from anybatch.records.lines import Fact, fact
 @fact("walk")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk(Fact):
-    """The graph of a loss, gone through before its backward."""
+    """A traversal of the graph of a loss, before its backward."""
 
-    nodes: int = 0  # how many; the walk ends at a limit, see ``cut_short``
+    nodes: int = 0  # the number of nodes visited; the traversal ends at a limit, see ``cut_short``
     cut_short: bool = False  # whether the limit was reached
-    reached: tuple[int, ...] = ()  # parameters that the loss reaches, by number
-    outside: tuple[int, ...] = ()  # leaves it reaches that no root has registered, by number; inputs have ``is_input``
-    constant_terms: int = 0  # how many summands of the loss have no graph, plain numbers and tensors alike
-    constant_values: tuple[float, ...] = ()  # of these summands where they are known to be tensors
+    reached: tuple[int, ...] = ()  # numbers of the parameters that the loss reaches
+    outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered; inputs have ``is_input``
+    constant_terms: int = 0  # the number of summands of the loss without a graph, plain numbers included
+    constant_values: tuple[float, ...] = ()  # the values of those summands that are known to be tensors
     # for each softmax or log-softmax: its dim (not negative), the number of dims, the size of that dim, and whether dim
     # 0 has as many rows as the batch
     softmaxes: tuple[tuple[int, int, int, bool], ...] = ()
     # pairs of names such as ``("softmax", "cross_entropy")`` or ``("sigmoid", "binary_cross_entropy_with_logits")``:
     # the first feeds the second directly; ``("log_softmax", "cross_entropy")`` is harmless
     doubled: tuple[tuple[str, str], ...] = ()
-    # names of parameters or descriptions of tensors in the graph that belong to an earlier step: the graph goes on
-    # behind a node that an earlier backward had gone through
+    # names of parameters, or descriptions of tensors, in the part of the graph that belongs to an earlier step: it lies
+    # below a node that an earlier backward has already used
     previous: tuple[str, ...] = ()
-    again: int = 0  # how many of its nodes an earlier backward of this step had gone through
-    hidden: int = 0  # how many reentrant checkpoints hide a part of it
-    bytes: int = 0  # that the graph keeps, 0 if unknown
+    again: int = 0  # the number of nodes that an earlier backward of this step has used
+    hidden: int = 0  # the number of reentrant checkpoints, which hide a part of the graph
+    bytes: int = 0  # the bytes that the graph keeps; 0 if unknown
     kinds: Mapping[str, int] = field(default_factory=dict)  # counts of the most frequent kinds of nodes
-    # whether the loss had ``requires_grad`` set by hand: it is a leaf and was computed from outputs
+    # whether ``requires_grad`` of the loss was set by hand: it is a leaf although it was computed from outputs
     forced: bool = False
-    # for each summand of the loss, through factors and signs, the parameters that it reaches, by number; only where
-    # there are 2 to 8 of them
+    # for each summand of the loss (factors and signs ignored), the numbers of the parameters that it reaches; only if
+    # the loss has 2 to 8 summands
     terms: tuple[tuple[int, ...], ...] = ()
-    # for each product of tensors with several entries, outside of modules, both sides of which carry a gradient and
-    # reach other parameters, and one side of which is a difference with a constant, through signs, quotients and
-    # shapes: the parameters that this side reaches
+    # Products, outside of modules, of two tensors with several entries that both carry a gradient and reach different
+    # parameters, where one factor is a difference with a constant (signs, quotients and reshapes ignored), as an
+    # advantage is. For each: the numbers of the parameters that this factor reaches.
     advantages: tuple[tuple[int, ...], ...] = ()
-    # the shape, ``(N, 1)`` or ``(N,)`` for a batch of N rows, of what is subtracted from or multiplied with a constant
-    # so that the result is ``(N, N)``, with nothing but operations entry by entry, means and sums between that and the
-    # loss; empty if there is none
+    # An accidental broadcast: a tensor of shape ``(N, 1)`` or ``(N,)``, N the rows of the batch, is subtracted from or
+    # multiplied with a constant to give ``(N, N)``, and only elementwise operations, means and sums follow up to the
+    # loss. The shape of that tensor; empty if there is none.
     spread: tuple[int, ...] = ()
-    # pairs of layers of which one feeds the other, the last ones first, where nothing bends from the input to the last
-    # layer (no activation, no norm of a sample, no product of two results) and each weight is used once: how many
-    # features go in, lie between them (0 if they are ordered in another way), and go out
+    # Consecutive linear layers, the last pair first: there is no nonlinearity (activation, norm of a sample, product of
+    # two results) from the input to the last layer, and each weight is used once. For each pair: the number of input,
+    # inner (0 if the layers are ordered in another way) and output features.
     linear: tuple[tuple[int, int, int], ...] = ()
-    # pairs of names such as ``("relu", "mse_loss")``: an activation, and a loss function between numbers that it feeds
-    # directly
+    # pairs of names such as ``("relu", "mse_loss")``: an activation, and the regression loss that it feeds directly
     activated: tuple[tuple[str, str], ...] = ()
 
 
 @fact("followed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed(Fact):
-    """One iteration that was followed operation by operation because something in the graph was missing."""
+    """One iteration was traced operation by operation because something was missing in the graph."""
 
     why: str  # ``"no gradient"``, ``"constant term"``, ``"loss without graph"``
     # ``anybatch.records.paths.Paths`` as a mapping; read it with ``Paths.from_dict``
@@ -67,86 +66,85 @@ class Followed(Fact):
 @fact("loss")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall(Fact):
-    """A loss function of torch was called with autograd on; what needs the values is there on sampled steps only."""
+    """A loss function of torch was called with autograd enabled; on sampled steps its values were examined too."""
 
     function: str  # such as ``"cross_entropy"`` or ``"mse_loss"``
-    input_shape: tuple[int, ...] = ()  # of the predictions
-    target_shape: tuple[int, ...] = ()  # of the targets
-    target_dtype: str = ""  # of the targets
+    input_shape: tuple[int, ...] = ()  # the shape of the predictions
+    target_shape: tuple[int, ...] = ()  # the shape of the targets
+    target_dtype: str = ""  # the dtype of the targets
     reduction: str = "mean"  # ``"mean"``, ``"sum"`` or ``"none"``
     weighted: bool = False  # whether class or sample weights were given
-    ignore_index: int = -100  # of the classes
-    # over how many targets the mean is: rows, pixels or tokens, without ignored ones; -1 if not counted
+    ignore_index: int = -100  # ``ignore_index`` of the call
+    # the number of targets (rows, pixels or tokens) that the mean is over, without ignored ones; -1 if not counted
     items: int = -1
-    ignored: int = -1  # how many targets are ``ignore_index``; -1 if not counted
-    classes: int = 0  # the size of the class dimension, 0 where there is none
-    target_classes: int = -1  # how many different targets there were, up to 1000; -1 if not counted or not of classes
-    target_requires_grad: bool = False  # whether a gradient flows into the targets, and they are no leaf
-    # of targets with a gradient: the kinds of the first nodes of their graph, at most 6, each the first that carries a
-    # gradient below the one before, such as ``("AddBackward0", "MulBackward0")``
+    ignored: int = -1  # the number of targets equal to ``ignore_index``; -1 if not counted
+    classes: int = 0  # the size of the class dimension; 0 if there is none
+    target_classes: int = -1  # the number of different target classes, up to 1000; -1 if not counted or no classes
+    target_requires_grad: bool = False  # whether the targets require a gradient and are not a leaf
+    # for targets with a gradient: the first nodes of their graph, from the target down, at most 6, such as
+    # ``("AddBackward0", "MulBackward0")``; of several inputs, the first with a gradient is followed
     target_top: tuple[str, ...] = ()
-    value: float | None = None  # of the loss, ``None`` if not read
-    # what it would be for the best prediction that is the same for every input, as the targets of the calls so far tell
-    # it; ``None`` if not read or not known
+    value: float | None = None  # the value of the loss; ``None`` if not read
+    # the loss of the best constant prediction, estimated from the targets of all calls so far; ``None`` if unknown
     guess: float | None = None
-    low: float | None = None  # the smallest entry of the predictions, ``None`` if not read
-    high: float | None = None  # the largest one
-    # whether the predictions are probabilities: not negative and of sum 1 over the classes; or for sigmoid losses: all
-    # within 0 and 1; ``None`` if not looked at
+    low: float | None = None  # the smallest entry of the predictions; ``None`` if not read
+    high: float | None = None  # the largest entry
+    # whether the predictions are probabilities: not negative with sum 1 over the classes, or for sigmoid losses all
+    # within 0 and 1; ``None`` if not examined
     normalised: bool | None = None
     log_normalised: bool | None = None  # whether they are log-probabilities
-    target_mean: float | None = None  # of targets that are numbers
-    target_std: float | None = None
-    target_low: float | None = None  # the smallest target that is a number and no class
-    target_high: float | None = None  # the largest one
-    # by how many places along the last dim the targets are ahead of the integer input of the root: 0 for the same
-    # tokens, 1 for the next token, 2 for the one after it; counting that the predictions were cut by as many places;
-    # ``None`` if it matches no shift or was not looked at
+    target_mean: float | None = None  # the mean of targets that are not classes
+    target_std: float | None = None  # their standard deviation
+    target_low: float | None = None  # the smallest target
+    target_high: float | None = None  # the largest target
+    # how many places along the last dim the targets are ahead of the integer input of the root: 0 for the same tokens,
+    # 1 for the next token, 2 for the one after it; a shift of the predictions is taken into account; ``None`` if no
+    # shift matches or it was not examined
     shift: int | None = None
-    shifted: int = 0  # which of the matrices of integers that the root was given, from 0
-    module: str = ""  # the innermost module that ran, empty outside
-    root: int = -1  # that was running or ran last, -1 for none
-    file: str = ""  # of the user's line
+    shifted: int = 0  # the index of that input among the integer matrices that the root was given
+    module: str = ""  # the innermost module that ran; empty outside of modules
+    root: int = -1  # the number of the root that was running or ran last; -1 for none
+    file: str = ""  # file and line of the user's call
     line: int = 0
 
 
 @fact("probed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Fact):
-    """What one question to a copy of a root gave, after the script had ended."""
+    """The result of one probe, an experiment on a copy of a root after the script has ended."""
 
     # ``"batch"`` (do samples of a batch mix?), ``"time"`` (does an output depend on later inputs?), ``"input"`` (does
-    # the output depend on the input at all?), ``"modes"`` (do two evaluations differ?), or one of the active ones:
-    # ``"prior"``, ``"one batch"``, ``"zeroed input"``
+    # the output depend on the input at all?), ``"modes"`` (do two evaluations differ?), or one of the probes that
+    # train: ``"prior"``, ``"one batch"``, ``"zeroed input"``
     probe: str
-    root: int = 0
+    root: int = 0  # the number of the root
     answer: str = "unknown"  # ``"yes"``, ``"no"`` or ``"unknown"``
-    module: str = ""  # the innermost module that does it, qualified; empty if not found
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers
-    detail: str = ""  # in words; why it is unknown
-    file: str = ""  # of a line where it happens
+    module: str = ""  # the qualified name of the innermost module that does it; empty if not found
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers by name
+    detail: str = ""  # the result in words, or why it is unknown
+    file: str = ""  # file and line where it happens
     line: int = 0
 
 
 @fact("replicas")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas(Fact):
-    """How a model is spread over processes."""
+    """How a model is distributed over processes."""
 
-    world: int = 1  # number of processes
+    world: int = 1  # the number of processes
     wrapper: str = ""  # ``"DistributedDataParallel"``, ``"FSDP"`` or empty
-    # names of roots that are the inside of a wrapper and were called instead of it, in training
+    # names of roots that were called in training instead of the wrapper around them
     bypassed: tuple[str, ...] = ()
-    differ: tuple[str, ...] = ()  # names of parameters whose values differ between processes, some
+    differ: tuple[str, ...] = ()  # some names of parameters whose values differ between processes
 
 
 @fact("evaluated")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Fact):
-    """Losses without a gradient while a model was in evaluation, between two steps of its training."""
+    """Losses without a gradient from a model in evaluation mode, between two steps of its training."""
 
     function: str  # such as ``"cross_entropy"``
-    value: float = 0.0  # of them, on average
-    calls: int = 1  # how many there were
-    file: str = ""  # of the user's line
+    value: float = 0.0  # the mean of these losses
+    calls: int = 1  # the number of them
+    file: str = ""  # file and line of the user's call
     line: int = 0

@@ -1,4 +1,4 @@
-"""A total with the number of items it is over."""
+"""A mean kept as a total and a count."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that is not divided yet: the total over items and how many items there are.
+    """A mean kept as a total over items and the number of items.
 
-    A loss function returns it instead of a scalar when only the forward knows the count, and metrics are joined over
-    micro-batches by adding totals and counts.
+    A loss function returns it instead of a scalar if only the forward knows the count. Means of micro-batches are
+    combined by adding totals and counts.
 
     Args:
-        total: the sum over the items, a number or a tensor without dimensions.
-        count: how many items (or how much weight) the total is over, a number or a tensor without dimensions.
+        total: the sum over the items, a number or a scalar tensor.
+        count: the number of items, or their total weight, a number or a scalar tensor.
 
     Example:
         >>> half, rest = Mean(3.0, 2), Mean(9.0, 4)
@@ -26,7 +26,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """The mean; 0.0 over no items. Reading it waits for the device the tensors lie on."""
+        """The mean; 0.0 if the count is 0. Reading it synchronizes with the device of the tensors."""
         count = float(self.count)
         return float(self.total) / count if count else 0.0
 

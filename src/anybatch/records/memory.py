@@ -1,4 +1,4 @@
-"""Where the bytes of a step lie."""
+"""Memory of a step: bytes of live tensors, by category and over time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, INPUTS, OT
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One place of a timeline.
+    """One point of a timeline.
 
     Args:
-        operation: that had just run.
-        line: of the user's that called it, such as ``"train.py:12"``; empty if it is not known.
-        module: that it ran in, qualified; empty outside and in the backward.
-        largest: the largest of what was alive: its bytes, its category, and the line that allocated it.
+        operation: the operation that had just run.
+        line: the user's line that called it, such as ``"train.py:12"``; empty if unknown.
+        module: the qualified name of the module that it ran in; empty outside of modules and in the backward.
+        largest: the largest live tensors: for each its bytes, its category, and the line that allocated it.
     """
 
     operation: str
@@ -37,12 +37,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Plain):
-    """What was alive from operation to operation; of many, those with the most bytes.
+    """Live bytes after each operation; of many operations, those with the most bytes.
 
     Args:
-        moments: in order.
-        layers: by category the bytes at each of these moments, in the order of ``CATEGORIES``.
-        operations: how many there were in all.
+        moments: the points, in order.
+        layers: for each category, in the order of ``CATEGORIES``, the bytes at each moment.
+        operations: the number of operations in all.
     """
 
     moments: tuple[Moment, ...] = ()
@@ -56,7 +56,7 @@ class Timeline(Plain):
 
     @property
     def peak(self) -> int:
-        """The number of the moment with the most bytes."""
+        """The index of the moment with the most bytes."""
         totals = self.totals
         return max(range(len(totals)), key=totals.__getitem__)
 
@@ -68,16 +68,16 @@ class Timeline(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Memory(Shown):
-    """How many bytes of tensors were alive while something ran, by what they are for.
+    """The bytes of live tensors while something ran, by category.
 
     Args:
-        peak_bytes: the most that was alive at once.
-        end_bytes: what was alive at the end.
-        at_peak: bytes at the peak by category, one of ``CATEGORIES``.
-        at_end: bytes at the end by category.
-        operation: after which operation the peak was reached; empty if nothing was seen.
-        reserved_bytes: the most that a caching allocator held, 0 where there is none.
-        timeline: what was alive from operation to operation, with the lines that allocated it.
+        peak_bytes: the most bytes alive at one moment.
+        end_bytes: the bytes alive at the end.
+        at_peak: the bytes at the peak by category, the keys from ``CATEGORIES``.
+        at_end: the bytes at the end by category.
+        operation: the operation after which the peak was reached; empty if no operation was seen.
+        reserved_bytes: the most bytes that a caching allocator held; 0 if there is none.
+        timeline: the bytes after each operation, with the lines that allocated them.
 
     Example:
         >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
@@ -93,7 +93,7 @@ class Memory(Shown):
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON, but for the timeline."""
+        """The fields as plain values for JSON, without the timeline."""
         return {name: value for name, value in Shown.to_dict(self).items() if name != "timeline"}
 
     def __str__(self) -> str:

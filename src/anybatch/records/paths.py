@@ -1,4 +1,4 @@
-"""Which parameters a loss reaches through autograd, and what stopped the others."""
+"""Which parameters a loss reaches through autograd, and what cuts off the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stop(Plain):
-    """Where the way from a parameter to the loss ends.
+    """Where the path from a parameter to the loss ends.
 
     Args:
-        op: what stopped it: an operation (``"detach"``, ``"argmax"``, ``"data"``, ``"item"``, ``"tensor"``), a mode
+        op: what cut it off: an operation (``"detach"``, ``"argmax"``, ``"data"``, ``"item"``, ``"tensor"``), a mode
             (``"no_grad"``, ``"inference_mode"``), ``"sample"`` (of a distribution), ``"checkpoint"``, the name of an
-            ``autograd.Function``, ``"requires_grad"``, ``"unused"`` (nothing read it), ``"left out"`` (what was made
-            of it is not in the loss), or ``"unknown"``.
-        module: the qualified name of the module that was running, or for ``"requires_grad"`` and ``"unused"`` of the
-            one that owns the parameter; empty outside of all modules.
-        file: of the user's line, empty if there is none.
-        line: its number, 0 if there is none.
-        after: what made the last tensor that still carried the parameter with a graph.
+            ``autograd.Function``, ``"requires_grad"``, ``"unused"`` (no operation read it), ``"left out"`` (results
+            computed from it are not in the loss), or ``"unknown"``.
+        module: the qualified name of the module that was running; for ``"requires_grad"`` and ``"unused"``, of the
+            module that owns the parameter; empty outside of modules.
+        file: the file of the user's line; empty if there is none.
+        line: the number of that line; 0 if there is none.
+        after: the operation that made the last tensor of the path with a graph.
         message: what was seen, in full sentences.
-        sure: whether the way from there into the loss was seen, or that there is none.
-        others: further places where other ways to the same loss end.
+        sure: whether it was seen how the value goes on into the loss from there, or that it does not.
+        others: where other paths from the parameter to this loss end.
 
     Example:
         >>> print(Stop("detach", "encoder", "train.py", 12))
@@ -53,14 +53,14 @@ class Stop(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """What autograd knows of one parameter.
+    """The state of one parameter in autograd.
 
     Args:
-        reached: whether a backward from the loss would arrive at it.
-        requires_grad: its own flag.
+        reached: whether a backward from the loss would reach it.
+        requires_grad: its ``requires_grad``.
         is_leaf: whether it is a leaf, which keeps its gradient in ``.grad``.
-        retains_grad: whether it keeps its gradient although it is no leaf.
-        numel: how many numbers it has.
+        retains_grad: whether it keeps its gradient although it is not a leaf.
+        numel: the number of its elements.
     """
 
     reached: bool
@@ -72,13 +72,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What took the graph of some parameters away on their way into a term.
+    """An operation that cuts some parameters off from a term of the loss.
 
     Args:
-        op: its name, as that of a ``Stop``.
-        file: of the user's line at which it did.
-        line: its number, 0 if it is not known.
-        parameters: their names, at most 200.
+        op: its name, as in ``Stop``.
+        file: the file of the user's line.
+        line: the number of that line; 0 if unknown.
+        parameters: the names of the parameters that it cuts off, at most 200.
     """
 
     op: str
@@ -92,18 +92,18 @@ class Term:
     """One of the losses, or one summand of a loss.
 
     Args:
-        value: its value, ``None`` if it is not known; signs and factors are left out.
-        has_gradient: whether autograd goes through it; if not, it is a constant for the parameters.
-        op: what made it, or the name of the loss.
-        module: the module in which it was made.
-        file: of the user's line.
-        line: its number.
-        parameters: how many parameters autograd reaches through it.
-        stopped: how many parameters went into its value and are not reached through it.
-        by: what stopped the first of those.
-        by_file: of the user's line at which it did.
-        by_line: its number, 0 if it is not known.
-        cuts: all that did, the one with most parameters first; those of which another one comes later are left out.
+        value: its value without signs and factors; ``None`` if unknown.
+        has_gradient: whether it has a graph; without one it is a constant for autograd.
+        op: the operation that computed it, or the name of the loss.
+        module: the module in which it was computed.
+        file: the file of the user's line.
+        line: the number of that line.
+        parameters: the number of parameters that autograd reaches through it.
+        stopped: the number of parameters that its value depends on and that autograd does not reach through it.
+        by: what cuts off the first of those.
+        by_file: the file of the user's line that does so.
+        by_line: the number of that line; 0 if unknown.
+        cuts: everything that cuts parameters off, most parameters first; a cut before another cut is left out.
     """
 
     value: float | None
@@ -125,20 +125,21 @@ class Term:
         if not self.has_gradient:
             text += ": a constant for autograd"
         if self.stopped:
-            text += f" ({self.stopped} parameters are in its value without gradient, by {self.by})"
+            many = f"{self.stopped} parameter{'s' if self.stopped > 1 else ''}"
+            text += f" (its value depends on {many} without a gradient, cut off by {self.by})"
         return text
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that the graph of a loss keeps for the backward.
+    """A tensor that the graph of a loss saves for the backward.
 
     Args:
-        op: the node of the graph that keeps it.
-        module: the module that ran when the node was made; empty if it is not known.
+        op: the node of the graph that saves it.
+        module: the module that was running; empty if unknown.
         shape: its shape.
-        dtype: its precision, such as ``"float32"``.
-        bytes: of its storage.
+        dtype: its dtype, such as ``"float32"``.
+        bytes: the bytes of its storage.
     """
 
     op: str
@@ -150,13 +151,15 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the graph of a loss keeps in memory, without parameters and buffers of the model.
+    """The memory that the graph of a loss keeps, without parameters and buffers of the model.
 
     Args:
-        bytes: of all storages, each once.
-        modules: bytes by module, the largest first; empty for a finished loss, whose graph names no modules.
+        bytes: the bytes of all saved storages, each counted once.
+        modules: bytes by module, the largest first; empty if the loss was given as a tensor, whose graph does not name
+            modules.
         biggest: the largest tensors.
-        packed: saved tensors that were given to hooks (checkpoints, offloading), and are not counted.
+        packed: the number of saved tensors that went to saved-tensor hooks (checkpointing, offloading); not counted in
+            ``bytes``.
     """
 
     bytes: int
@@ -167,16 +170,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Paths(Shown):
-    """What ``anybatch.why`` found out about a loss and the parameters of a model.
+    """What ``anybatch.why`` found about a loss and the parameters of a model.
 
     Args:
-        leaves: by the name of the parameter; tied ones have several names.
-        stopped: for each parameter that is not reached where its way ends, and by what.
-        followed: whether the forward was followed, so that stops have an operation and a line.
-        terms: of the loss, if it is a sum.
-        outside: leaves that the loss reaches and the model does not have, described.
-        kept: what the graph keeps in memory, ``None`` where it can't be read without side effects.
-        notes: what limits the answer, in full sentences.
+        leaves: the parameters by name; tied ones have several names.
+        stopped: for each parameter that is not reached, where and by what its path is cut off.
+        followed: whether the forward was traced; only then does a stop have an operation and a line.
+        terms: the terms of the loss, if it is a sum.
+        outside: descriptions of leaves that the loss reaches and the model does not own.
+        kept: the memory that the graph keeps; ``None`` if it can't be read without side effects.
+        notes: the limits of the answer, in full sentences.
 
     Example:
         >>> stop = Stop("detach", "", "train.py", 12, "linear in 0")
@@ -185,7 +188,7 @@ class Paths(Shown):
         >>> paths.reached
         ('1.weight',)
         >>> print(paths)
-        The loss reaches 1 of 2 parameters (4 of 10 numbers)
+        The loss reaches 1 of 2 parameters (4 of 10 elements)
         ├── reached: 1.weight
         └── stopped by detach, train.py:12
             ├── parameters: 0.weight
@@ -204,7 +207,7 @@ class Paths(Shown):
 
     @property
     def reached(self) -> tuple[str, ...]:
-        """Names of the parameters that a backward from the loss would arrive at."""
+        """Names of the parameters that a backward from the loss would reach."""
         return tuple(name for name, leaf in self.leaves.items() if leaf.reached)
 
     @property
@@ -213,16 +216,16 @@ class Paths(Shown):
         return tuple(term for term in self.terms if not term.has_gradient)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
+        """The fields as plain values for JSON, and ``reached``; a number that is not finite becomes ``None``."""
         finite = {name: plain(value, nothing) for name, value in Shown.to_dict(self).items()}
         return finite | {"reached": list(self.reached)}
 
     def _tree(self) -> Branch:
-        numbers = sum(leaf.numel for leaf in self.leaves.values())
-        of_them = sum(leaf.numel for leaf in self.leaves.values() if leaf.reached)
+        elements = sum(leaf.numel for leaf in self.leaves.values())
+        reached = sum(leaf.numel for leaf in self.leaves.values() if leaf.reached)
         root = Branch(
             f"The loss reaches {len(self.reached)} of {len(self.leaves)} parameters "
-            f"({of_them:,} of {numbers:,} numbers)"
+            f"({reached:,} of {elements:,} elements)"
         )
         if self.reached:
             root.add(f"reached: {names_joined(self.reached, self.leaves)}")
@@ -249,14 +252,14 @@ class Paths(Shown):
         if stop.message:
             branch.add(stop.message)
         if stop.others:
-            branches_of(branch.add("other ways end"), stop.others)
+            branches_of(branch.add("other paths end at"), stop.others)
 
     @staticmethod
     def _add_kept(root: Branch, kept: Kept) -> None:
         packed = f", and {kept.packed} tensors in hooks" if kept.packed else ""
         branch = root.add(f"the graph keeps {format_bytes(kept.bytes)}{packed}")
         for module, count in list(kept.modules.items())[:5]:
-            branch.add(f"{format_bytes(count)}  {module or 'outside of the named modules'}")
+            branch.add(f"{format_bytes(count)}  {module or 'outside of named modules'}")
         if kept.biggest and not kept.modules:
             largest = kept.biggest[0]
             branch.add(f"largest: {format_bytes(largest.bytes)}, {largest.dtype}{list(largest.shape)} by {largest.op}")

@@ -9,7 +9,7 @@ from anybatch.records.reading import fields_of
 
 
 class Plain:
-    """A dataclass that becomes a mapping of plain values, and is read from one."""
+    """Base of dataclasses that are written to, and read from, mappings of plain values."""
 
     __slots__ = ()
 
@@ -20,10 +20,10 @@ class Plain:
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """Reads what ``to_dict`` gave; fields that are unknown are left out.
+        """Reads what ``to_dict`` gave; unknown fields are ignored.
 
         Raises:
-            ValueError: a value is not what its field takes.
+            ValueError: a field without a default is missing, or a value does not have the type of its field.
         """
         kind: Any = cls
         found: Self = fields_of(kind)(values)
@@ -31,7 +31,12 @@ class Plain:
 
 
 def plain(value: Any, not_finite: Callable[[float], Any] = float) -> Any:
-    """A value as JSON has it, with whatever is wanted in the place of numbers that are not finite.
+    """Converts a value to the types of JSON.
+
+    Args:
+        value: mappings, sequences, sets, dataclasses and named tuples are converted with all that they contain; any
+            other object becomes its ``str``.
+        not_finite: gives what stands for a float that is not finite; such floats stay as they are by default.
 
     Example:
         >>> plain({"sizes": (1, 2), "error": math.inf}, str)
@@ -53,4 +58,4 @@ def plain(value: Any, not_finite: Callable[[float], Any] = float) -> Any:
 
 
 def nothing(_: float) -> None:
-    """In the place of numbers that are not finite: ``None``."""
+    """Gives ``None`` for a number that is not finite; for ``plain``."""

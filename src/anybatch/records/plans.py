@@ -16,7 +16,7 @@ from anybatch.units import format_bytes, format_seconds
 
 Confidence = Literal["predicted", "measured", "estimated"]
 CONFIDENCES: tuple[Confidence, ...] = ("predicted", "measured", "estimated")
-_EARLIER = {"exact": "predicted", "bounded": "estimated", "unknown": "estimated"}  # the words of plans that were saved
+_EARLIER = {"exact": "predicted", "bounded": "estimated", "unknown": "estimated"}  # words in plans of earlier versions
 PRECISIONS = ("", "bfloat16", "float16")
 VERSION = 1
 
@@ -25,28 +25,27 @@ _RUN = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PlanRow(Plain):
-    """One way to run a logical batch, with what it is predicted to take.
+    """One configuration of a step, with its predicted memory and time.
 
     Args:
-        micro_batch_size: samples in a micro-batch at most, or the padded cost of one where samples have costs.
-        micro_batches: how many there are.
-        recompute: the blocks whose activations are computed again in the backward, by qualified name; ``"net.2:5"`` is
-            a run of children of a ``Sequential``.
-        offload: the blocks whose activations wait in host memory.
-        head: the output layer whose loss is taken in chunks; empty if it is not.
-        loss_chunks: into how many chunks; 1 for a loss in one piece.
-        autocast: the precision of the forward, such as ``"bfloat16"``; empty for the model's own.
-        kept_graphs: how many micro-batches of a coupled loss keep the graph of their first pass; the others are encoded
-            twice. ``None`` where the loss is not coupled.
-        chunk_length: steps in a chunk of a sequence; ``None`` where the loss does not go over time in chunks, or says
-            itself how long they are.
-        peak_bytes: all live tensors at the peak of a step, from the second on.
-        reserved_bytes: what the allocator of a device reserves for them; 0 where that is not known.
-        seconds: a logical batch, without the optimizer; relative times if the device was not at hand; ``None`` if
-            nothing is known.
-        confidence: where ``peak_bytes`` comes from: ``"predicted"`` follows from the shapes of all tensors,
-            ``"measured"`` was extrapolated from steps that ran, ``"estimated"`` leaves out, or only bounds, bytes that
-            can't be seen.
+        micro_batch_size: the most samples in a micro-batch, or the most padded cost if samples have costs.
+        micro_batches: the number of micro-batches.
+        recompute: the checkpointed blocks, by qualified name; ``"net.2:5"`` is a run of children of a ``Sequential``.
+        offload: the blocks whose activations are offloaded to host memory.
+        head: the output layer, if the loss is computed in chunks; empty otherwise.
+        loss_chunks: the number of chunks; 1 for a loss in one piece.
+        autocast: the dtype of autocast, such as ``"bfloat16"``; empty without autocast.
+        kept_graphs: the number of micro-batches of a coupled loss that keep the graph of their first pass; the others
+            are encoded twice. ``None`` if the loss is not coupled.
+        chunk_length: the time steps in a chunk of a sequence; ``None`` if the loss does not process time in chunks, or
+            sets their length itself.
+        peak_bytes: the bytes of all live tensors at the peak of a step, from the second step on.
+        reserved_bytes: the bytes that the allocator of the device reserves for them; 0 if unknown.
+        seconds: the time of a logical batch without the optimizer; a relative time if it was not measured on the
+            device; ``None`` if unknown.
+        confidence: where ``peak_bytes`` comes from: ``"predicted"`` from the shapes of all tensors, ``"measured"``
+            extrapolated from steps that ran, ``"estimated"`` without some bytes that can't be seen, or with a bound
+            for them.
 
     Example:
         >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
@@ -69,12 +68,12 @@ class PlanRow(Plain):
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that there has to be: what is reserved, or all live tensors where that is not known."""
+        """The bytes that must be available: ``reserved_bytes``, or ``peak_bytes`` if that is unknown or larger."""
         return max(self.peak_bytes, self.reserved_bytes)
 
     @property
     def optimizations(self) -> str:
-        """The memory optimizations, in words; empty if nothing is."""
+        """The memory optimizations in words; empty if there are none."""
         parts = [
             f"{verb} {_blocks(names)} block{'s' if _blocks(names) > 1 else ''}"
             for verb, names in (("recompute", self.recompute), ("offload", self.offload))
@@ -92,10 +91,10 @@ class PlanRow(Plain):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "PlanRow":
-        """Reads what ``to_dict`` gave; fields that are unknown are left out.
+        """Reads what ``to_dict`` gave; unknown fields are ignored.
 
         Raises:
-            ValueError: a value can't be followed.
+            ValueError: a field is missing, has the wrong type, or makes a configuration that can't run.
         """
         word = read(Mapping[str, Any], values).get("confidence", "predicted")
         row = super(PlanRow, cls).from_dict(
@@ -109,7 +108,7 @@ class PlanRow(Plain):
             and (row.chunk_length is None or row.chunk_length >= 1)
         )  # fmt: skip
         if not is_sound:
-            raise ValueError(f"a configuration that can't be followed: {row!r:.200}")
+            raise ValueError(f"a configuration that can't run: {row!r:.200}")
         return row
 
     def __str__(self) -> str:
@@ -124,34 +123,35 @@ class PlanRow(Plain):
 
 @dataclass(frozen=True, slots=True)
 class ModuleShare:
-    """What one block of a model holds."""
+    """The memory and time of one block of a model."""
 
     name: str  # its qualified name
-    parameter_bytes: int  # of its parameters
-    activation_bytes: int  # what it keeps for the backward of one micro-batch
-    seconds: float | None = None  # its forward of one micro-batch, ``None`` if that was not measured
+    parameter_bytes: int  # the bytes of its parameters
+    activation_bytes: int  # the bytes that it keeps for the backward of one micro-batch
+    seconds: float | None = None  # the time of its forward of one micro-batch; ``None`` if not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Shown):
-    """The fastest configuration found for a logical batch within a budget, and what it was chosen from.
+    """The fastest configuration found for a logical batch within a budget, and the alternatives to it.
 
     Args:
-        chosen: the way that is taken.
+        chosen: the configuration that is used.
         alternatives: other configurations, the fastest first: the Pareto front of bytes against seconds.
-        budget: bytes that were allowed.
-        samples: of the logical batch that was planned for.
-        device: what it was planned for, such as ``"cpu"`` or ``"h200"``.
-        whole_bytes: the peak of the plain whole batch at once, of a window with its batches joined; 0 if
-            it is not known, as with several devices, with ``OverTime``, or of batches of a window that can't be joined.
-        smallest_bytes: the smallest budget that a plan can be made for.
+        budget: the bytes that were allowed.
+        samples: the number of samples of the logical batch.
+        device: the device that was planned for, such as ``"cpu"`` or ``"h200"``.
+        whole_bytes: the peak of the whole batch at once without memory optimizations (the batches of a window are
+            concatenated); 0 if unknown, as with several devices, with ``OverTime``, or for a window whose batches
+            can't be concatenated.
+        smallest_bytes: the smallest budget for which there is a plan.
         at_peak: the bytes at the peak of the plan, by category.
-        binding: what the peak is made by, and what would lower it, in a sentence.
-        modules: the blocks of the model and what they hold.
-        relative_time: whether seconds are only good for comparing, since the device was not at hand.
-        shapes: the trailing shape of each tensor of the batch by path, which later batches may not exceed.
-        copies_batch: whether micro-batches are copies, since the loss writes into its batch.
-        fingerprint: what the plan holds for, by name: the model, the loss, the optimizer, torch, the device.
+        binding: what limits the peak and what would lower it, in a sentence.
+        modules: the memory and time of each block of the model.
+        relative_time: whether seconds are only relative, because the plan was not made on the device.
+        shapes: by path, the trailing shape of each tensor of the batch; later batches must not exceed it.
+        copies_batch: whether micro-batches are copies, because the loss writes into its batch.
+        fingerprint: what the plan is valid for, by name: the model, the loss, the optimizer, torch, the device.
 
     Example:
         >>> plan = Plan(PlanRow(16, 4, peak_bytes=2**20), budget=2**21, samples=64)
@@ -176,67 +176,67 @@ class Plan(Shown):
 
     @property
     def micro_batch_size(self) -> float:
-        """Samples in a micro-batch at most, or the padded cost of one where samples have costs."""
+        """The most samples in a micro-batch, or the most padded cost if samples have costs."""
         return self.chosen.micro_batch_size
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches the planned logical batch makes."""
+        """The number of micro-batches of the planned logical batch."""
         return self.chosen.micro_batches
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """The blocks whose activations are computed again."""
+        """The checkpointed blocks."""
         return self.chosen.recompute
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """The blocks whose activations wait in host memory."""
+        """The blocks whose activations are offloaded to host memory."""
         return self.chosen.offload
 
     @property
     def loss_chunks(self) -> int:
-        """Into how many chunks the loss is cut."""
+        """The number of chunks of the loss; 1 for a loss in one piece."""
         return self.chosen.loss_chunks
 
     @property
     def kept_graphs(self) -> int | None:
-        """How many micro-batches of a coupled loss keep their graph; ``None`` where it is not coupled."""
+        """The number of micro-batches of a coupled loss that keep their graph; ``None`` if it is not coupled."""
         return self.chosen.kept_graphs
 
     @property
     def chunk_length(self) -> int | None:
-        """Steps in a chunk of a sequence; ``None`` where the plan does not say."""
+        """The time steps in a chunk of a sequence; ``None`` if the plan does not set it."""
         return self.chosen.chunk_length
 
     @property
     def peak_bytes(self) -> int:
-        """The predicted peak: all live tensors, from the second step on."""
+        """The predicted peak: the bytes of all live tensors, from the second step on."""
         return self.chosen.peak_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator of the device reserves at the peak; 0 where that is not known, as on the host."""
+        """The bytes that the allocator of the device reserves at the peak; 0 if unknown, as on the host."""
         return self.chosen.reserved_bytes
 
     @property
     def seconds(self) -> float | None:
-        """The predicted time of a logical batch."""
+        """The predicted time of a logical batch without the optimizer; ``None`` if unknown."""
         return self.chosen.seconds
 
     @property
     def confidence(self) -> Confidence:
-        """How far the predicted peak may be trusted."""
+        """Where the predicted peak comes from; see ``PlanRow``."""
         return self.chosen.confidence
 
     def check_fingerprint(self, here: Mapping[str, str]) -> None:
-        """Refuses to be used for something else than it was made for.
+        """Checks that the plan was made for the present model, loss, optimizer, torch and device.
 
         Args:
-            here: the fingerprint of what it is to be used for.
+            here: the present fingerprint; names that only one of the two has are not compared.
 
         Raises:
-            PlanMismatch: names what changed.
+            PlanMismatch: an entry differs; the error names it.
         """
         changed = {
             name: (planned, here[name])
@@ -266,7 +266,8 @@ class Plan(Shown):
             The plan.
 
         Raises:
-            PlanMismatch: the file is no plan, or one of another version.
+            OSError: the file can't be read.
+            PlanMismatch: the file is not a plan, is damaged, or has another version.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -275,7 +276,7 @@ class Plan(Shown):
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values for JSON."""
+        """The fields as plain values for JSON, with the version of the format and its ``kind``."""
         return {"version": VERSION, "kind": "anybatch plan", **Shown.to_dict(self)}
 
     @classmethod
@@ -289,7 +290,7 @@ class Plan(Shown):
             The plan.
 
         Raises:
-            PlanMismatch: it is no plan, or one of another version.
+            PlanMismatch: the values are not a plan, are damaged, or have another version.
         """
         if not isinstance(values, Mapping) or values.get("kind") != "anybatch plan" or values.get("version") != VERSION:
             found = values.get("version") if isinstance(values, Mapping) else None
@@ -300,7 +301,7 @@ class Plan(Shown):
             plan = super(Plan, cls).from_dict(values)
             if min(plan.budget, plan.samples, plan.whole_bytes, plan.smallest_bytes, *plan.at_peak.values()) < 0:
                 raise ValueError("bytes or samples are below 0")
-            str(plan), json.dumps(plan.to_dict(), allow_nan=False)  # no number may be beyond what can be shown
+            str(plan), json.dumps(plan.to_dict(), allow_nan=False)  # raises if a number is too large to be shown
             return plan
         except (ValueError, OverflowError) as error:
             raise PlanMismatch(f"the plan is damaged: {error}. Plan again: anybatch.plan(...)") from error
@@ -310,6 +311,6 @@ class Plan(Shown):
 
 
 def _blocks(names: tuple[str, ...]) -> int:
-    """How many blocks names stand for, of which some are runs such as ``"net.2:5"``."""
+    """The number of blocks in a list of names; a name may be a run such as ``"net.2:5"``."""
     runs = [_RUN.fullmatch(name.rpartition(".")[2]) for name in names]
     return sum(1 if run is None else max(int(run[2]) - int(run[1]), 1) for run in runs)

@@ -1,4 +1,4 @@
-"""What was proved of a step before the first batch that it split."""
+"""The result of the proof that runs before a step first splits a batch."""
 
 import math
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from anybatch.records.plainvalues import Plain, nothing, plain
 
 @dataclass(frozen=True, slots=True)
 class Proof(Plain):
-    """That some samples of a batch, run whole and again as two parts, give one gradient.
+    """Whether some samples of a batch have the same gradient when they run whole and as two parts.
 
     Args:
-        outcome: ``"exact"``, ``"not exact"``, or ``"undecided"`` where they could not be compared.
-        by: how it was found: by ``"comparison"`` in the precision of the step, of the ``"losses"`` only where
-            the gradient of two samples does not fit, or by a ``"certificate"`` in float64.
-        samples: that were run.
-        parts: the samples of each part.
-        error: the norm of the difference of the gradients over the norm of the whole's.
-        tolerance: up to which error they count as the same.
+        outcome: ``"exact"``, ``"not exact"``, or ``"undecided"`` if they could not be compared.
+        by: ``"comparison"`` of the gradients in the precision of the step; of the ``"losses"`` only, if the gradient of
+            two samples does not fit in memory; or a ``"certificate"`` in float64.
+        samples: the number of samples that were run.
+        parts: the number of samples in each part.
+        error: the relative error of the gradient, ``||parts - whole|| / ||whole||``.
+        tolerance: the largest error at which the two count as equal.
         dtype: the precision of the comparison, such as ``"float32"``.
-        update: how many updates had been applied before; ``None`` where nobody counts.
-        note: why it is undecided, or what else there is to know.
+        update: the number of updates applied before; ``None`` if they are not counted.
+        note: why it is undecided, or another remark.
 
     Example:
         >>> print(Proof("exact", "comparison", 8, (3, 5), 1.1e-7, 7.6e-6, "float32", 0))
@@ -40,7 +40,7 @@ class Proof(Plain):
 
     @property
     def exact(self) -> bool:
-        """Whether the gradient in micro-batches was found to be the whole batch's."""
+        """Whether the accumulated gradient was found to equal the whole batch's."""
         return self.outcome == "exact"
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each rank holds and sends when several of them take a step together."""
+"""A plan over several ranks: what each of them holds and sends in a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,22 +23,22 @@ WORK = "activations, batch and the rest"
 
 @dataclass(frozen=True, slots=True)
 class UnitShare:
-    """What is gathered and reduced together."""
+    """A unit of FSDP2: parameters that are gathered and reduced together."""
 
-    name: str  # of the module; empty for what is in no block
-    whole_bytes: int  # of its parameters
-    rank_bytes: int  # of the part of rank 0, which has the largest
+    name: str  # the qualified name of the module; empty for parameters that are in no block
+    whole_bytes: int  # the bytes of its parameters
+    rank_bytes: int  # the bytes of the shard of rank 0, which is the largest
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """One kind of collective in a step."""
 
-    name: str  # of the collective
-    count: int  # how often a rank takes part in one
-    payload_bytes: int  # of all of them, as whole tensors: what is gathered, what is summed
-    # by a rank, if they go around in a ring: (N - 1) / N of what is gathered or scattered, and twice that of an
-    # all-reduce
+    name: str  # the name of the collective
+    count: int  # the number of calls per rank
+    payload_bytes: int  # the bytes of the full tensors that are gathered or summed, over all calls
+    # the bytes that a rank sends with ring algorithms: (N - 1) / N of the payload for all-gather and reduce-scatter,
+    # twice that for all-reduce
     sent_bytes: int
 
 
@@ -47,14 +47,14 @@ class RankPlan(Plain):
     """How each of several ranks runs its share of a logical batch within a budget.
 
     Args:
-        ranks: how many there are.
-        shard: ``"ddp"``: each has all parameters; ``"fsdp2"``: ``fully_shard`` of each block and of the whole;
+        ranks: the number of ranks.
+        shard: ``"ddp"``: each rank has all parameters; ``"fsdp2"``: ``fully_shard`` of each block and of the model;
             ``"fsdp2-kept"``: the same with ``reshard_after_forward=False``.
-        plan: of one rank by itself, from which the micro-batches are; its peak is that of a whole model.
-        budget: bytes that each rank may take.
-        at_peak: bytes of rank 0 at the peak by what they are for; not below the truth.
-        units: what is gathered and reduced together; none with ``"ddp"``.
-        traffic: in a step of all micro-batches.
+        plan: the plan of a single rank, which gives the micro-batches; its peak is that of the unsharded model.
+        budget: the bytes that each rank may use.
+        at_peak: an upper bound of the bytes of rank 0 at the peak, by category.
+        units: the units that are gathered and reduced together; empty with ``"ddp"``.
+        traffic: the collectives of one step, over all its micro-batches.
 
     Example:
         >>> from anybatch.records.plans import PlanRow
@@ -73,21 +73,21 @@ class RankPlan(Plain):
 
     @property
     def peak_bytes(self) -> int:
-        """All live tensors of a rank at its peak."""
+        """The bytes of all live tensors of a rank at its peak; an upper bound."""
         return sum(self.at_peak.values())
 
     @property
     def samples(self) -> int:
-        """The samples of a step of all ranks."""
+        """The samples of a step over all ranks."""
         return self.ranks * self.plan.samples
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in a step."""
+        """The bytes that a rank sends in a step."""
         return sum(one.sent_bytes for one in self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON."""
+        """The fields as plain values for JSON, with the version of the format, its ``kind``, sizes and sums."""
         sizes = {name: getattr(self.plan, name) for name in ("micro_batch_size", "micro_batches")}
         sums = {name: getattr(self, name) for name in ("samples", "peak_bytes", "sent_bytes")}
         return {"version": VERSION, "kind": _KIND, **Plain.to_dict(self), **sizes, **sums}
@@ -97,7 +97,7 @@ class RankPlan(Plain):
         """Reads what ``to_dict`` gave.
 
         Raises:
-            PlanMismatch: it is nothing of the kind, or of another version.
+            PlanMismatch: the values are not a plan over ranks, are damaged, or have another version.
         """
         if not isinstance(values, Mapping) or values.get("kind") != _KIND or values.get("version") != VERSION:
             found = values.get("version") if isinstance(values, Mapping) else None

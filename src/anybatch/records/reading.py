@@ -1,4 +1,4 @@
-"""Values of a file, or of a saved state, read as what annotations ask for; anything else is refused, with its place."""
+"""Reads values of a file or a saved state by type annotations, and refuses anything else with the path to it."""
 
 import dataclasses
 import functools
@@ -16,11 +16,11 @@ _NOT_FINITE = ("nan", "inf", "-inf")  # as records write them, since JSON has no
 
 
 class Malformed(ValueError):
-    """A value is not what was asked for.
+    """A value does not have the type of its annotation.
 
     Attributes:
-        path: where, such as ``['chosen']['micro_batches']``; empty for the whole.
-        expected: what was asked for.
+        path: the path to it, such as ``['chosen']['micro_batches']``; empty for the value as a whole.
+        expected: what was expected, in words.
     """
 
     def __init__(self, problem: str, expected: str = "") -> None:
@@ -32,7 +32,7 @@ class Malformed(ValueError):
         return f"{self.path} {self._problem}{self.expected and f', expected {self.expected}'}".lstrip()
 
     def within(self, key: Any) -> "Malformed":
-        """The same seen from the container around."""
+        """The same error, with the key of the surrounding container in front of its path."""
         self.path = f"[{key!r:.80}]{self.path}"
         return self
 
@@ -42,16 +42,20 @@ def _wrong(got: Any, expected: str) -> Malformed:
 
 
 class Least(typing.NamedTuple):
-    """Asks for a finite number of at least so much, in ``Annotated[int, Least(0)]``."""
+    """The lower bound of a finite number, as in ``Annotated[int, Least(0)]``."""
 
     value: float
 
 
 def read(kind: Any, value: Any) -> Any:
-    """Reads a value.
+    """Reads a value as an annotation demands; lists become tuples where the annotation has a tuple.
+
+    Args:
+        kind: the annotation: plain types, ``Literal``, unions, tuples, lists, mappings, dataclasses, ``TypedDict`` s.
+        value: as JSON gives it.
 
     Raises:
-        Malformed: it is something else; nothing deeper than the annotation is looked at.
+        Malformed: the value does not have that type.
 
     Example:
         >>> read(tuple[int, ...], [1, 2])
@@ -67,7 +71,7 @@ def read(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def reader(kind: Any) -> Reader:
-    """What reads values of one kind; see ``read``."""
+    """The function that reads values of one annotation; see ``read``."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -86,7 +90,7 @@ def reader(kind: Any) -> Reader:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(*map(reader, inner))
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
-        return kind.from_dict if "from_dict" in vars(kind) else fields_of(kind)  # a class may know better
+        return kind.from_dict if "from_dict" in vars(kind) else fields_of(kind)
     if kind in (int, float):
         return _number(kind)
     words = {type(None): "None", bool: "true or false", str: "a text"}
@@ -175,7 +179,7 @@ def _mapping(key_of: Reader, one: Reader) -> Reader:
 
 @functools.cache
 def fields_of(kind: Any) -> Reader:
-    """What reads the fields of a dataclass, or of a typed dictionary, from a mapping."""
+    """The function that reads a dataclass or a typed dictionary from a mapping; unknown names are ignored."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
         needed = [name for name in hints if name in kind.__required_keys__]

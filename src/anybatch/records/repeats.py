@@ -1,4 +1,4 @@
-"""Facts that are like an earlier one: all but the few entries that differ from step to step are read from that one."""
+"""Compression of a record: a fact like an earlier one is written as a reference to it and the entries that differ."""
 
 import functools
 import json
@@ -22,29 +22,34 @@ DIFFERING: Mapping[type[Fact], tuple[str, ...]] = {
     Scheduled: ("number", "before", "after"),
     Scaler: ("scale", "after", "skipped"),
 }
-"""For each kind that may be repeated, the entries that a repetition has of its own."""
+"""For each kind that may be repeated, the entries that a repetition does not take from the earlier fact."""
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
 _LEFT_OUT: Mapping[type[Fact], Mapping[str, Any]] = {
     Backward: {"touched": None, "kept": None},
     Stepped: {"without": None},
 }
-"""Entries that are recorded where they differ from the fact before."""
+"""Entries that a repetition leaves out, because they equal those of the fact before."""
 
 
 @fact("repeats")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats(Fact):
-    """Facts that are like earlier ones."""
+    """Facts that repeat earlier ones."""
 
-    # of each: the number of the one that it is like, its own number, its step, and the entries that ``DIFFERING``
-    # names. Or of all facts of a step: the numbers of those that they are like, the number of the first, their step,
-    # and a list of the entries that differ, in their order; the seconds of a forward and the calls that belong to a
-    # backward are not among them.
+    # A row is one fact: the number of the earlier fact, its own number, its step, and the entries that ``DIFFERING``
+    # names. Or it is all facts of a step: the numbers of the earlier facts, the number of the first fact, the step, and
+    # a list of the entries that differ, in order, without the seconds of forwards and the loss calls of backwards.
     rows: tuple[tuple[Any, ...], ...] = ()
 
 
 def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
-    """A fact that is like another one.
+    """A fact that repeats another one.
+
+    Args:
+        like: the earlier fact.
+        at: the number of the new fact.
+        step: the step of the new fact.
+        values: the entries that ``DIFFERING`` names, in its order.
 
     Example:
         >>> repeated(Stepped(optimizer=0, with_grad=2, at=3), 8, 1, (1, [0.1]))
@@ -59,16 +64,19 @@ zero=None, closure=False, by='step', file='', line=0, edited=0)
 
 @functools.cache
 def _readers(kind: Any) -> list[tuple[str, Reader]]:
-    """What reads each of the entries that differ."""
+    """The name and the reader of each entry that differs."""
     hints = get_type_hints(kind)
     return [(name, reader(hints[name])) for name in DIFFERING[kind]]
 
 
 def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[Any]) -> Iterator[Fact]:
-    """The facts of a step that are like others.
+    """The facts of a step that repeats another one.
 
     Args:
-        values: of the entries that differ, but for the seconds of forwards and the calls that belong to a backward.
+        likes: the facts of the earlier step.
+        at: the number of the first new fact.
+        step: the step of the new facts.
+        values: the entries that differ, without the seconds of forwards and the loss calls of backwards.
 
     Example:
         >>> [one.at for one in step_repeated([Forward(root=0, at=3), Stepped(optimizer=0, at=4)], 8, 1, [1, [0.1]])]
@@ -94,7 +102,7 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
 
 
 def by_steps(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Rows as they are written: all of a step in one where the step has the same facts as one before in the list.
+    """Rows as they are written: a step with the same facts as an earlier step of the list becomes one row.
 
     Example:
         >>> forward, stepped = Forward(root=0, at=3), Stepped(optimizer=0, at=4)
@@ -120,7 +128,7 @@ def by_steps(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
 
 
 def _in_order(rows: Sequence[Sequence[Any]]) -> bool:
-    """Whether the calls that belong to each backward of a step are those before it."""
+    """Whether the loss calls of each backward of a step are those recorded since the backward before it."""
     calls = list[int]()
     for row in rows:
         if type(row[0]) is LossCall:
@@ -133,7 +141,7 @@ def _in_order(rows: Sequence[Sequence[Any]]) -> bool:
 
 
 def line_of(rows: Sequence[Sequence[Any]]) -> str:
-    """A line of JSON with repetitions, as ``to_line`` has it and a good deal faster."""
+    """The line of a ``Repeats``, as ``to_line`` gives it, but faster."""
     try:
         values = _ENCODER.encode(rows)
     except ValueError:  # a number that is not finite
@@ -142,7 +150,7 @@ def line_of(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
-    """All facts of a record in order, those among them that are only said to be like others."""
+    """All facts of a record in order, with repetitions expanded; errors in repetitions are added to ``damaged``."""
     found, rows = list[Fact](), list[tuple[Any, ...]]()
     for one in facts:
         if isinstance(one, Repeats):
@@ -161,6 +169,6 @@ def with_repeats(facts: Iterable[Fact], damaged: list[str]) -> list[Fact]:
                     found += step_repeated(likes, *place, values[0])
                 else:
                     found.append(repeated(likes[0], *place, values))
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # the latter of too few values
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # RuntimeError: too few values
             damaged.append(f"the repetition {reprlib.repr(row)}: {error}")
     return sorted(found, key=lambda one: one.at)

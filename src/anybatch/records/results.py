@@ -1,4 +1,4 @@
-"""What one logical batch gave."""
+"""The result of a step over one logical batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Deferred(Generic[T]):
-    """A value that is computed when it is first read, so that no device has to be waited for before."""
+    """A value that is computed when it is first read, so that a step does not synchronize with the device."""
 
     __slots__ = ("_compute", "_value")
 
@@ -24,7 +24,7 @@ class Deferred(Generic[T]):
         self._value: T | None = None
 
     def read(self) -> T:
-        """The value; what it was computed from is let go."""
+        """The value; the first read frees the tensors that it is computed from."""
         if self._compute is not None:
             self._value = self._compute()
             self._compute = None
@@ -33,14 +33,14 @@ class Deferred(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Plain):
-    """One try at a logical batch, for the audit trail.
+    """One attempt at a logical batch.
 
     Args:
-        micro_batch_size: the limit of a micro-batch that was tried, in samples, or in cost where ``cost=`` is used.
-        micro_batches: how many micro-batches the batch was split into.
-        samples: how many samples went into the update: all, or none if the attempt was rolled back.
-        outcome: ``"done"``, ``"out of memory"``, ``"units differ"`` or ``"skipped"``; under ``fully_shard`` ranks that
-            run other units start again with everything gathered.
+        micro_batch_size: the largest micro-batch that was tried, in samples, or in cost if ``cost=`` is used.
+        micro_batches: the number of micro-batches.
+        samples: the number of samples in the update: all of them, or 0 if the attempt was rolled back.
+        outcome: ``"done"``, ``"out of memory"``, ``"skipped"``, or ``"units differ"``: under ``fully_shard`` the ranks
+            ran different units, and start again with all parameters gathered.
         where: the part that ran out of memory, such as ``"micro-batch 3 of 4"`` or ``"optimizer.step"``.
     """
 
@@ -52,26 +52,25 @@ class Attempt(Plain):
 
 
 class StepResult:
-    """What one logical batch gave: detached numbers, computed when they are read.
+    """The result of a step over one logical batch: detached numbers, computed when they are read.
 
-    Reading ``loss``, ``losses``, ``metrics``, ``count`` or ``grad_norm`` waits for the device; not reading them costs
-    nothing.
+    Reading ``loss``, ``losses``, ``metrics``, ``count``, ``counts`` or ``grad_norm`` synchronizes with the device; a
+    step that does not read them does not wait.
 
     Attributes:
-        loss: the loss of the logical batch: the mean over its count, the sum of several losses.
+        loss: the loss of the logical batch, a mean over its count; the sum of several losses.
         losses: each loss by its name; a single unnamed loss is called ``"loss"``.
-        metrics: what the loss function returned beside the loss, joined over the micro-batches.
+        metrics: what the loss function returned beside the loss, combined over the micro-batches.
         count: the number of items that the loss is the mean over; of the first loss if there are several.
         counts: the number of items of each loss, by its name.
-        grad_norm: the norm of the whole gradient before clipping, ``None`` if ``clip_norm`` is not set.
-        micro_batches: how many micro-batches the batch was split into.
+        grad_norm: the norm of the whole gradient before clipping; ``None`` if ``clip_norm`` is not set.
+        micro_batches: the number of micro-batches.
         skipped: why the update was not applied; empty if it was.
-        attempts: the sizes tried, in order; the last one is the one that counted.
-        accumulator_bytes: bytes of the float32 buffers that low-precision gradients were accumulated in.
-        plan: the plan that was followed, ``None`` without a budget.
-        layout: where the samples of the batch were found to lie, leaf by leaf; ``print`` shows it.
-        proof: what was proved of a split before the first one; ``None`` where nothing was split so far, or
-            ``verify="off"``.
+        attempts: the attempts, in order; the result is that of the last one.
+        accumulator_bytes: the bytes of the float32 buffers in which low-precision gradients were accumulated.
+        plan: the plan that was used; ``None`` without a budget.
+        layout: the dimension that holds the samples, for each leaf of the batch; ``print`` shows it.
+        proof: the proof made before the first split; ``None`` if nothing was split so far, or with ``verify="off"``.
 
     Example:
         >>> import torch, anybatch
@@ -138,7 +137,7 @@ class StepResult:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Joined metrics: ``Mean`` s as floats, per-sample tensors in the order of the batch."""
+        """The metrics of the whole batch: each ``Mean`` as a float, per-sample tensors in the order of the batch."""
         return self._metrics.read()
 
     @property
@@ -148,7 +147,7 @@ class StepResult:
 
     @property
     def count(self) -> float:
-        """The number of items of the first loss; an int where it is whole."""
+        """The number of items of the first loss; an int if it is integral."""
         first = next(iter(self.counts.values()), 0)
         return int(first) if float(first).is_integer() else first
 
@@ -158,7 +157,7 @@ class StepResult:
         return None if self._grad_norm is None else self._grad_norm.read()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the per-sample metrics and the proof, which has its own, as plain values for JSON."""
+        """Plain values for JSON, without per-sample metrics, plan, layout and proof."""
         metrics = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return {
             "loss": self.loss,

@@ -1,4 +1,4 @@
-"""A run: all facts of it in order, and the tables that they refer to."""
+"""A recorded run: its facts in order, and the tables that they refer to."""
 
 import functools
 import json
@@ -27,16 +27,16 @@ class Run:
     """The facts of one run.
 
     Args:
-        facts: in order.
-        damaged: what could not be read, with its line and the reason.
+        facts: the facts, in order.
+        damaged: for each line that could not be read, its number and the reason.
 
     Attributes:
-        started: the head.
+        started: the header of the record.
         roots: the latest table of each model, by number.
-        parameters: of each parameter, by number.
-        optimizers: of each optimizer, by number.
-        schedulers: of each scheduler, by number.
-        memo: what was derived from the run and is asked for again.
+        parameters: the latest table of each parameter, by number.
+        optimizers: the latest table of each optimizer, by number.
+        schedulers: the latest table of each scheduler, by number.
+        memo: results of functions decorated with ``remembered``.
 
     Example:
         >>> from anybatch.records.events import Forward, Stepped
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many steps the optimizer that stepped most has done."""
+        """The number of optimizer steps; of several optimizers, that of the one that stepped most."""
         counts: dict[int, int] = {}
         for one in self.of(_events.Stepped):
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
@@ -82,7 +82,7 @@ class Run:
 
 
 def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatenate[Run, P], R]:
-    """Has a function of a run computed once for each of its other arguments.
+    """A decorator that caches a function of a run in that run, per value of its other arguments.
 
     Example:
         >>> @remembered
@@ -105,7 +105,9 @@ def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatena
 
 
 def read_run(lines: Iterable[str | bytes]) -> Run:
-    """Reads the lines of a record; what is damaged is left out, and a last line that was cut off, without a word.
+    """Reads the lines of a record.
+
+    Damaged lines are left out and listed in ``damaged``. A last line that was cut off in writing is left out silently.
 
     Example:
         >>> read_run(['{"kind": "stepped", "optimizer": "first"}', '{"kind": "stepped", "opt']).damaged
@@ -136,6 +138,10 @@ def _is_no_json(error: ValueError) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Reads a record from a file."""
+    """Reads a record from a file.
+
+    Raises:
+        OSError: the file can't be read.
+    """
     with path.open("rb") as file:
         return read_run(file)

@@ -1,4 +1,4 @@
-"""What was measured in a run, on sampled steps: norms, activations, the data, memory."""
+"""Measurements of sampled steps: norms, activations, inputs, memory."""
 
 from dataclasses import dataclass
 
@@ -10,28 +10,31 @@ PERCENTILES = (5, 25, 50, 75, 95)
 @fact("norms")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms(Fact):
-    """Norms around one optimizer step; all tuples are parallel to ``parameters``."""
+    """Norms around one optimizer step.
 
-    optimizer: int
-    number: int = 0  # which of its steps
-    # by number: those of the optimizer, and those of known roots that are in no optimizer
+    ``grad``, ``weight``, ``update``, ``unchanged``, ``grad_zeros`` and ``state_moved`` are parallel to ``parameters``.
+    """
+
+    optimizer: int  # the number of the optimizer
+    number: int = 0  # the index of this step among the optimizer's, from 0
+    # numbers of the optimizer's parameters, and of those of known roots that are in no optimizer
     parameters: tuple[int, ...] = ()
-    grad: tuple[float | None, ...] = ()  # 2-norms of the gradients that the step used, ``None`` where there was none
-    weight: tuple[float, ...] = ()  # 2-norms before the step
-    update: tuple[float, ...] = ()  # 2-norms of the change
-    unchanged: tuple[float, ...] = ()  # share of (sampled) entries that are bitwise what they were, 1.0 for all
-    # share of (sampled) entries of the gradient that are exactly zero, ``None`` without gradient
+    grad: tuple[float | None, ...] = ()  # 2-norms of the gradients that the step used; ``None`` without a gradient
+    weight: tuple[float, ...] = ()  # 2-norms of the parameters before the step
+    update: tuple[float, ...] = ()  # 2-norms of the updates
+    unchanged: tuple[float, ...] = ()  # share of (sampled) entries that the step left bitwise equal
+    # share of (sampled) entries of the gradient that are exactly zero; ``None`` without a gradient
     grad_zeros: tuple[float | None, ...] = ()
-    max_grad: float = 0.0  # the largest absolute entry of all gradients, ``nan`` or ``inf`` if any is not finite
-    # whether the optimizer's own state (momentum, second moment) of the parameter changed or appeared; ``None`` for one
-    # without state
+    max_grad: float = 0.0  # the largest absolute entry of all gradients; ``nan`` or ``inf`` if any is not finite
+    # whether the optimizer's state of the parameter (momentum, second moment) appeared or changed; ``None`` without
+    # state
     state_moved: tuple[bool | None, ...] = ()
-    # parameters whose gradient is a matrix of equal rows, and is not zero, by number
+    # numbers of parameters whose gradient is a nonzero matrix with equal rows
     equal_grad_rows: tuple[int, ...] = ()
-    # parameters whose values changed since the last ``Norms`` although no step of any optimizer was between, or that no
-    # optimizer has and that changed, by number
+    # numbers of parameters that changed since the last ``Norms`` without a step of any optimizer in between, or that
+    # changed and are in no optimizer
     since: tuple[int, ...] = ()
-    # of those that changed outside of any step, the ones whose version counter did not grow (``.data``)
+    # those that changed outside of any step and whose version counter did not grow (a write to ``.data``)
     silent: tuple[int, ...] = ()
 
 
@@ -39,72 +42,72 @@ class Norms(Fact):
 class ModuleSample:
     """The output of one module in one forward."""
 
-    module: str  # qualified within the root
+    module: str  # its qualified name within the root
     cls: str  # the name of its class
-    order: int  # in which modules ended, from 0
-    shape: tuple[int, ...] = ()  # of its first tensor
-    input_shape: tuple[int, ...] = ()  # of its first input
-    dtype: str = "float32"  # of the output
-    mean: float = 0.0  # of all entries
-    std: float = 0.0  # of all entries
-    absmax: float = 0.0  # of all entries, ``nan`` or ``inf`` if any is not finite
+    order: int  # its position in the order in which modules returned, from 0
+    shape: tuple[int, ...] = ()  # the shape of the first tensor of the output
+    input_shape: tuple[int, ...] = ()  # the shape of the first input
+    dtype: str = "float32"  # the dtype of the output
+    mean: float = 0.0  # the mean of all entries
+    std: float = 0.0  # the standard deviation of all entries
+    absmax: float = 0.0  # the largest absolute entry; ``nan`` or ``inf`` if any is not finite
     zeros: float = 0.0  # share of entries that are exactly zero
-    dead: float = 0.0  # share of units (along dim 1 for maps, the last dim otherwise) that are zero for the whole batch
-    always_dead: float = 0.0  # share of units that were zero in all samples of this module so far, at least 3 of them
-    # share of entries of a tanh or sigmoid within 1e-3 of a limit, or of rows of a softmax with one entry above 0.999;
+    dead: float = 0.0  # share of units (channels of maps, else along the last dim) that are zero for the whole batch
+    always_dead: float = 0.0  # share of units that were zero in all samples of this module so far, at least 3 samples
+    # share of entries of a tanh or sigmoid within 1e-3 of a limit, or of rows of a softmax with an entry above 0.999;
     # ``None`` for other modules
     saturated: float | None = None
-    # mean over units of the standard deviation over the batch, divided by the mean absolute value; ``None`` for a batch
-    # of one
+    # the standard deviation over the batch, averaged over units and divided by the mean absolute value; ``None`` for a
+    # batch of one
     spread: float | None = None
     finite_input: bool = True  # whether all its inputs were finite
     training: bool = True  # its mode
-    # the node of the graph that made its first input if that is no output of a module, such as ``"ReluBackward0"`` of
-    # ``F.relu``; empty otherwise. The entries below are ``None`` then too.
+    # the graph node that computed its first input, if that is not the output of a module, such as ``"ReluBackward0"``
+    # of ``F.relu``; if it is empty, the other entries about the input are ``None``
     input_by: str = ""
     input_zeros: float | None = None  # share of entries of that input that are exactly zero
     input_dead: float | None = None  # share of its units that are zero for the whole batch
-    input_always_dead: float | None = None  # share that was zero in all samples so far, at least 3 of them
-    input_saturated: float | None = None  # share within 1e-3 of a limit, if it was made by a tanh or sigmoid
-    percentiles: tuple[float, ...] = ()  # of the entries, ``PERCENTILES``
+    input_always_dead: float | None = None  # share that was zero in all samples so far, at least 3 samples
+    input_saturated: float | None = None  # share within 1e-3 of a limit, if a tanh or sigmoid computed it
+    percentiles: tuple[float, ...] = ()  # the percentiles of the entries at ``PERCENTILES``
 
 
 @fact("activations")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations(Fact):
-    """The outputs of the modules of a root in one forward with gradient."""
+    """The outputs of the modules of a root in one forward with autograd enabled."""
 
-    root: int
+    root: int  # the number of the root
     forward: int = 0  # the number (``at``) of the forward
-    # leaf modules, and the root itself as the last one, named ``""``, in the order in which they ended
+    # the leaf modules, and last the root itself, named ``""``, in the order in which they returned
     modules: tuple[ModuleSample, ...] = ()
     # names of modules with parameters of their own that have not been called so far in the run
     uncalled: tuple[str, ...] = ()
-    # what the padding mask of the first ``nn.MultiheadAttention`` hides: the share of the positions that hold
-    # something, and of those at the end that hold one token or zeros; ``None`` where there is no such mask
+    # the shares that the padding mask of the first ``nn.MultiheadAttention`` hides: of the positions with content, and
+    # of the padding at the end (zeros or one repeated token); ``None`` if there is no such mask
     hidden: tuple[float, float] | None = None
 
 
 @fact("input")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSample(Fact):
-    """One tensor that a root was called with."""
+    """One input tensor of a root."""
 
-    root: int
+    root: int  # the number of the root
     forward: int = 0  # the number (``at``) of the forward
-    name: str = ""  # of the argument, or its place such as ``"0"`` or ``"batch['x']"``
+    name: str = ""  # the name of the argument, or its path such as ``"0"`` or ``"batch['x']"``
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
-    requires_grad: bool = False  # whether it is a leaf that does
+    requires_grad: bool = False  # whether it is a leaf that requires a gradient
     bytes: int = 0
     mean: float | None = None  # ``None`` for integers
     std: float | None = None
     low: float | None = None  # its smallest entry
-    high: float | None = None  # its largest
-    finite: bool = True  # whether all entries are
-    hash: str = ""  # of the values: equal for equal tensors
-    # whether its rows along dim 0, evenly spaced ones of many, are all equal; ``None`` where there are not two of them,
-    # or they were not looked at
+    high: float | None = None  # its largest entry
+    finite: bool = True  # whether all entries are finite
+    hash: str = ""  # a hash of the values: equal for equal tensors
+    # whether its rows along dim 0 are all equal; of many rows, evenly spaced ones are compared; ``None`` if there are
+    # not two, or they were not examined
     alike: bool | None = None
     first: str = ""  # the class of the first leaf module that was called in the forward, such as ``"Linear"``
 
@@ -112,46 +115,46 @@ class InputSample(Fact):
 @fact("nonfinite")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Fact):
-    """The first number that is not finite, and where it came from."""
+    """The first value that is not finite, and its origin."""
 
     where: str  # ``"input"``, ``"parameter"``, ``"forward"`` (a module or the loss), ``"gradient"``
     value: str = "nan"  # ``"nan"`` or ``"inf"``
-    module: str = ""  # whose output, parameter or gradient it is, qualified; empty outside
-    op: str = ""  # the node of the graph that made it, such as ``"LogBackward0"``; empty if unknown
-    detail: str = ""  # what went into it, in words: ``"its input has 3 zeros"``
-    parameters: tuple[str, ...] = ()  # names of parameters with it, some
-    loss: float | None = None  # of the step, ``None`` if not finite
-    file: str = ""  # of the user's line that noticed it
+    module: str = ""  # the qualified name of the module whose output, parameter or gradient it is; empty outside
+    op: str = ""  # the graph node that computed it, such as ``"LogBackward0"``; empty if unknown
+    detail: str = ""  # the operands of ``op``, in words: ``"its input has 3 zeros"``
+    parameters: tuple[str, ...] = ()  # some names of parameters that have it
+    loss: float | None = None  # the loss of the step; ``None`` if not finite
+    file: str = ""  # file and line of the user's code at which it was detected
     line: int = 0
-    # whether what made it was no result of the weights: the data, a divisor or a weighting made of them
+    # whether its operand does not depend on the weights: the data, or a divisor or a weighting computed from them
     of_data: bool = False
     made_in: str = ""  # the file of the lines below
-    made_at: tuple[int, ...] = ()  # the lines that can have called ``op``: where there are several, they all spell it
-    late: int = 0  # how many steps ago it came, where the gradients of that step were not looked at
+    made_at: tuple[int, ...] = ()  # the lines that may have called ``op``: all lines of the file that spell it
+    late: int = 0  # how many steps earlier it appeared, if the gradients of that step were not examined
 
 
 @fact("buffers")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers(Fact):
-    """Buffers of norm layers that changed since they were last looked at."""
+    """Running statistics of norm layers that changed since they were last examined."""
 
-    root: int
+    root: int  # the number of the root
     moved: tuple[str, ...] = ()  # names of modules whose running statistics changed
-    frozen: tuple[str, ...] = ()  # of these, the ones whose own parameters are all frozen (``requires_grad`` False)
+    frozen: tuple[str, ...] = ()  # those whose own parameters are all frozen (``requires_grad=False``)
 
 
 @fact("memory")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Fact):
-    """What is alive at a step.
+    """Live graphs and memory at a step.
 
     Args:
-        graphs: earlier steps whose graph is still alive.
-        losses: of these, the ones whose loss itself is alive; -1 where that was not counted. The others have an output
-            or something else that was made of the model.
-        resident: bytes of the process in memory, 0 if unknown.
-        allocated: bytes on the device, 0 without one.
-        peak: of the device so far.
+        graphs: the number of earlier steps whose graph is still alive.
+        losses: the number of those steps whose loss itself is alive; -1 if not counted. The graph of the others is kept
+            alive by an output or another result of the model.
+        resident: the resident bytes of the process; 0 if unknown.
+        allocated: the allocated bytes on the device; 0 without one.
+        peak: the peak of the allocated bytes on the device so far.
     """
 
     graphs: int = 0
@@ -164,26 +167,26 @@ class Memory(Fact):
 @fact("written")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Fact):
-    """Parameters, some of those there are, that changed before any optimizer had stepped: updates by hand."""
+    """Some parameters changed before any optimizer stepped: they are updated by hand."""
 
-    parameters: tuple[int, ...] = ()  # by number
+    parameters: tuple[int, ...] = ()  # their numbers
 
 
 @fact("tied")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tied(Fact):
-    """Parameters of one shape and not constant that were bitwise equal when first seen, though they are two."""
+    """Pairs of distinct parameters, not constant, that were bitwise equal when first seen."""
 
-    pairs: tuple[tuple[int, int], ...] = ()  # of numbers of parameters
-    differ: tuple[tuple[int, int], ...] = ()  # of these pairs, the ones that differ now
+    pairs: tuple[tuple[int, int], ...] = ()  # numbers of the two parameters
+    differ: tuple[tuple[int, int], ...] = ()  # the pairs that differ now
 
 
 @fact("watched")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched(Fact):
-    """The output of a module that was asked for, and its gradient."""
+    """Norms of the output of a module that the user watches, and of its gradient."""
 
-    root: int
-    module: str  # qualified
-    output: float  # norm
-    gradient: float | None = None  # norm of it, ``None`` if none came
+    root: int  # the number of the root
+    module: str  # the qualified name of the module
+    output: float  # the norm of its output
+    gradient: float | None = None  # the norm of the gradient of the output; ``None`` without one

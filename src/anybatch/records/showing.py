@@ -1,4 +1,4 @@
-"""What a notebook shows of a record: its page, made by the report when it is asked for."""
+"""Display of records in notebooks: as a page of the report."""
 
 import sys
 from typing import Any
@@ -7,14 +7,14 @@ from anybatch.records.plainvalues import Plain
 
 
 def page_of(record: Any) -> str | None:
-    """The markup of a record's page; ``None`` if jinja2 is not installed, so that a notebook shows its text."""
+    """The HTML of a record's page; ``None`` if jinja2 is not installed, and a notebook then shows its text."""
     from anybatch.report.notebook import html_of
 
     return html_of(record)
 
 
 class Shown(Plain):
-    """A record that a notebook shows as a page, where jinja2 is installed, and as text everywhere else."""
+    """A record that a notebook shows as a page (if jinja2 is installed); everywhere else it is shown as text."""
 
     __slots__ = ()
 
@@ -22,7 +22,7 @@ class Shown(Plain):
         return page_of(self)
 
     def show(self) -> None:
-        """Shows it: as a page in a notebook, as text elsewhere."""
+        """Shows the record: as a page in a notebook, on standard output elsewhere."""
         if "ipykernel" in sys.modules:
             from IPython.display import display
 

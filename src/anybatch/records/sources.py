@@ -1,4 +1,4 @@
-"""The user's source where a finding points: the text of its line, and the comments of the statement that it is in."""
+"""The user's source at a finding: the text of its line, and the comments of its statement."""
 
 import io
 import tokenize
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class Sources:
-    """Reads files of Python once, and says what stands where; a file that can't be read has nothing.
+    """Reads Python files, each once, for their lines and comments; a file that can't be read counts as empty.
 
     Example:
         >>> Sources().text("no_such_file.py", 3)
@@ -19,16 +19,16 @@ class Sources:
     _comments: dict[str, list[tuple[range, int, str]]] = field(default_factory=dict)
 
     def text(self, file: str, line: int) -> str:
-        """A line without the spaces around it; empty where there is none."""
+        """A line, stripped; empty if there is no such line."""
         return self._raw(file, line).strip()
 
     def column(self, file: str, line: int) -> int:
-        """The column at which a line begins, from 1."""
+        """The column of the first character of a line that is not a space, from 1."""
         raw = self._raw(file, line)
         return len(raw) - len(raw.lstrip()) + 1
 
     def comments(self, file: str) -> list[tuple[range, int, str]]:
-        """The comments of a file: the lines of the statement that each is in, its own line, and its text."""
+        """The comments of a file: for each the lines of its statement, its own line, and its text."""
         if file not in self._comments:
             self._comments[file] = _comments("".join(self._read(file)))
         return self._comments[file]
@@ -61,5 +61,5 @@ def _comments(text: str) -> list[tuple[range, int, str]]:
             elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
                 first = first or token.start[0]
     except (tokenize.TokenError, SyntaxError):
-        pass  # a notebook's magic, say: what was read until then counts
+        pass  # for example a notebook's magic command: the comments before it count
     return found

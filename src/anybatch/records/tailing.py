@@ -1,4 +1,4 @@
-"""A record that grows: what was written since the last look, and the last steps of it."""
+"""Reads a record while another process writes it."""
 
 import os
 from pathlib import Path
@@ -11,20 +11,20 @@ from anybatch.records.samples import NonFinite
 from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, SchedulerFacts, Started
 
 _TABLES = (Started, Root, ParameterFacts, OptimizerFacts, SchedulerFacts)
-_MOST = 1000  # facts, and repeated steps, of which the last steps are made
+_MOST = 1000  # the most facts, and the most repeated rows, that ``recent`` uses
 
 
 class Tail:
-    """Reads a record that another process writes.
+    """Follows a record that another process writes.
 
     Args:
-        path: need not be there yet.
+        path: the file; it need not exist yet.
 
     Attributes:
-        step: how many steps the optimizer that stepped most has done.
-        not_finite: whether a number that is not finite was recorded.
-        ended: how the run ended, ``None`` while it goes on.
-        renewals: how often the record was written anew; what was read before is then gone.
+        step: the number of optimizer steps so far.
+        not_finite: whether a value that is not finite was recorded.
+        ended: the end of the run; ``None`` while it goes on.
+        renewals: how often the file was replaced or truncated; what was read before is then discarded.
 
     Example:
         >>> tail = Tail(Path("no_such_run.jsonl"))
@@ -48,14 +48,18 @@ class Tail:
         self._likes: dict[int, Fact] = {}
 
     def read(self) -> bool:
-        """Reads what is new; a line that is not whole yet waits, and a damaged one is passed over."""
+        """Reads the new lines; an incomplete last line is read later, a damaged one is ignored.
+
+        Returns:
+            Whether there was a new line.
+        """
         try:
             with self.path.open("rb") as file:
                 self._begin_anew_if_other(os.fstat(file.fileno()))
                 file.seek(self._at)
                 text = file.read()
         except FileNotFoundError:
-            self._file = None  # the next one is another, even with the same number
+            self._file = None  # a new file may get the same inode
             return False
         lines = text[: text.rfind(b"\n") + 1]
         self._at += len(lines)
@@ -91,7 +95,7 @@ class Tail:
         return Run(with_repeats(self._facts, []))
 
     def recent(self) -> Run:
-        """The tables, and the last steps; what that costs does not grow with the run."""
+        """The tables and the last steps; the cost does not grow with the run."""
         last = self._facts[-_MOST:]
         rows = [row for one in last if isinstance(one, Repeats) for row in one.rows][-_MOST:]
         numbers = {number for row in rows for number in (row[0] if isinstance(row[0], (list, tuple)) else [row[0]])}

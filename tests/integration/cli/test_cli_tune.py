@@ -147,10 +147,11 @@ def test_the_batch_and_the_rate_that_go_together() -> None:
 def test_the_sentence_says_what_is_not_known() -> None:
     facts = BatchAdvice(64, "in 3 micro-batches of 22", 3, "samples", 0.1, 0.1, "linear", "no signal")
     assert str(facts) == (
-        "Your batch of 64 fits in 3 micro-batches of 22; which batch pays is not known after 3 steps: no signal."
+        "Your batch of 64 fits in 3 micro-batches of 22; "
+        "which batch size pays off is not known after 3 steps: no signal."
     )
     known = replace(facts, pays=64, noise=70.0, low=30.0)
-    assert str(known).endswith("at least 30), and needs no other rate.")
+    assert str(known).endswith("at least 30), at the same learning rate.")
     assert BatchAdvice.from_dict(json.loads(json.dumps(known.to_dict()))) == known
 
 

@@ -116,7 +116,7 @@ def test_what_was_found_can_be_seen() -> None:
         "  batch['state'][1]  Tensor [1, 6, 5]  6 samples in dimension 1",
         "  batch['y']         Tensor [4, 6]     6 samples in dimension 1",
         "  batch['weights']   Tensor [4]        whole to every micro-batch",
-        "  batch['names']     list [6]          6 samples, an item each",
+        "  batch['names']     list [6]          6 samples, one per item",
     ]
     assert anybatch.backward(nn.Linear(1, 1), lambda m, b: m(b).mean(), torch.ones(3, 1)).layout.samples == 3  # type: ignore[union-attr]
 
@@ -132,7 +132,7 @@ def test_what_can_not_be_cut_and_raw_samples_are_shown_too() -> None:
     two = anybatch.backward(nn.Linear(1, 1), mean, next(anybatch.windows([torch.ones(2, 1)] * 2, batches=2))).layout
     assert two is not None
     assert (two.samples, two.batches, two.to_dict()["leaves"][0]["shape"]) == (4, 2, [2, 1])
-    assert str(two).startswith("4 samples in 2 batches, of which the first is\n  batch")
+    assert str(two).startswith("4 samples in 2 batches; the first one\n  batch")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_dropout_alone_is_exact_up_to_the_drawing_with_a_note_that_names_it() ->
     certificate = assert_exact(model, cross_entropy, vectors())
     assert certificate.error < RELATIVE_FLOAT64
     assert [(note.code, note.evidence["modules"]) for note in certificate.notes] == [("random", ["1"])]
-    assert certificate.verdict.endswith("up to the drawing of random numbers")
+    assert certificate.verdict.endswith("except for random numbers, such as dropout's")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

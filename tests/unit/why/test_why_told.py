@@ -190,7 +190,7 @@ def full() -> Paths:
 
 def test_the_text() -> None:
     lines = str(full()).splitlines()
-    assert lines[0] == "The loss reaches 2 of 6 parameters (16 of 38 numbers)"
+    assert lines[0] == "The loss reaches 2 of 6 parameters (16 of 38 elements)"
     assert lines[1] == "├── reached: a.* (2)"
     assert lines[2].startswith("├── stopped by detach, test_why_told.py:")
     assert lines[3:5] == ["│   ├── parameters: b.* (2)", "│   └── last with a graph: linear in b"]
