@@ -158,9 +158,10 @@ class SideEffects:
         for holder in self._holders:
             if holder.is_generator and not generators:
                 continue
-            now = holder.read()
-            wanted = {key: value for key, value in holder.saved.items() if (id(holder), key) not in kept}
-            wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
+            now, wanted = holder.read(), holder.saved
+            if kept:
+                wanted = {key: value for key, value in wanted.items() if (id(holder), key) not in kept}
+                wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
             if now.keys() != wanted.keys() or any(now[key] is not value for key, value in wanted.items()):
                 holder.write(wanted)
 
