@@ -129,6 +129,12 @@ def when_backward_ends(function: Callable[[bool], None]) -> None:
     engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
 
 
+def number_of_node() -> int:
+    """Numbers the node of a graph that a backward is running in this thread; -1 stands for none."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
 def hooks_on_all_modules() -> list[dict[Any, Any]]:
     """The global module hooks, such as those of a module tracker; the dictionaries are torch's own."""
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
