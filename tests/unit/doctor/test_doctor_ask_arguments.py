@@ -64,6 +64,8 @@ def test_weights_that_grow_with_the_number_of_targets_are_told(
 class Placed(nn.Module):
     """Tokens with a table of places, cut along the batch or along the tokens."""
 
+    table: torch.Tensor
+
     def __init__(self, *, along_batch: bool, rows: int | None = None) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
@@ -71,9 +73,10 @@ class Placed(nn.Module):
         self.register_buffer("table", torch.randn(rows or 64, 1, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.tokens(x)
+        tokens = self.tokens(x)
         places = self.table[: len(x)] if self.along_batch else self.table[: x.shape[1]].transpose(0, 1)
-        return self.head((made + places).tanh().mean(1))
+        made: torch.Tensor = self.head((tokens + places).tanh().mean(1))
+        return made
 
 
 def places(net: nn.Module) -> None:
@@ -111,9 +114,9 @@ class Averaged:
             with torch.no_grad():
                 for mine, its in zip(self.average.parameters(), self.net.parameters(), strict=True):
                     mine.lerp_(its, 0.1)
-        for mine, its in zip(self.average.buffers(), self.net.buffers(), strict=True):
-            if self.with_buffers:
-                mine.copy_(its)
+        if self.with_buffers:
+            for old, new in zip(self.average.buffers(), self.net.buffers(), strict=True):
+                old.copy_(new)
         self.average.eval()
         with torch.no_grad():
             self.average(torch.randn(16, 4) + 2)

@@ -54,14 +54,16 @@ def class_weights(tape: Tape) -> Probed:
             continue
         if weight.max() >= _HEAVY * weight.min() and _correlation(counts.log(), weight.log()) > _ALIKE:
             most, least = int(counts.argmax()), int(counts.argmin())
-            seen = {f"{name}_{what}": float(all_[at]) for name, at in (("most", most), ("least", least))
+            seen: dict[str, Any] = {f"{name}_{what}": float(all_[at]) for name, at in (("most", most), ("least", least))
                     for what, all_ in (("targets", counts), ("weight", weight))}  # fmt: skip
             return told("class weights", operation, **seen)
     return told("class weights", answer="no")
 
 
 def _given(operation: Operation) -> dict[str, Any]:
-    return dict(zip(_ORDER.get(operation.name, ()), operation.args, strict=False)) | operation.kwargs
+    named: dict[str, Any] = dict(zip(_ORDER.get(operation.name, ()), operation.args, strict=False))
+    named.update(operation.kwargs)
+    return named
 
 
 def _maker(tape: Tape, slot: Slot) -> str:

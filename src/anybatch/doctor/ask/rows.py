@@ -147,7 +147,9 @@ def _is_of_cut_table(
     sides = [run.values[one] for one in given]
     if operation.name not in _ADDING or len(given) != 2 or any(one.dim() < 3 or one.shape[1] == rows for one in sides):
         return False
-    cuts = {slot: next(slots(one.args)) for one in tape.operations if one.name in _CUTTING for slot in one.outs}
+    cuts = {
+        slot: next(iter(slots(one.args)), slot) for one in tape.operations if one.name in _CUTTING for slot in one.outs
+    }
     for slot, other, side in zip(given, reversed(given), sides, strict=True):
         table = run.values.get(cuts[slot]) if slot in cuts else None
         is_cut = table is not None and len(table) > rows == len(side)
