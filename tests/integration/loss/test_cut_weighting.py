@@ -50,7 +50,7 @@ def test_weights_or_the_combined_row(weighting: Any) -> None:
     [
         (None, "NoneType"),
         ([1.0, 1.0, 1.0], "list"),
-        (torch.ones(4), r"shape \(4,\).*48 numbers.*3 weights"),
+        (torch.ones(4), r"shape \(4,\).*48 elements.*3 weights"),
         (torch.ones(3, 48), r"shape \(3, 48\)"),
         (torch.ones(()), r"shape \(\)"),
     ],

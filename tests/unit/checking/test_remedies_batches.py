@@ -127,7 +127,7 @@ for remedy in ({"broadcast": ("names",)}, {}):
     names = ["a", "b"] if remedy else list("abcdefghijkl")
     case(
         "layout._lay_samples",
-        "make it 12 items, or broadcast=('names',)",
+        "make it 12 items, or pass broadcast=('names',)",
         lambda: cut(ce, {**vectors(), "names": ["a", "b"]}),
         partial(same, ce, {**vectors(), "names": names}, **remedy),
     )
