@@ -1,7 +1,6 @@
 """Exact gradient accumulation within a memory budget, and a doctor that says why a model does not learn.
 
-The public names are loaded on first use (PEP 562), so that ``import anybatch`` and the command line's help import no
-torch.
+Public names are loaded on first use (PEP 562): ``import anybatch`` and ``anybatch --help`` do not import torch.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""All that is asked of a device with a memory of its own: CUDA, ROCm, XPU, MPS, and those that register themselves.
+"""Queries of accelerators: CUDA, ROCm, XPU, MPS and devices that register themselves with torch.
 
-Everything goes through ``torch.accelerator`` and the module that torch keeps for each type of device. Nothing else of
-the package names a type of device, so what holds on one of them holds on all.
+All of them go through ``torch.accelerator`` and torch's module for the type of device. No other file names a type of
+device.
 """
 
 import contextlib
@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 HOST = frozenset({"cpu", "meta"})
-"""Types of devices that have no memory of their own."""
+"""Device types without memory of their own."""
 
 
 def is_accelerator(device: torch.device | None) -> bool:
-    """Whether a device has a memory of its own.
-
-    Args:
-        device: any; ``None`` is none.
+    """Whether a device has memory of its own; false for ``None``.
 
     Example:
         >>> is_accelerator(torch.device("cpu")), is_accelerator(torch.device("cuda", 0))
@@ -31,13 +28,13 @@ def is_accelerator(device: torch.device | None) -> bool:
 
 
 def module_of(device: torch.device) -> ModuleType:
-    """torch's own module for a device, such as ``torch.cuda``."""
+    """torch's module for a device, such as ``torch.cuda``."""
     found: ModuleType = torch.get_device_module(device)
     return found
 
 
 def usual() -> torch.device | None:
-    """The accelerator of this machine, without its number; ``None`` on a machine that has none."""
+    """The accelerator of this machine, without an index; ``None`` if there is none."""
     if not torch.accelerator.is_available():  # asked first: torch 2.6 raises where there is none
         return None
     found: torch.device | None = torch.accelerator.current_accelerator()
@@ -45,7 +42,7 @@ def usual() -> torch.device | None:
 
 
 def in_use() -> list[torch.device]:
-    """The accelerators that this process has begun to use; asking starts none."""
+    """All accelerators of this machine if this process has initialized them; initializes none."""
     kind = usual()
     if kind is None:
         return []
@@ -54,28 +51,28 @@ def in_use() -> list[torch.device]:
 
 
 def release_cache() -> None:
-    """Gives blocks that the allocators of the accelerators in use keep for later back to their devices."""
+    """Returns unused cached blocks of the accelerators in use to their devices."""
     if devices := in_use():
         getattr(module_of(devices[0]), "empty_cache", lambda: None)()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work on a device."""
+    """Waits for all queued work on a device."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device's memory, as its allocator counts them."""
+    """Bytes of a device's memory, as its caching allocator counts them."""
 
-    allocated: int  # in tensors
-    reserved: int  # that the allocator holds, for tensors and for later
-    peak_allocated: int  # the most since the peaks were forgotten
-    peak_reserved: int  # the same
+    allocated: int  # held by tensors
+    reserved: int  # held by the allocator, cached blocks included
+    peak_allocated: int  # the most since forget_peaks
+    peak_reserved: int  # the same, of reserved
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """What the allocator of a device counts; what its module does not tell is 0."""
+    """The bytes that a device's allocator reports; 0 for those that its module does not report."""
     module = module_of(device)
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     found = [getattr(module, name, None) for name in names]
@@ -83,12 +80,12 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Lets the peaks of a device's memory begin anew."""
+    """Resets the peak statistics of a device's memory."""
     getattr(module_of(device), "reset_peak_memory_stats", lambda _: None)(device)
 
 
 def capacity_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free on a device, and all that it has; ``(0, 0)`` where its module does not tell."""
+    """Free and total bytes of a device; ``(0, 0)`` if its module does not report them."""
     tells = getattr(module_of(device), "mem_get_info", None)
     free, total = (0, 0) if tells is None else tells(device)
     return int(free), int(total)
@@ -97,22 +94,22 @@ def capacity_of(device: torch.device) -> tuple[int, int]:
 class TakenBlock(NamedTuple):
     """A block of a device's memory."""
 
-    address: int  # where it begins
+    address: int  # of its first byte
     size: int  # bytes
-    is_used: bool  # whether a tensor lies there, or did so until work that was asked for is done
+    is_used: bool  # by a tensor, or by one that was freed while queued work still reads it
 
 
 class TakenSegment(NamedTuple):
-    """Bytes that an allocator has from its device in one piece; of an expandable segment, pages without a gap."""
+    """A segment of the caching allocator: contiguous bytes from the device."""
 
-    is_small: bool  # whether it is for blocks of at most 1 MiB
-    stream: int  # whose blocks it holds
-    is_expandable: bool  # whether it may grow
-    blocks: list[TakenBlock]  # in order
+    is_small: bool  # for blocks of at most 1 MiB
+    stream: int  # the stream of its blocks
+    is_expandable: bool  # it may grow
+    blocks: list[TakenBlock]  # by address
 
 
 def segments_of(device: torch.device) -> list[TakenSegment] | None:
-    """What the allocator of a device holds; ``None`` where its module does not tell."""
+    """The segments that the allocator of a device holds; ``None`` if its module does not report them."""
     tells = getattr(module_of(device), "memory_snapshot", None)
     if tells is None:
         return None
@@ -129,12 +126,10 @@ def segments_of(device: torch.device) -> list[TakenSegment] | None:
 
 @contextlib.contextmanager
 def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Lets the allocator of a device reserve no more than a budget within its block, where it can be told to.
-
-    Its peaks begin anew.
+    """Limits the bytes that a device's allocator may reserve in this block, where torch supports it; resets peaks.
 
     Args:
-        budget: bytes; ``None`` for all.
+        budget: bytes; ``None`` for all memory of the device.
     """
     module = module_of(device)
     forget_peaks(device)
@@ -143,9 +138,9 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
     if limit is None or not total:
         yield
         return
-    known = getattr(module, "get_per_process_memory_fraction", None)  # not in every torch that is supported
+    known = getattr(module, "get_per_process_memory_fraction", None)  # missing in older versions of torch
     before = 1.0 if known is None else known(device)
-    # A segment that ends at the budget is within it, whatever the share of the whole is rounded to.
+    # Rounded up, so that a segment that ends exactly at the budget is allowed.
     limit(min(before, math.nextafter((budget or total) / total, 2.0)), device)
     try:
         yield
@@ -155,7 +150,7 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether copies to and from a device can run beside its computation."""
+    """Whether copies to and from a device can overlap with its computation."""
     if not is_accelerator(device):
         return False
     try:
@@ -166,19 +161,19 @@ def has_streams(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that a device computes in now."""
+    """The current stream of a device."""
     return torch.accelerator.current_stream(device)
 
 
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """A stream of a device beside that it computes in; always the same, since memory is kept for each stream."""
+    """A second stream of a device; always the same one, since the allocator caches memory per stream."""
     return torch.Stream(device)
 
 
 @contextlib.contextmanager
 def running_in(stream: Any) -> Iterator[None]:
-    """Lets the work of its block go into a stream."""
+    """Makes a stream the current one in this block."""
     device = torch.accelerator.current_device_index()
     before = current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -190,7 +185,7 @@ def running_in(stream: Any) -> Iterator[None]:
 
 
 def name_of(devices: Iterable[torch.device]) -> str:
-    """What a person calls the first of some devices; ``"cpu"`` for none."""
+    """The product name of the first device; ``"cpu"`` for none."""
     device = next(iter(devices), None)
     if device is None:
         return "cpu"
@@ -199,12 +194,12 @@ def name_of(devices: Iterable[torch.device]) -> str:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The floating point type of most bits that a device computes in; MPS has no float64."""
+    """float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_cudnn(device: torch.device) -> bool:
-    """Whether recurrent layers run in cuDNN there, which draws its dropout by itself and wants weights in one chunk."""
+    """Whether recurrent layers run in cuDNN, which draws its own dropout and wants weights in one chunk."""
     return device.type == "cuda" and torch.backends.cudnn.enabled
 
 
@@ -212,11 +207,11 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
 def attention_kernels() -> tuple[bool, ...]:
-    """Which kernels of attention a forward may choose from, on any device: another one would save other tensors."""
+    """Which attention kernels are enabled; on every device another kernel would save other tensors."""
     return tuple(bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _ATTENTION)
 
 
 def set_attention_kernels(enabled: Iterable[bool]) -> None:
-    """Lets a forward choose from what ``attention_kernels`` gave."""
+    """Restores what ``attention_kernels`` returned."""
     for name, value in zip(_ATTENTION, enabled, strict=True):
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)

@@ -55,49 +55,50 @@ def backward(
 ) -> StepResult:
     """Adds the gradient of the whole batch to ``.grad``, as ``loss_fn(model, batch).backward()`` would.
 
-    The batch is split into micro-batches, each weighted by its share of the count. When memory runs out it starts again
-    with micro-batches of half the size. After an exception ``.grad``, the random state and the buffers are as before.
+    The batch is split into micro-batches, each weighted by its share of the count. When memory runs out, the batch is
+    rolled back and starts again with micro-batches of half the size. After an exception ``.grad``, the random state and
+    the buffers are unchanged.
 
     Args:
         model: the first argument of ``loss_fn``.
-        loss_fn: ``loss_fn(model, batch)`` gives the mean over ``count(batch)`` items; or a ``Mean``, a mapping of
+        loss_fn: ``loss_fn(model, batch)`` returns the mean over ``count(batch)`` items; or a ``Mean``, a mapping of
             names to either, a generator of losses, or a pair of the loss and metrics.
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items, or a ``Window``;
             with ``collate`` a list of raw samples.
-        micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
-        plan: a plan that was made with the same model, loss and precision; it says the size and what is recomputed.
+        micro_batch_size: the most samples in a micro-batch; with ``cost`` its padded cost; ``None`` for all samples.
+        plan: a plan made with the same model, loss and precision; it sets the size and the memory optimizations.
         count: what the loss is the mean over: a function of a batch, a mapping of loss names to such functions, or
             ``"forward"`` where only the forward knows.
         broadcast: dotted paths of leaves that are not split.
-        layout: by dotted path, which may have wildcards, the dimension of the samples where it is another than would be
-            inferred, or ``None`` for what is not split: ``{"x": 1, "state.*": 1, "weights": None}``. ``0`` of a list or
-            a tuple says that its items are the samples.
-        collate: makes a batch of raw samples.
-        cost: the cost of one raw sample, by which they are packed.
-        autocast: the dtype in which the forward runs.
-        scaler: a ``GradScaler`` that scales the losses; unscaling stays with the caller.
+        layout: the sample dimension by dotted path, which may have wildcards, for leaves where another one would be
+            inferred, or ``None`` for a leaf that is not split: ``{"x": 1, "state.*": 1, "weights": None}``. ``0`` for a
+            list or a tuple means that its items are the samples.
+        collate: builds a batch from raw samples.
+        cost: the cost of one raw sample, used to pack micro-batches.
+        autocast: the dtype of the forward, ``torch.bfloat16`` or ``torch.float16``.
+        scaler: a ``GradScaler`` that scales the losses; the caller unscales.
         inputs: the only tensors that get a gradient, as in ``torch.autograd.backward``.
         batch_norm: ``"refuse"`` to split it in training mode, ``"ghost"`` or ``"frozen"``.
-        accumulate: when bfloat16 and float16 gradients are accumulated in float32: ``"auto"`` from the ninth
-            micro-batch on, ``"fp32"`` always, ``"native"`` never.
-        dropout: ``"native"``: masks are torch's; ``"per-sample"``: they are a function of the sample and do not depend
-            on the split.
-        group: the ranks whose batches together are the batch: a ``torch.distributed.ProcessGroup``, ``None`` for that
-            of a DistributedDataParallel or else the default one if there is one, ``False`` for this process alone. All
-            ranks call; one without samples passes a batch with no rows.
-        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
-            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
+        accumulate: when bfloat16 and float16 gradients are accumulated in float32: ``"auto"`` from nine micro-batches
+            on, ``"fp32"`` whenever the batch is split, ``"native"`` never.
+        dropout: ``"native"`` for torch's masks; ``"per-sample"`` for masks that are a function of the sample and do not
+            depend on the split.
+        group: the ranks whose batches together are the batch: a ``torch.distributed.ProcessGroup``; ``None`` for the
+            group of a DistributedDataParallel, else the default group if there is one; ``False`` for this process
+            alone. All ranks call this function; a rank without samples passes a batch with no rows.
+        verify: before the first split batch of each layout, a few samples run whole and in two parts: ``"first"``
+            refuses a loss whose gradients differ, ``"warn"`` warns, ``"off"`` skips this.
 
     Returns:
-        The loss, the counts and the metrics of the whole batch; nothing waits for the device until they are read.
+        Loss, counts and metrics of the whole batch. Nothing synchronizes with the device until a value is read.
 
     Raises:
-        BatchError: the batch can't be split.
+        BatchError: an argument is invalid, or the batch can't be split.
         CountError: the counts are not finite, are negative or do not add up.
         LossError: the loss function broke its contract.
-        NotSplittable: BatchNorm in training mode would be split; or the loss gives another gradient in parts.
+        NotSplittable: BatchNorm in training mode would be split, or the loss gives another gradient in parts.
         PlanMismatch: the plan was made for something else.
-        DoesNotFit: one sample alone runs out of memory.
+        DoesNotFit: a single sample runs out of memory.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -131,7 +132,7 @@ def run_backward(
     optimizations: Callable[[], contextlib.AbstractContextManager[None]],
     proofs: Proofs,
 ) -> StepResult:
-    """Adds the gradient to what was there, or leaves everything as it was."""
+    """Adds the gradient to ``.grad``; after an exception everything is unchanged."""
     check_hooks(parameters)
     progress, reducer, splittable = Progress(), task.settings.reducer, task.splittable
     with gradients_aside():
@@ -156,7 +157,7 @@ def _attempt(
     optimizations: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Outcome:
     only = task.settings.inputs
-    outside = before.take_off()  # of an attempt that fails nothing may be left in gradients that were there
+    outside = before.take_off()  # a failed attempt must not leave anything in the gradients that were there
     with optimizations():
         weights, sums = run_pass(task, parts, parameters, progress, outside=outside if only is None else None)
     task.settings.reducer.reduce_(sums, parameters, outside if only is None else None)
@@ -169,7 +170,7 @@ def _attempt(
 def _followed(
     plan: "Plan | None", options: Options, task: Task
 ) -> Iterator[tuple[SizeLimit, Callable[[], contextlib.AbstractContextManager[None]]]]:
-    """Gives the size of micro-batches to begin with, and what is on while the gradient is taken."""
+    """Yields the limit of the micro-batch size and a context that applies the plan's memory optimizations."""
     if plan is None:
         yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
         return
@@ -196,8 +197,8 @@ def subject_of(
     """What a plan is made for.
 
     Args:
-        clip_norm: what the gradient is clipped to, or ``None``.
-        devices: that share the micro-batches, or ``None``.
+        clip_norm: the maximum gradient norm; ``None`` for no clipping.
+        devices: the devices that share the micro-batches; ``None`` for one.
     """
     from anybatch.planning.subjects import Subject
 
@@ -208,17 +209,17 @@ def subject_of(
 
 
 def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:
-    """Hands the arguments to the command line if it waits for them, and tells a doctor what is trained."""
+    """Passes the arguments to a command that waits for the first call, and what is trained to an attached doctor."""
     handler = first_call.get()
     if handler is not None:
-        told = options.told() | {"micro_batch_size": micro_batch_size} | others
-        handler(Call(options.model, options.loss_fn, batch, told))
+        arguments = options.told() | {"micro_batch_size": micro_batch_size} | others
+        handler(Call(options.model, options.loss_fn, batch, arguments))
     if watchers:
         announce(options.model, options.loss_fn, others.get("optimizer") or options.optimizer)
 
 
 def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before: Reducer = ALONE) -> Reducer:
-    """The ranks that train a model together, see ``parallel.ranks.reducer_for``; one process loads nothing of that."""
+    """``parallel.ranks.reducer_for``, which is not imported where there is no process group."""
     if (group is None or group is False) and not (dist.is_available() and dist.is_initialized()):
         return ALONE
     from anybatch.parallel.ranks import reducer_for
@@ -227,10 +228,10 @@ def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before:
 
 
 def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] | None, sums: Sums) -> None:
-    """Refuses a loss that gave no gradient to any parameter of the model, or to any of the inputs.
+    """Refuses a loss that gave no gradient to any trainable parameter of the model, or to any of the inputs.
 
     Raises:
-        LossError: the loss depends on something else than the model that was passed in.
+        LossError: the loss was not computed with the model that was passed in.
     """
     if not sums.has_gradient:
         return
@@ -254,17 +255,17 @@ def _trained(*owners: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
-    """Parameters of the model and of a loss that is a module itself, each once."""
+    """Trainable parameters of the model, and of the loss if it is a module, each once."""
     return list({id(parameter): parameter for parameter in _trained(*modules_behind(model, loss_fn))}.values())
 
 
 class Before:
-    """What ``.grad``, buffers and random state were before.
+    """``.grad``, buffers and random state before a backward.
 
     Args:
-        model: whose buffers are kept.
-        loss_fn: its buffers are kept too if it is a module.
-        parameters: whose gradients are kept.
+        model: its buffers are saved.
+        loss_fn: its buffers are saved if it is a module.
+        parameters: their gradients are saved.
     """
 
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
@@ -273,14 +274,14 @@ class Before:
         self.snapshot = Snapshot(modules_behind(model, loss_fn), None, loss_fn)
 
     def take_off(self) -> OutsideLeaves:
-        """Takes the gradients off, so that the new ones are alone; gives what looks for parameters on the way."""
+        """Sets ``.grad`` to ``None``, so that new gradients stay apart; returns what finds further leaves."""
         for parameter, _ in self._gradients:
             parameter.grad = None
         self._outside = OutsideLeaves(parameter for parameter, _ in self._gradients)
         return self._outside
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restores gradients, buffers and random state."""
         for parameter, gradient in self._all:
             parameter.grad = gradient
         self.snapshot.restore()
@@ -290,18 +291,18 @@ class Before:
         return [*self._gradients, *self._outside.found]
 
     def sum_(self) -> None:
-        """Adds the gradients that were there to the new ones; those that were there stay as they are."""
+        """Adds the saved gradients to the new ones; the saved tensors do not change."""
         for parameter, gradient in self._all:
             new = parameter.grad
             if gradient is None or new is None:
                 continue
             if new.layout == gradient.layout:
                 new.add_(gradient)
-            else:  # a dense and a sparse one, of which the dense one has to come first
+            else:  # torch adds a sparse tensor to a dense one only with the dense one first
                 parameter.grad = gradient + new if gradient.layout is torch.strided else new + gradient
 
     def commit_(self) -> None:
-        """Puts the sums in the place of the gradients that were there, in the same tensors, as autograd does."""
+        """Writes the sums into the tensors that held the gradients before, as autograd does."""
         for parameter, gradient in self._all:
             if gradient is None:
                 continue
@@ -315,5 +316,5 @@ class Before:
 def _copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     try:
         target.copy_(source)
-    except torch.OutOfMemoryError:  # a copy takes no memory of its own; half of the gradients must not be new
+    except torch.OutOfMemoryError:  # a copy allocates nothing, so it works again; stopping would leave half the sums
         target.copy_(source)

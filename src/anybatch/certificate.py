@@ -1,4 +1,4 @@
-"""check: whether micro-batches give the gradient of the whole batch, and if not, why not."""
+"""``check``: do micro-batches give the gradient of the whole batch, and if not, why not?"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -44,43 +44,44 @@ def check(
     dropout: DropoutPolicy = "native",
     group: Any = None,
 ) -> Certificate:
-    """Compares the gradient of a whole batch with that of two different splits of it.
+    """Compares the gradient of a whole batch with the gradients of two different splits of it.
 
-    The user's own model, loss and batch run in float64, on copies of all tensors, and so that random numbers do not
-    depend on the split; where the model can't run in float64 its own precision is used, and a note says so. Afterwards
-    weights, gradients, buffers, modes, attributes and random state are bitwise as they were. Where gradients differ,
-    each reason names the module or the loss, the numbers, and the line that helps. A model that differs by dropout only
-    is exact, with a note, because a split draws as validly as the whole batch does. A batch whose samples all weigh the
-    same can't tell a mean over tokens from one over samples: check one with uneven lengths, as it comes in training.
-    It takes what ``anybatch.backward`` takes.
+    Your model, loss and batch run in float64 on copies of all tensors, with random numbers that do not depend on the
+    split. Where the model can't run in float64, it runs in its own precision and a note says so. Afterwards weights,
+    gradients, buffers, modes, attributes and random state are bitwise unchanged. If gradients differ, each reason names
+    the module or the loss, the difference, and the line that helps.
+
+    A model whose gradients differ only by dropout is exact, with a note: the masks of a split are as valid as those of
+    the whole batch. If all samples have the same count, a mean over tokens looks like a mean over samples: check a
+    batch with uneven lengths. The arguments are those of ``anybatch.backward``.
 
     Args:
         model: the first argument of ``loss_fn``, in the mode in which it trains.
         loss_fn: see ``anybatch.backward``.
-        batch: at least two samples; a window's largest batch is taken. Where several ranks train together, each looks
-            at its own batch by itself, and nothing is communicated.
-        micro_batch_size: of the first split: samples, or with ``cost`` the padded cost; ``None`` for halves.
-        plan: says the size of the first split.
+        batch: at least two samples; of a ``Window`` the largest batch is checked. Each rank of a process group checks
+            its own batch, without communication.
+        micro_batch_size: the size of the first split: samples, or with ``cost`` the padded cost; ``None`` for halves.
+        plan: gives the size of the first split.
         count: see ``anybatch.backward``.
         broadcast: dotted paths of leaves that are not split.
-        layout: the dimension of the samples of some leaves, see ``anybatch.backward``.
-        collate: makes a batch of raw samples.
+        layout: the sample dimension of some leaves, see ``anybatch.backward``.
+        collate: builds a batch from raw samples.
         cost: the cost of one raw sample.
-        autocast: the dtype in which the forward runs, where it can't run in float64.
-        scaler: makes no difference here, and is not touched.
-        inputs: the only tensors whose gradient is compared.
-        batch_norm: what the step will do with BatchNorm: with ``"frozen"`` it couples nothing.
-        accumulate: when gradients of lower precision are accumulated in float32.
-        dropout: what the step will do with dropout: with ``"per-sample"`` its masks are the same in every split.
-        group: makes no difference here.
+        autocast: the dtype of the forward, used where it can't run in float64.
+        scaler: not used.
+        inputs: the only tensors whose gradients are compared.
+        batch_norm: what the step will do with BatchNorm; ``"frozen"`` does not couple samples.
+        accumulate: when low-precision gradients are accumulated in float32.
+        dropout: what the step will do with dropout; ``"per-sample"`` draws the same masks in every split.
+        group: not used.
 
     Returns:
-        The certificate; ``exact`` is the answer.
+        The certificate; its ``exact`` is the answer.
 
     Raises:
-        BatchError: the batch can't be split, or has one sample.
+        BatchError: an argument is invalid, the batch can't be split or has one sample, or the model is sharded.
         CountError: the count of the whole batch is 0 or not a number.
-        LossError: the loss function broke its contract on the whole batch already.
+        LossError: the loss function fails its contract on the whole batch.
         DoesNotFit: not even two samples fit in memory.
 
     Example:

@@ -1,16 +1,16 @@
-"""The errors of anybatch: each says what it got, what it expected and what to do, and carries the facts as fields.
+"""The errors of anybatch. Each says what it got, what it expected and what to do, and has the facts as attributes.
 
 ::
 
     Exception
     └── AnyBatchError
         ├── BatchError           the batch cannot be split as it is             .path
-        ├── CountError           the counts do not weigh the micro-batches      .path
+        ├── CountError           the counts can't weight the micro-batches      .path
         ├── LossError            the loss function broke its contract           .name
-        ├── NotSplittable        a module couples the samples                   .modules
+        ├── NotSplittable        micro-batches would give another gradient      .modules
         ├── DoesNotFit           nothing smaller is left to try                 .needed .budget .modules
         ├── PlanMismatch         a plan was made for something else             .changed
-        ├── UpdateInterrupted    the optimizer stopped within an update         .changed .state_changed
+        ├── UpdateInterrupted    the optimizer failed in the middle of a step   .changed .state_changed
         └── CutClosed            a cut tensor was used after its block
     UserWarning
     └── AnyBatchWarning
@@ -25,10 +25,10 @@ _PACKAGE = __file__.removesuffix("errors.py")
 
 
 class AnyBatchError(Exception):
-    """Every error that anybatch raises on purpose."""
+    """The base class of all errors that anybatch raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows, which asks for it by this name: the frames of the user, without those in here."""
+        """The traceback that IPython shows, without the frames of this package; IPython looks for this name."""
         shell = sys.modules["IPython"].get_ipython()
         frames = _of_others(self.__traceback__)
         shown: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, frames, tb_offset=1)
@@ -49,7 +49,7 @@ class BatchError(AnyBatchError, ValueError):
     """A batch, or an argument that describes one, can't be used as it is.
 
     Attributes:
-        path: where in the batch, such as ``batch['mask']``; empty if it is no single place.
+        path: the place in the batch, such as ``batch['mask']``; empty where there is no single one.
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:
@@ -58,10 +58,10 @@ class BatchError(AnyBatchError, ValueError):
 
 
 class CountError(AnyBatchError, ValueError):
-    """The counts by which micro-batches are weighted are missing, not finite, negative or do not add up.
+    """The counts that weight the micro-batches are missing, not finite, negative or do not add up.
 
     Attributes:
-        path: where in the batch the count looks, if known.
+        path: the leaf of the batch that is counted; empty where it is not known.
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:
@@ -70,10 +70,10 @@ class CountError(AnyBatchError, ValueError):
 
 
 class LossError(AnyBatchError, ValueError):
-    """The loss function returned something that is not a loss.
+    """The loss function can't be called, or returned something that is not a loss.
 
     Attributes:
-        name: the name of the loss, empty for a single one.
+        name: the name of the loss; empty where the loss has no name.
     """
 
     def __init__(self, message: str, *, name: str = "") -> None:
@@ -82,10 +82,10 @@ class LossError(AnyBatchError, ValueError):
 
 
 class NotSplittable(AnyBatchError, RuntimeError):
-    """Modules couple the samples of a batch, so that micro-batches would give another gradient.
+    """Micro-batches would give another gradient than the whole batch.
 
     Attributes:
-        modules: the qualified names of the modules.
+        modules: qualified names of the modules that couple the samples; empty where the loss does.
     """
 
     def __init__(self, message: str, *, modules: Sequence[str] = ()) -> None:
@@ -94,12 +94,12 @@ class NotSplittable(AnyBatchError, RuntimeError):
 
 
 class DoesNotFit(AnyBatchError, RuntimeError):
-    """The smallest piece of work that is left still runs out of memory.
+    """Not even the smallest micro-batch or plan fits in memory, or in the budget.
 
     Attributes:
-        needed: bytes of the smallest plan, ``None`` if they are not known.
-        budget: bytes that were allowed, ``None`` if there was no budget.
-        modules: the modules that hold the bytes, if known.
+        needed: bytes of the smallest plan; ``None`` where they are not known.
+        budget: bytes of the budget; ``None`` without one.
+        modules: the modules that hold the bytes, as far as known.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class DoesNotFit(AnyBatchError, RuntimeError):
 
 
 class PlanMismatch(AnyBatchError, ValueError):
-    """A plan is to be used for another model, loss, optimizer, device or torch than it was made for, or is damaged.
+    """A plan was made for another model, loss, optimizer, device or version of torch, or its file is damaged.
 
     Attributes:
-        changed: what changed, by name: what it was planned for and what is here.
+        changed: what differs, by name: a pair of what the plan was made for and what is here.
     """
 
     def __init__(self, message: str, changed: Mapping[str, tuple[str, str]] | None = None) -> None:
@@ -124,11 +124,11 @@ class PlanMismatch(AnyBatchError, ValueError):
 
 
 class UpdateInterrupted(AnyBatchError, RuntimeError):
-    """``optimizer.step`` failed after it had begun to change weights or its own state; it was not applied again.
+    """``optimizer.step`` failed after it had begun to change weights or its own state. It was not run again.
 
     Attributes:
-        changed: names of the parameters that had changed; with a fused optimizer all that may have.
-        state_changed: whether the optimizer's state had changed.
+        changed: names of the parameters that changed; with a fused optimizer, of all that may have.
+        state_changed: whether the optimizer's state changed.
     """
 
     def __init__(self, message: str, *, changed: Sequence[str] = (), state_changed: bool = True) -> None:
@@ -138,15 +138,15 @@ class UpdateInterrupted(AnyBatchError, RuntimeError):
 
 
 class CutClosed(AnyBatchError, RuntimeError):
-    """A gradient reached a cut tensor after its ``with`` block had ended, where nothing can carry it upstream."""
+    """A gradient reached a cut tensor after its ``with`` block had ended, and can't be passed on."""
 
 
 class AnyBatchWarning(UserWarning):
-    """Something that is probably not what was meant, though training can go on."""
+    """Something is probably a mistake, but training can go on."""
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the caller of the package, however deep in it this is called."""
+    """Warns with the line outside of this package that called it, however deep in the package this is called."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "anybatch":
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""How the command line stops a script at its first step, and what a doctor that is attached is told by a step."""
+"""The hooks by which a command stops a script at its first step, and by which a step notifies an attached doctor."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,55 +9,55 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Call(NamedTuple):
-    """The arguments of a step that was about to run."""
+    """The arguments of a step that is about to run."""
 
-    model: Any  # the model
-    loss_fn: Any  # the loss function
+    model: Any
+    loss_fn: Any
     batch: Any  # the logical batch, or a window
-    options: dict[str, Any]  # the other arguments by name; a verb takes those that it has a use for
+    options: dict[str, Any]  # the other arguments by name; a command uses those that it knows
 
 
 first_call: ContextVar[Callable[[Call], None] | None] = ContextVar("anybatch_first_call", default=None)
 
 
 class Watcher(Protocol):
-    """Looks on while a model is trained, as a doctor does."""
+    """Observes a training in this process, as a doctor does."""
 
     def announced(self, *subjects: Any) -> None:
-        """Is notified of what a step is about to train: the model, a loss that is a module, the optimizers."""
+        """Called before a step with what it trains: the model, the loss function and the optimizers."""
 
     def look_away(self) -> None:
-        """Sees nothing until ``look_again``."""
+        """Ignores everything until ``look_again``."""
 
     def look_again(self) -> None:
-        """Goes on."""
+        """Observes again."""
 
     def takes_gradients(self) -> None:
-        """Is told that anybatch puts gradients aside, as often as it likes until ``gave_gradients``."""
+        """Called before anybatch puts gradients aside; it may do so repeatedly until ``gave_gradients``."""
 
     def gave_gradients(self, items: float) -> None:
-        """Is told that they are there again, with what was added."""
+        """Called when the gradients are back, with the weight of what was added to them."""
 
 
 trial: ContextVar[bool] = ContextVar("anybatch_trial", default=False)
-"""Whether anybatch runs a step for itself, of which nothing stays."""
+"""Whether a step that runs now is one of anybatch's own trials, which leave no trace."""
 watchers: list[Watcher] = []
-"""Those that look on in this process."""
+"""The observers in this process."""
 WEIGHT = "anybatch_weight"
-"""The attribute of the gradient of a loss that has its weight, without the scale of a ``GradScaler``."""
+"""The attribute of a loss's gradient that has the loss's weight, without the scale of a ``GradScaler``."""
 
 
 def announce(model: Any, loss_fn: Any, optimizers: Sequence[Any]) -> None:
-    """Tells those that look on what a step is about to train."""
+    """Notifies all observers of what a step is about to train."""
     for one in watchers:
         one.announced(model, loss_fn, *optimizers)
 
 
 @dataclass(slots=True)
 class Added:
-    """What is added to gradients that were put aside."""
+    """What was added to gradients that were put aside."""
 
-    items: float = 1.0  # the weight that all of it has beside what was there
+    items: float = 1.0  # its weight beside the gradients that were put aside
 
 
 def _give(watcher: Watcher, added: Added) -> None:
@@ -65,12 +65,12 @@ def _give(watcher: Watcher, added: Added) -> None:
 
 
 def gradients_aside() -> AbstractContextManager[Added]:
-    """Where anybatch takes gradients off that come back; whoever looks on does not take that for a clearing."""
-    return _told_of_gradients() if watchers else nullcontext(Added())
+    """A block that puts gradients aside and back; observers must not take this for ``zero_grad``."""
+    return _announced_aside() if watchers else nullcontext(Added())
 
 
 @contextmanager
-def _told_of_gradients() -> Iterator[Added]:
+def _announced_aside() -> Iterator[Added]:
     added = Added()
     with ExitStack() as stack:
         for one in watchers:
@@ -81,7 +81,7 @@ def _told_of_gradients() -> Iterator[Added]:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """What anybatch runs for itself: a plan, a trial, a check. Nobody looks on, as it is no step of the training.
+    """A block in which anybatch runs a plan, a trial or a check: observers ignore it, as it is no training step.
 
     Example:
         >>> class Log:
@@ -101,7 +101,7 @@ def unobserved() -> Iterator[None]:
             one.look_away()
             stack.callback(one.look_again)
         stack.callback(trial.reset, trial.set(True))
-        if "torch._dynamo" in sys.modules:  # what is compiled for a trial counts towards the limit of recompilations
+        if "torch._dynamo" in sys.modules:  # compiling for a trial would count towards the recompilation limit
             import torch
 
             stack.enter_context(torch.compiler.set_stance("force_eager"))

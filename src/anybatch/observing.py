@@ -1,4 +1,4 @@
-"""What is notified of every logical batch."""
+"""The protocol of a recorder."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Is notified of every logical batch, after its update; recorders and progress bars hang on this.
+    """A function that a step calls after each logical batch, for recorders and progress bars.
 
     Example:
         >>> def observer(step: "TrainStep", result: StepResult) -> None:
@@ -18,4 +18,4 @@ class Observer(Protocol):
     """
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Takes the result of a logical batch."""
+        """Receives the step and the result of its latest logical batch."""

@@ -1,8 +1,4 @@
-"""The arguments of the verbs: each is held and checked once, whichever verb it was given to.
-
-``TrainStep``, ``backward``, ``check``, ``plan`` and the gradients of trainers make an ``Options`` of what they were
-given, and hand that on.
-"""
+"""The arguments that ``TrainStep``, ``backward``, ``check``, ``plan`` and integrations share, checked in one place."""
 
 import inspect
 import math
@@ -41,13 +37,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What a verb was given, checked.
+    """The checked arguments of a call; ``anybatch.TrainStep`` documents each.
 
-    What each argument means says ``anybatch.TrainStep``. ``broadcast`` has ``layout`` in it after this; ``inputs`` are
-    a tuple, and ``optimizer`` and ``scheduler`` lists; ``autocast`` is that of the plan where none was given.
+    After construction ``broadcast`` includes ``layout``, ``inputs`` is a tuple, ``optimizer`` and ``scheduler`` are
+    lists, and ``autocast`` is that of the plan if none was given.
 
     Raises:
-        BatchError: an argument is none that can be meant; the text says what to write instead.
+        BatchError: an argument is invalid; the message says what to write instead.
         LossError: see ``check_loss_fn``.
         CountError: see ``check_count``.
     """
@@ -79,7 +75,7 @@ class Options:
     def __post_init__(self) -> None:
         _check_pass(self)
         self._set("broadcast", _checked_placement(self))
-        if self.memory is not None or self.plan is not None:  # here and below: nothing to check in most calls
+        if self.memory is not None or self.plan is not None:  # here and below: most calls skip these checks
             check_plan(self.memory, self.plan, self.micro_batch_size)
             self._set("autocast", self.autocast or precision_of(self.plan))
         if self.inputs is not None:
@@ -97,17 +93,17 @@ class Options:
         object.__setattr__(self, name, value)
 
     def settings(self, *, makes_scaler: bool = False) -> Settings:
-        """How gradients are computed, where the model lies now."""
+        """The settings of a backward, on the device that the model is on now."""
         device, scaler = device_of(self.model), self.scaler
         if makes_scaler and scaler is None and self.autocast is torch.float16:
             scaler = torch.amp.GradScaler(device.type)
         return Settings(device, self.autocast, scaler, self.inputs, self.accumulate, dropout=self.dropout)
 
     def splittable(self, batch: Any, *, may_be_empty: bool = False, is_planned: bool = False) -> Splittable:
-        """The logical batch that a batch or a window is.
+        """The logical batch of a batch or a window, ready to be split.
 
         Raises:
-            BatchError: it has no samples, or can't be cut where that is needed.
+            BatchError: it has no samples, or can't be split where it has to be.
         """
         found = Splittable(
             batch.batches if isinstance(batch, Window) else [batch],
@@ -117,17 +113,17 @@ class Options:
         return found
 
     def told(self) -> dict[str, Any]:
-        """The arguments by name, for whoever runs another verb with them."""
+        """The arguments by name, for a command that runs another function with them."""
         hidden = ("model", "loss_fn", "layout", "optimizer")
         found = {name: value for name, value in self.__dict__.items() if name not in hidden}
         return found | {"optimizer": self.optimizer or None}
 
 
 def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
-    """Refuses what is no budget or no plan before anything is changed.
+    """Checks ``memory=``, ``plan=`` and ``micro_batch_size=`` against each other.
 
     Raises:
-        BatchError: the budget is none, the plan is none, or a size is given besides.
+        BatchError: the budget or the plan is invalid, or a size is given together with one of them.
     """
     if plan is not None:
         from anybatch.records.plans import Plan
@@ -139,13 +135,13 @@ def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
             "micro_batch_size was given together with memory= or plan=, which choose it; leave one of them out"
         )
     if memory is not None:
-        from anybatch.units import read_budget  # what has no budget reads none
+        from anybatch.units import read_budget  # imported only where there is a budget
 
         read_budget(memory)
 
 
 def precision_of(plan: "Plan | None") -> torch.dtype | None:
-    """The precision that a plan asks for, ``None`` for the user's own."""
+    """The autocast dtype of a plan, ``None`` if it has none."""
     return None if plan is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.chosen.autocast)
 
 
@@ -176,7 +172,7 @@ def _checked_placement(options: Options) -> tuple[str, ...]:
 
 
 def _check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
-    """Refuses a micro-batch size that is no positive integer, or no positive number where it limits a cost."""
+    """Refuses a micro-batch size that is not a positive integer, or with ``cost`` not a number of at least 1."""
     if micro_batch_size is None:
         return
     kinds: tuple[type, ...] = (numbers.Real,) if with_cost else (numbers.Integral,)
@@ -187,7 +183,7 @@ def _check_size(micro_batch_size: Any, *, with_cost: bool) -> None:
 
 
 def _check_uncut(options: Options, splittable: Splittable, is_planned: bool) -> None:
-    """Refuses a batch that can't be cut where samples are asked for, or is cut where ``OverTime`` looks for time."""
+    """Refuses a batch that can't be split although it has to be, and a layout that ``OverTime`` can't use."""
     if any(getattr(splittable.broadcast, "dims", {}).values()) and as_over_time(options.loss_fn):
         raise BatchError(
             "layout= puts samples along another dimension than 0, where OverTime has them; transpose [time, rows] to "
@@ -231,7 +227,7 @@ def _check_scaler(scaler: Any) -> None:
 
 
 def _check_update(options: Options) -> None:
-    """Refuses what an update can't be done with."""
+    """Refuses arguments with which no update can be done."""
     if options.recorder is not None and not callable(options.recorder):
         raise BatchError(
             f"recorder is a {type(options.recorder).__name__}; expected a function of the step and the result"
@@ -246,9 +242,8 @@ def _check_update(options: Options) -> None:
         sparse = [name for name, m in options.model.named_modules() if getattr(m, "sparse", False) is True]
         if sparse:
             raise BatchError(
-                f"{sparse[0]} gives sparse gradients, which have no norm to clip by; leave clip_norm out or build it "
-                "with "
-                "sparse=False"
+                f"{sparse[0]} gives sparse gradients, which can't be clipped by norm; leave clip_norm out or build it "
+                "with sparse=False"
             )
     parameters = [p for one in options.optimizer for group in one.param_groups for p in group["params"]]
     check_hooks(parameters)
@@ -263,16 +258,15 @@ def _check_update(options: Options) -> None:
         if closures:
             raise BatchError(
                 f"{closures[0]} evaluates the gradient itself, which works with one optimizer and without a "
-                "GradScaler; "
-                "use it alone, in float32 or with autocast=torch.bfloat16"
+                "GradScaler; use it alone, in float32 or with autocast=torch.bfloat16"
             )
 
 
 def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
-    """Reads the tensors that alone get a gradient.
+    """Reads ``inputs=``, the only tensors that get a gradient.
 
     Raises:
-        BatchError: there are none, or one is no leaf tensor with ``requires_grad``.
+        BatchError: there are none, or one is not a leaf tensor with ``requires_grad``.
     """
     if inputs is None:
         return None
@@ -286,7 +280,7 @@ def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
             raise BatchError(f"inputs[{index}] is a {type(tensor).__name__}; expected a tensor such as a parameter")
         if not tensor.requires_grad or not tensor.is_leaf:
             raise BatchError(
-                f"inputs[{index}] is no leaf with requires_grad; expected a tensor whose .grad can be filled"
+                f"inputs[{index}] is not a leaf with requires_grad; expected a tensor whose .grad can be filled"
             )
     return found
 
@@ -295,7 +289,8 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Reads one optimizer or a sequence of them.
 
     Raises:
-        BatchError: there is none, something else is among them, or one is wrapped by Accelerate.
+        BatchError: the sequence is empty or has the same optimizer twice, one is not an optimizer, or one is wrapped
+            by Accelerate.
     """
     found = (
         [optimizer]
@@ -317,7 +312,7 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
             )
     twice = [place for place, one in enumerate(found) if any(one is other for other in found[:place])]
     if twice:
-        raise BatchError(f"optimizer[{twice[0]}] is there twice, and would step twice; expected each optimizer once")
+        raise BatchError(f"optimizer[{twice[0]}] is given twice, and would step twice; expected each optimizer once")
     return found
 
 
@@ -325,7 +320,7 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
     """Reads one scheduler, or a sequence of them.
 
     Raises:
-        BatchError: one has no ``step()``, needs a metric, is there twice, or schedules another optimizer.
+        BatchError: one has no ``step()``, needs a metric, is given twice, or schedules another optimizer.
     """
     own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
@@ -333,28 +328,27 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
         if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise BatchError(
                 "ReduceLROnPlateau needs a metric, which TrainStep does not have after each update; leave scheduler= "
-                "out "
-                "and write after each evaluation: scheduler.step(step.evaluate(batch).loss)"
+                "out and write after each evaluation: scheduler.step(step.evaluate(batch).loss)"
             )
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
             kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise BatchError(f"scheduler is {kind}; expected an object with a step() method")
         if sum(one is other for other in found) > 1:
-            raise BatchError(f"the {type(one).__name__} is there twice, and would step twice; expected it once")
+            raise BatchError(f"the {type(one).__name__} is given twice, and would step twice; expected it once")
         groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
         if isinstance(one, torch.optim.lr_scheduler.LRScheduler) and groups and own.isdisjoint(map(id, groups)):
             raise BatchError(
-                f"scheduler is a {type(one).__name__} of another optimizer, whose learning rates nobody uses; expected "
-                "one that was built with the optimizer that the step is given"
+                f"scheduler is a {type(one).__name__} of another optimizer than this step's; expected one that was "
+                "built with the optimizer that is passed to TrainStep"
             )
     return found
 
 
 def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[torch.Tensor] | None) -> None:
-    """Refuses an optimizer that would never get a gradient.
+    """Refuses an optimizer whose parameters would never get a gradient.
 
     Raises:
-        BatchError: none of its parameters is among the inputs.
+        BatchError: an optimizer has no parameter among the inputs.
     """
     wanted = {id(tensor) for tensor in inputs or ()}
     for index, optimizer in enumerate(optimizers):
@@ -362,42 +356,42 @@ def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: S
         if inputs is not None and not has_any:
             which = f"optimizer[{index}]" if len(optimizers) > 1 else "the optimizer"
             raise BatchError(
-                f"{which}, a {type(optimizer).__name__}, has no parameter among inputs, so it would never move one; "
+                f"{which}, a {type(optimizer).__name__}, has no parameter among inputs, so it would never update one; "
                 "expected inputs=model.part.parameters() of the part that it trains"
             )
 
 
 def check_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuses what would change a parameter within the backward, once a micro-batch.
+    """Refuses parameters with a post-accumulate-grad hook, which would fire once per micro-batch.
 
     Raises:
-        BatchError: one has a hook that runs once its gradient was added up.
+        BatchError: a parameter has such a hook.
     """
     for parameter in parameters:
         if parameter._post_accumulate_grad_hooks:
             raise BatchError(
-                "a parameter has a post-accumulate-grad hook, which would fire once a micro-batch instead of once an "
-                "update (an optimizer fused into the backward does this), and nothing was changed; remove the hook and "
+                "a parameter has a post-accumulate-grad hook, which would fire once per micro-batch instead of once "
+                "per update (optimizers fused into the backward use it). Nothing was changed. Remove the hook and "
                 "step the optimizer once the gradient is complete: let TrainStep call it, or call it after "
                 "anybatch.backward"
             )
 
 
 def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, group: Any) -> None:
-    """Refuses what does not go together with several devices in one process.
+    """Refuses arguments that can't be combined with several devices in one process.
 
     Args:
-        plan: a plan, or whatever follows one; ``None`` for none.
+        plan: anything but ``None`` if a plan is used.
 
     Raises:
-        BatchError: there is a process group besides, or one plan is to be for devices of several types.
+        BatchError: there is also a process group, or a plan is used with devices of several types.
     """
     kinds = sorted({device.type for device in devices})
     if plan is not None and len(kinds) > 1:
         raise BatchError(
             f"memory= or plan= was given, and devices are of the types {' and '.join(kinds)}; a plan is for one type "
-            "of device, since other operations run and keep other tensors on another. Use devices of one type, or "
-            "give micro_batch_size= instead: memory that runs out on any device makes micro-batches smaller on all"
+            "of device, since each type has other kernels, which save other tensors. Use devices of one type, or "
+            "give micro_batch_size= instead: if any device runs out of memory, micro-batches shrink on all"
         )
     if reducer.is_shared or (group is not None and group is not False):
         raise BatchError(
@@ -407,19 +401,19 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
 
 
 def warn_of_replicas(model: torch.nn.Module) -> None:
-    """Says what to pass in the place of a ``DataParallel``."""
+    """Warns of a ``DataParallel``, and says what to pass instead."""
     if isinstance(model, torch.nn.DataParallel):
         several = len(model.device_ids) > 1
         does = (
-            "copies itself to its devices in each micro-batch, and no plan counts what it holds there"
+            "copies the model to its devices in each micro-batch, and no plan counts the bytes of the copies"
             if several
             else "does nothing here"
         )
         remedy = "TrainStep(model.module, ..., devices=model.device_ids)" if several else "model.module"
-        warn(f"model is a DataParallel, which {does}; pass the model in it: {remedy}")
+        warn(f"model is a DataParallel, which {does}; pass the wrapped model: {remedy}")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` evaluates the gradient itself, as LBFGS does."""
+    """Whether ``optimizer.step`` requires a closure, as that of LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

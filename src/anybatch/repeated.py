@@ -1,4 +1,4 @@
-"""``backward`` for trainers that own the update and call it once for each logical batch."""
+"""``backward`` for trainers: called once per logical batch, while the trainer owns the update."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 class RepeatedBackward:
-    """Adds the gradient of one logical batch after another to ``.grad``; sizes and plans are kept between them.
+    """Adds the gradient of each logical batch to ``.grad``, and keeps micro-batch sizes and plans between batches.
 
     Args:
         model: the first argument of ``loss_fn``.
         loss_fn: see ``anybatch.backward``.
-        optimizers: what the plan makes room for.
-        memory: the budget, see ``anybatch.TrainStep``; ``None`` plans nothing.
-        micro_batch_size: samples in a micro-batch at most.
+        optimizers: whose state the plan includes.
+        memory: the budget, see ``anybatch.TrainStep``; ``None`` makes no plan.
+        micro_batch_size: the most samples in a micro-batch.
         count: see ``anybatch.backward``.
         broadcast: see ``anybatch.backward``.
         layout: see ``anybatch.backward``.
         batch_norm: see ``anybatch.backward``.
         dropout: see ``anybatch.backward``.
-        clip_norm: whether and to what the trainer clips, which a plan makes room for.
-        scaler: scales the losses; unscaling stays with the trainer.
+        clip_norm: what the trainer clips the gradient norm to, whose memory a plan includes; ``None`` for no clipping.
+        scaler: scales the losses; the trainer unscales.
         group: see ``anybatch.backward``.
         verify: see ``anybatch.backward``.
 
     Raises:
-        BatchError: an argument is none that can be meant.
+        BatchError, CountError, LossError: an argument is invalid.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -91,7 +91,7 @@ class RepeatedBackward:
         return Follower(self._subject, memory=memory, plan=None)
 
     def __call__(self, batch: Any) -> StepResult:
-        """Adds the gradient of a logical batch to ``.grad``, as ``anybatch.backward`` does.
+        """Adds the gradient of a logical batch to ``.grad``.
 
         Raises:
             BatchError, CountError, LossError, NotSplittable, DoesNotFit: see ``anybatch.backward``.
@@ -111,13 +111,13 @@ class RepeatedBackward:
                 result = run_backward(task, parameters, self._limit, self._optimizations, self._proofs)
         self._limit.resolve(splittable.largest)
         if result.skipped and settings.scaler is not None:
-            settings.scaler.scale(torch.zeros((), device=settings.device))  # nothing may have been scaled so far
+            settings.scaler.scale(torch.zeros((), device=settings.device))  # a scaler that never scaled can't step
             _fill_with_zeros(parameters)
         result.plan = None if self._follower is None else self._follower.plan
         return result
 
     def _alike(self) -> dict[str, str]:
-        """What has to be the same on all ranks."""
+        """Settings that have to be equal on all ranks."""
         from anybatch.update.overranks import settings_of
 
         return settings_of(self._optimizers, (), self._clip_norm)
@@ -147,15 +147,15 @@ class RepeatedBackward:
         return subject_of(self._options, self._settings, splittable, self._optimizers, self._clip_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes and the plan, as plain values; a run that goes on from them is bitwise the same."""
+        """The sizes and the plan, as plain values; a run resumed from them is bitwise the same."""
         plan = None if self._follower is None else self._follower.state_dict()
         return {"limit": self._limit.state_dict(), "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what ``state_dict`` gave.
+        """Resumes from what ``state_dict`` returned.
 
         Raises:
-            BatchError: a part of it is not what was saved; nothing was loaded.
+            BatchError: the state is malformed; nothing was loaded.
         """
         load_whole(self._load_whole, state, self.state_dict(), GradientState, name=type(self).__name__)
 
@@ -163,12 +163,12 @@ class RepeatedBackward:
         with part("plan"):
             if self._follower is not None and state["plan"] is not None:
                 self._follower.load_state_dict(state["plan"])
-        if (self._follower is None) == (state["plan"] is None):  # another way to choose sizes begins anew
+        if (self._follower is None) == (state["plan"] is None):  # a size from a plan says nothing without one
             self._limit.load_state_dict(state["limit"])
 
 
 def _fill_with_zeros(parameters: Sequence[torch.Tensor]) -> None:
-    """A trainer steps its ``GradScaler`` in any case, which refuses to where there is no gradient at all."""
+    """A trainer always steps its ``GradScaler``, which raises where no parameter has a gradient."""
     if all(parameter.grad is None for parameter in parameters):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)

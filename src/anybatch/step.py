@@ -55,57 +55,57 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Runs one optimizer step for each logical batch, with the gradient of the whole batch.
+    """Runs one optimizer step per logical batch, with the gradient of the whole batch.
 
-    A call zeroes the gradients, goes through the micro-batches, unscales, clips, and steps the optimizers, the scaler
-    and the schedulers, each once. When memory runs out the logical batch starts again from where it was, with
-    micro-batches of half the size; after a while without trouble the size grows back. An exception in the loss leaves
-    weights, random state, buffers, scaler and counters as they were. ``.grad`` stays readable, unscaled and clipped,
-    until the next call.
+    A call zeroes the gradients, runs the micro-batches, unscales, clips, and steps the optimizers, the scaler and the
+    schedulers once each. When memory runs out, the logical batch is rolled back and starts again with micro-batches of
+    half the size; after a while without trouble the size grows back. After an exception in the loss, weights, random
+    state, buffers, scaler and counters are unchanged. ``.grad`` stays readable, unscaled and clipped, until the next
+    call.
 
     Args:
         model: the first argument of ``loss_fn``; complete, on its device.
         loss_fn: see ``anybatch.backward``.
-        optimizer: one, or a sequence of them; LBFGS and SAM are given a closure over the whole logical batch.
-        memory: the budget that the step stays under: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a
-            share of it such as 0.5; with ``devices`` of each. The first batch is planned for; ``None`` plans nothing.
-        micro_batch_size: samples in a micro-batch at most; with ``cost`` the padded cost of one; ``None`` for all.
-        plan: a plan that was made before; with ``memory`` it is made again when it has to be.
+        optimizer: one optimizer or a sequence; LBFGS and SAM get a closure over the whole logical batch.
+        memory: the budget for peak memory: bytes, ``"8GiB"``, ``"free"`` for the free memory of the device, or a
+            fraction of its memory such as 0.5; with ``devices``, of each device. The step makes a plan on the first
+            batch; ``None`` makes no plan.
+        micro_batch_size: the most samples in a micro-batch; with ``cost`` its padded cost; ``None`` for all samples.
+        plan: a plan made before; with ``memory`` a new one is made when it no longer matches.
         count: what the loss is the mean over, see ``anybatch.backward``.
         broadcast: dotted paths of leaves of the batch that are not split.
-        layout: by dotted path the dimension of the samples, or ``None`` for what is not split, see
-            ``anybatch.backward``.
-        collate: makes a batch of raw samples; the batch is then a list of them.
-        cost: the cost of one raw sample, by which they are packed.
-        autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; the latter makes its own
+        layout: the sample dimension by dotted path, ``None`` for a leaf that is not split; see ``anybatch.backward``.
+        collate: builds a batch from raw samples; the argument of a call is then a list of raw samples.
+        cost: the cost of one raw sample, used to pack micro-batches.
+        autocast: ``torch.bfloat16`` or ``torch.float16``, the precision of the forward; float16 creates a
             ``GradScaler`` unless one is given.
         scaler: a ``GradScaler``.
-        clip_norm: what the norm of the whole gradient is clipped to; ``float("inf")`` to measure it only.
-        scheduler: one or a sequence; each steps once an update, and not when the update was skipped.
+        clip_norm: the maximum norm of the whole gradient; ``float("inf")`` only measures the norm.
+        scheduler: one scheduler or a sequence; each steps once per update, and not when the update is skipped.
         batch_norm: ``"refuse"`` to split BatchNorm in training mode, ``"ghost"`` or ``"frozen"``.
         inputs: the only tensors that get a gradient.
         accumulate: when low-precision gradients are accumulated in float32: ``"auto"``, ``"fp32"`` or ``"native"``.
-        recorder: an ``Observer``; a ``Doctor`` attaches itself.
-        blocks: names of modules that a plan may recompute, besides the children of lists and sequences.
+        recorder: an ``Observer``; a ``Doctor`` attaches itself to the model and the optimizers.
+        blocks: names of modules that a plan may checkpoint, besides the children of ``ModuleList`` and ``Sequential``.
         dropout: ``"native"``, or ``"per-sample"`` for masks that do not depend on the split.
         group: the ranks whose batches together are the logical batch, see ``anybatch.backward``; ``False`` for none.
-        devices: that share the micro-batches in this process, such as ``["cuda:0", "cuda:1"]``, or a mapping of them to
-            their speeds; the model lies on one of them.
-        closure: whether ``optimizer.step`` is given a closure that takes the gradient of the whole batch again;
-            ``None``: where it needs one, and where an optimizer from outside of torch takes one.
-        verify: before the first batch of its layout that is split, some samples are run whole and in two parts:
-            ``"first"`` refuses a loss that may not be split, ``"warn"`` warns of it, ``"off"`` runs nothing.
+        devices: devices of this process that share the micro-batches, such as ``["cuda:0", "cuda:1"]``, or a mapping
+            from device to relative speed; the model is on one of them.
+        closure: whether ``optimizer.step`` gets a closure that recomputes the gradient of the whole batch; ``None``:
+            where it needs one, and for optimizers from outside of torch that accept one.
+        verify: before the first split batch of each layout, a few samples run whole and in two parts: ``"first"``
+            refuses a loss whose gradients differ, ``"warn"`` warns, ``"off"`` skips this.
 
     Attributes:
-        updates: how many updates were applied.
-        skipped: how many logical batches gave no update.
-        samples: how many samples went into applied updates.
-        watcher: gives what looks on at an attempt at a logical batch, an ``anybatch.update.progress.Watch``: it is told
-            of each micro-batch that begins. ``None`` for nobody; ``NoiseScale`` puts itself here.
-        layout: where the samples of the last batch were found to lie, leaf by leaf; ``print`` shows it.
+        updates: number of updates applied.
+        skipped: number of logical batches without an update.
+        samples: number of samples in applied updates.
+        watcher: called at the start of each attempt at a logical batch; returns an ``anybatch.update.progress.Watch``,
+            which is notified of each micro-batch. ``None`` for none; ``NoiseScale`` sets it.
+        layout: the sample dimension found in each leaf of the last batch; ``print`` shows it.
 
     Raises:
-        BatchError: an argument is none that can be meant; the text says what to write instead.
+        BatchError, CountError, LossError: an argument is invalid; the message says what to write instead.
 
     Example:
         >>> import torch.nn.functional as F
@@ -163,7 +163,7 @@ class TrainStep:
         self._follower = self._following(memory, plan)
         self._limit = SizeLimit(micro_batch_size) if self._follower is None else self._follower.limit
         self._evaluation_limit = SizeLimit(self._limit.ceiling if self._follower is None else None)
-        self._placements = _lanes_of(devices, model, loss_fn)
+        self._placements = _read_devices(devices, model, loss_fn)
         self._follow_model()
         check_steps_on_inputs(self._optimizers, options.inputs)
         self._boundary = Boundary(
@@ -173,8 +173,8 @@ class TrainStep:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Nothing was trained so far."""
-        self._self = Owner(self)  # by which a pickle is refused, and a copy is not
+        """Sets what is empty or zero before the first logical batch."""
+        self._self = Owner(self)  # refuses to be pickled, and can be copied
         follow = getattr(self._options.recorder, "follow", None)
         if follow is not None:  # a doctor attaches itself
             follow(self.model, *self._optimizers)
@@ -202,15 +202,17 @@ class TrainStep:
                 or with ``collate`` a list of raw samples.
 
         Returns:
-            What it gave. Nothing waits for the device until its numbers are read.
+            Loss, counts, metrics and gradient norm of the whole batch. Nothing synchronizes with the device until a
+            value is read.
 
         Raises:
-            BatchError, CountError, LossError, NotSplittable: see ``anybatch.backward``; nothing was changed.
-            DoesNotFit: one sample alone runs out of memory; nothing was changed.
-            UpdateInterrupted: an optimizer failed within its update, which was not applied again.
+            BatchError, CountError, LossError, NotSplittable, PlanMismatch: see ``anybatch.backward``; nothing was
+                changed.
+            DoesNotFit: no plan fits in the budget, or a single sample runs out of memory; nothing was changed.
+            UpdateInterrupted: an optimizer failed in the middle of its step, which was not run again.
 
-        An error that comes after the update, of a scheduler or the recorder, has the note "the update was applied
-        (updates=n)"; the batch given again would count twice.
+        An exception after the update, from a scheduler or the recorder, has the note "the update was applied
+        (updates=n)": passing the same batch again would count it twice.
         """
         intercept(self._options, batch, self._limit.ceiling)
         self._claim()
@@ -234,15 +236,15 @@ class TrainStep:
         return result
 
     def split_next(self, size: float) -> None:
-        """Runs the next logical batch in smaller micro-batches; where it may not be split it runs as ever.
+        """Runs the next logical batch, if it can be split, in smaller micro-batches.
 
         Args:
-            size: of them, as ``micro_batch_size``.
+            size: their size, as ``micro_batch_size``.
         """
         self._limit.once = size
 
     def _train(self, batch: Any) -> StepResult:
-        """The life of a logical batch, from its layout to its result."""
+        """Runs a logical batch, from its layout to its result."""
         self._follow_model()
         parameters = self._parameters()
         check_hooks(parameters)
@@ -255,7 +257,7 @@ class TrainStep:
                 task, progress = self._task(splittable, before), Progress()
 
                 def roll_back() -> None:
-                    # An optimizer that has begun may have changed weights: going back would apply a part of it twice.
+                    # An optimizer that has begun may have changed weights; running it again would apply those twice.
                     if not boundary.is_committed:
                         boundary.roll_back()
                         before.restore()
@@ -273,11 +275,11 @@ class TrainStep:
     def _attempt(
         self, task: Task, parts: list[Part], parameters: Sequence[torch.Tensor], progress: Progress, before: Snapshot
     ) -> Outcome:
-        """Takes the gradient in these micro-batches, and steps once."""
+        """Computes the gradient in these micro-batches, and steps once."""
         boundary, reducer = self._boundary, task.settings.reducer
         # First: a split that is not exact is refused before anything is counted, run or changed.
         self._proofs.look(task, parts, parameters, self._optimizations, clear=boundary.zero_, update=self.updates)
-        carried = getattr(task.loss_fn, "carried", None)  # where an optimizer's closure begins again
+        carried = getattr(task.loss_fn, "carried", None)  # the state that each call of a closure starts from
         with NOBODY if self.watcher is None else self.watcher(task, parts, parameters) as watch:
             progress.watch = watch
             weights, sums, skipped = self._gradient(task, parts, parameters, progress)
@@ -287,7 +289,7 @@ class TrainStep:
                 grad_norm = boundary.prepare(progress)  # unscales and clips
                 skipped = boundary.skip_if_infinite(progress)
             if skipped:
-                before.restore()  # as if the batch had not been, but for the scale
+                before.restore()  # a skipped batch changes only the scale
             else:
                 again = self._again(task, parameters, sums, carried) if boundary.takes_closure else None
                 with boundary.interrupts_deferred():
@@ -302,7 +304,7 @@ class TrainStep:
     def _gradient(
         self, task: Task, parts: list[Part], parameters: Sequence[torch.Tensor], progress: Progress
     ) -> tuple[Weights, Sums, str]:
-        """Fills ``.grad``; gives the reason if there is nothing to update with."""
+        """Fills ``.grad``; the text is the reason to skip the update, or empty."""
         self._boundary.zero_()
         with gradients_aside(), self._optimizations():
             weights, sums = run_pass(task, parts, parameters, progress)
@@ -320,17 +322,17 @@ class TrainStep:
         return weights, sums, ""
 
     def _again(self, task: Task, parameters: Sequence[torch.Tensor], sums: Sums, carried: Any) -> Again:
-        """The gradient that is there, and how to take it again where an optimizer has moved the weights."""
+        """The current gradient, and how to recompute it after the optimizer has moved the weights."""
 
         def evaluate() -> torch.Tensor:
-            if over_time := as_over_time(task.loss_fn):  # each evaluation is of this batch, after the one before it
+            if over_time := as_over_time(task.loss_fn):  # each evaluation starts from the state before this batch
                 over_time.carried = carried
             task.settings.reducer.listen()
             scaler = task.settings.scaler
             if scaler is None or not scaler.is_enabled():
                 return total_of(self._evaluated(task, parameters))
             scale = scaler.get_scale()
-            while True:  # at a scale at which it is finite, since this update can't be skipped any more
+            while True:  # lowers the scale until the gradient is finite: within optimizer.step nothing can be skipped
                 smaller = torch.amp.GradScaler(task.settings.device.type, init_scale=scale)
                 found = self._evaluated(task.scaled_by(smaller), parameters, smaller)
                 if scale <= 1 or not self._boundary.is_infinite(smaller):
@@ -340,7 +342,7 @@ class TrainStep:
         return Again(parameters, lambda: total_of(sums), evaluate)
 
     def _evaluated(self, task: Task, parameters: Sequence[torch.Tensor], scaler: Any = None) -> Sums:
-        """Takes the gradient once more, unscaled and clipped."""
+        """Computes the gradient again, unscaled and clipped."""
         before, progress = self._snapshot(), Progress()
 
         def roll_back() -> None:
@@ -356,9 +358,9 @@ class TrainStep:
         return sums
 
     def _claim(self, *, may_be_within: bool = False) -> bool:
-        """Refuses a second call while one runs, which would take the gradients of the first for its own."""
+        """Refuses a second call while one runs: both would write to the same gradients."""
         mine = get_ident(), object()
-        holder = self.__dict__.setdefault("_call", mine)  # of several threads one is the first
+        holder = self.__dict__.setdefault("_call", mine)  # atomic: only one thread gets its own value back
         if holder is mine:
             return True
         if holder[0] != mine[0]:
@@ -376,10 +378,10 @@ class TrainStep:
 
     @property
     def advice(self) -> BatchAdvice:
-        """Which batch pays and which learning rate goes with it, by the ``NoiseScale`` that measures this step.
+        """The batch size that pays and the learning rate for it, from the ``NoiseScale`` attached to this step.
 
         Raises:
-            BatchError: none does.
+            BatchError: no ``NoiseScale`` is attached.
         """
         from anybatch.scaling.tuning import advice_on
 
@@ -392,13 +394,13 @@ class TrainStep:
         )
 
     def _parameters(self) -> list[torch.Tensor]:
-        """The parameters of the optimizers and the model, or the inputs in its place; anew when a group has others."""
+        """Parameters of the optimizers and of the model, or ``inputs`` for the latter; cached until groups change."""
         stepped = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 stepped += group["params"]
-        known = list(map(id, stepped))  # which all live on in what was found for them
-        if known != self._known[0]:  # compared by identity: == of tensors would compare their numbers
+        known = list(map(id, stepped))  # ids stay valid: the cached list holds the tensors
+        if known != self._known[0]:  # compared by identity: == of tensors would compare their elements
             found = dict(zip(known, stepped, strict=True))
             inputs = self._options.inputs
             found.update((id(p), p) for p in (self.model.parameters() if inputs is None else inputs))
@@ -415,7 +417,7 @@ class TrainStep:
             follower.release()
 
     def _planned(self, splittable: Splittable) -> AbstractContextManager[None]:
-        """A context with a plan for this batch in force, if plans are made."""
+        """A context that applies the plan for this batch, if plans are made."""
         return contextlib.nullcontext() if self._follower is None else self._followed(self._follower, splittable)
 
     def _task(self, splittable: Splittable, before: Snapshot) -> Task:
@@ -439,22 +441,20 @@ class TrainStep:
         )
 
     def _optimizations(self) -> AbstractContextManager[None]:
-        if (
-            self._follower is None or self._placements is not None
-        ):  # over several devices each has its own optimizations
+        if self._follower is None or self._placements is not None:  # each of several devices applies its own
             return contextlib.nullcontext()
         return self._follower.applied(self.model)
 
     def _snapshot(self) -> Snapshot:
         modules = modules_behind(self.model, self.loss_fn)
-        if self._generators[0] != id(self):  # looked for once, and again in a copy of this step
+        if self._generators[0] != id(self):  # searched once, and again after this step was copied
             from anybatch.tensors.sideeffects import SideEffects
 
             self._generators = id(self), SideEffects([*modules, self.loss_fn], tensors=False).accessors()
         return Snapshot(modules, self._devices, self.loss_fn, self._generators[1])
 
     def _follow_model(self) -> None:
-        """Notes where the model lies, which may have been moved, and with whom it is trained."""
+        """Updates device and process group: the model may have been moved or wrapped since the last call."""
         settings, group, device = self._settings, self._options.group, device_of(self.model)
         if settings.device != device:
             settings.device, self._devices = device, devices_of(self.model)
@@ -473,32 +473,32 @@ class TrainStep:
         return found
 
     def _prepared(self, batch: Any) -> tuple[Splittable, Snapshot]:
-        """Lays the batch out and takes the snapshot; if memory runs out for that, once more after it was cleared."""
+        """The batch's layout and the snapshot; if memory runs out, once more after gradients and cache are freed."""
         for final in (False, True):
             try:
                 return self._splittable(batch), self._snapshot()
             except BaseException as error:
                 if final or not is_out_of_memory(error):
                     raise
-            # .grad stays readable until the next call; now its memory is needed more.
+            # .grad was kept readable until this call; now its memory is needed.
             self._boundary.zero_()
             release_cache()
         raise AssertionError("unreachable")
 
     def evaluate(self, batch: Any) -> StepResult:
-        """Computes the loss and the metrics of a logical batch, in evaluation mode and without gradient.
+        """Computes the loss and the metrics of a logical batch, in evaluation mode and without gradients.
 
-        It has its own micro-batch size: memory that runs out here does not make training smaller.
+        Evaluation has its own micro-batch size: running out of memory here does not change that of training.
 
         Args:
             batch: as for training.
 
         Returns:
-            The loss, the counts and the metrics of the whole batch.
+            Loss, counts and metrics of the whole batch.
 
         Raises:
             BatchError, CountError, LossError: see ``anybatch.backward``.
-            DoesNotFit: one sample alone runs out of memory.
+            DoesNotFit: a single sample runs out of memory.
         """
         is_mine = self._claim(may_be_within=True)
         try:
@@ -510,7 +510,7 @@ class TrainStep:
                 del self.__dict__["_call"]
 
     def _loss_of(self, splittable: Splittable) -> StepResult:
-        """The loss and the metrics of a logical batch, in evaluation mode."""
+        """Loss and metrics of a logical batch, in evaluation mode."""
         before = self._snapshot()
         reducer, task, progress = self._settings.reducer, self._task(splittable, before), Progress()
         training = [module for module in before.modules if module.training]
@@ -534,9 +534,9 @@ class TrainStep:
         return Outcome(weights, sums, parts).result(retries.failed, splittable.rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scaler and the random generators, the counters and the sizes: tensors and plain values.
+        """The state of the scaler and random generators, the counters, sizes and plan, as tensors and plain values.
 
-        The model, the optimizers, the schedulers and the loader keep their own.
+        It does not include the model, the optimizers, the schedulers and the loader; save theirs separately.
         """
         return {
             "version": 1,
@@ -550,14 +550,14 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state, bitwise.
+        """Resumes from a saved state, bitwise.
 
         Args:
-            state: what ``state_dict`` gave.
+            state: what ``state_dict`` returned.
 
         Raises:
-            BatchError: it is of another version, a part of it is not what was saved, or it was saved with a scaler and
-                there is none, or the reverse. Nothing was loaded then.
+            BatchError: the state has another version or is malformed, or only one of the state and this step has a
+                scaler. Nothing was loaded.
         """
         check_scaled(state, has_scaler=self._settings.scaler is not None)
         load_whole(self._load_whole, state, self.state_dict(), StepState, name="TrainStep")
@@ -585,7 +585,7 @@ class TrainStep:
         return what if proof is None else f"{what}\n  {proof}"
 
 
-def _lanes_of(devices: Any, model: torch.nn.Module, loss_fn: Any) -> "Devices | None":
+def _read_devices(devices: Any, model: torch.nn.Module, loss_fn: Any) -> "Devices | None":
     if devices is None:
         warn_of_replicas(model)
         return None

@@ -1,4 +1,4 @@
-"""For people's own tests: a loss that may be split stays so, and a model that trains does."""
+"""Assertions for your own tests: micro-batches give the whole batch's gradient, and a model learns."""
 
 import copy
 import io
@@ -47,29 +47,30 @@ def assert_exact(
     """Fails if micro-batches do not give the gradient of the whole batch.
 
     Args:
-        model: see ``anybatch.check``, as for the other arguments.
-        loss_fn: the loss of the training.
+        model: this and all other arguments are those of ``anybatch.check``.
+        loss_fn: the training loss.
         batch: a small one with uneven lengths is best.
-        micro_batch_size: of the first split.
-        plan: says the size of the first split.
+        micro_batch_size: the size of the first split.
+        plan: gives the size of the first split.
         count: what the loss is the mean over.
         broadcast: dotted paths of leaves that are not split.
-        layout: the dimension of the samples of some leaves.
-        collate: makes a batch of raw samples.
+        layout: the sample dimension of some leaves.
+        collate: builds a batch from raw samples.
         cost: the cost of one raw sample.
-        autocast: the dtype in which the forward runs.
-        scaler: makes no difference here.
-        inputs: the only tensors whose gradient is compared.
+        autocast: the dtype of the forward.
+        scaler: not used.
+        inputs: the only tensors whose gradients are compared.
         batch_norm: what the step does with BatchNorm.
-        accumulate: when gradients of lower precision are accumulated in float32.
+        accumulate: when low-precision gradients are accumulated in float32.
         dropout: what the step does with dropout.
-        group: makes no difference here.
+        group: not used.
 
     Returns:
-        The certificate, whose notes say what else there is to know.
+        The certificate; its notes may say more.
 
     Raises:
-        AssertionError: they do not; its text is the certificate, which says why and what to do.
+        AssertionError: the gradients differ; the message is the certificate, with the reasons and remedies.
+        BatchError, CountError, LossError, DoesNotFit: see ``anybatch.check``.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -99,16 +100,24 @@ def assert_trains(
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     steps: int = 200,
 ) -> Diagnosis:
-    """Fails if a copy of a model does not learn, or the doctor finds an error.
+    """Trains a copy of a model, and fails if it does not learn or the doctor finds an error.
 
-    It has learned if its loss ends below that of the best constant guess, or has clearly fallen where no such guess is
-    known. Warnings alone are no failure.
+    The model has learned if its last losses are below that of the best constant prediction, or, where no such
+    prediction is known, if the loss has clearly fallen. Warnings alone do not fail.
 
     Args:
-        batches: gone through again and again; ``[batch]`` asks whether one batch can be fitted.
+        model: is not changed.
+        loss_fn: see ``anybatch.backward``.
+        batches: used in turn, again and again; ``[batch]`` tests whether one batch can be fitted.
+        optimizer: builds the optimizer of the copy; ``None`` for Adam with a learning rate of 3e-3.
+        steps: number of updates.
+
+    Returns:
+        The diagnosis of the run.
 
     Raises:
-        AssertionError: it does not train; its text is the diagnosis.
+        AssertionError: the model did not learn, or has an error; the message is the diagnosis.
+        ValueError: there are no batches, or ``steps`` is below 1.
 
     Example:
         >>> _ = torch.manual_seed(0)

@@ -1,7 +1,6 @@
-"""Private names of torch, looked up where a missing one can be borne: each says what is lost without it.
+"""All private names of torch that anybatch uses, each with what is lost where this torch does not have it.
 
-None of them is needed to import anybatch. Where nothing takes the place of a name, using it raises an error that says
-which name this torch lacks.
+None is needed to import anybatch. A missing name has a fallback, or raises an error with its name when it is used.
 """
 
 import functools
@@ -19,10 +18,12 @@ LOST: dict[str, str] = {}
 
 
 def _named(path: str, lost: str, otherwise: Callable[..., Any] | None = None) -> Any:
-    """A name of torch, or what takes its place.
+    """A private name of torch, or its fallback.
 
     Args:
-        otherwise: what takes its place; ``None`` if using it has to fail.
+        path: the name, as a path within ``torch``.
+        lost: what does not work without it.
+        otherwise: the fallback; ``None`` if using the name has to fail.
     """
     LOST[path] = lost
     try:
@@ -41,77 +42,77 @@ def _missing(path: str, lost: str, *_: Any, **__: Any) -> Any:
 number_of_modes: Callable[[], int] = _named(
     "_C._len_torch_dispatch_stack", "a mode that sees operations sees those of anybatch, too", lambda: 0
 )
-"""How many modes that see every operation are on; in each step it is asked often, so it is torch's own."""
+"""The number of active ``TorchDispatchMode``s; called often in a step, so it is torch's own function."""
 function_modes: Callable[[], list[Any]] = _named(
     "overrides._get_current_function_mode_stack", "no step is written down for the questions after a run", list
 )
-"""The modes that see every call of a function of torch, the innermost last."""
+"""The active ``TorchFunctionMode``s, the innermost last."""
 number_of_function_modes: Callable[[], int] = _named(
     "_C._len_torch_function_stack", "a mode that sees calls of functions sees those of anybatch, too", lambda: 0
 )
-"""How many modes that see every call of a function of torch are on, a default device among them."""
+"""The number of active ``TorchFunctionMode``s, that of a default device included."""
 is_jit_tracing: Callable[[], bool] = _named(
     "_C._is_tracing", "what torch.jit.trace writes down is taken for a step", lambda: False
 )
-"""Whether ``torch.jit.trace`` is writing down every operation of this thread, as an export to ONNX has it do."""
+"""Whether ``torch.jit.trace`` records the operations of this thread, as an export to ONNX does."""
 without_torch_function: Callable[[], AbstractContextManager[Any]] = _named(
     "_C.DisableTorchFunctionSubclass", "classes of tensors see the operations of anybatch, too", nullcontext
 )
-"""A block in which ``__torch_function__`` of classes of tensors is not asked."""
+"""A block in which ``__torch_function__`` of tensor subclasses is not called."""
 function_state: Callable[[], Any] = _named(
     "_C._get_torch_function_state", "a mode that sees calls of functions sees those of anybatch, too", lambda: None
 )
-"""Who is asked about calls of functions of torch in this thread: modes and classes, modes alone, or nobody."""
+"""What intercepts torch functions in this thread: modes and tensor subclasses, modes alone, or nothing."""
 set_function_state: Callable[[Any], None] = _named(
     "_C._set_torch_function_state", "a mode that sees calls of functions sees those of anybatch, too", lambda _: None
 )
-"""Has others be asked; modes stay where they are on their stack."""
+"""Sets what intercepts torch functions; modes stay on their stack."""
 NOBODY_IS_ASKED: Any = _named(
     "_C._TorchFunctionState.ALL_DISABLED", "a mode that sees calls of functions sees those of anybatch, too"
 )
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = _named(
     "_C._functorch.get_unwrapped", "tensors within transforms of torch.func are not counted", lambda tensor: tensor
 )
-"""The tensor that one of a transform of ``torch.func`` stands for, or that one stands for in turn."""
+"""The tensor that a wrapper of a ``torch.func`` transform wraps; it may be a wrapper again."""
 stands_in: Callable[[torch.Tensor], bool] = _named(
     "_C._functorch.is_functorch_wrapped_tensor",
     "tensors within transforms of torch.func are taken for plain ones",
     lambda _: False,
 )
-"""Whether a tensor is one of a transform of ``torch.func``, which stands for another and has no numbers of its own."""
+"""Whether a tensor is a wrapper of a ``torch.func`` transform, without elements of its own."""
 refuse_pointers: Callable[[torch.Tensor], None] = _named(
     "_C._set_throw_on_mutable_data_ptr",
     "a kernel that reads numbers while a step is traced is not noticed",
     lambda _: None,
 )
-"""Has whoever asks where the numbers of a tensor begin get an error, since it has none."""
+"""Makes ``data_ptr`` of a tensor without elements raise an error."""
 warn_of_pointers: Callable[[torch.Tensor], None] = _named(
     "_C._set_warn_deprecated_on_mutable_data_ptr",
     "a kernel that reads numbers while a step is traced is not noticed",
     lambda _: None,
 )
-"""Has whoever asks where the numbers of a tensor begin get a warning."""
+"""Makes ``data_ptr`` of a tensor without elements warn."""
 number_of_backward: Callable[[], int] = _named(
     "_C._current_graph_task_id", "a forward that runs again in a backward can't be told from another one"
 )
-"""Numbers the backward that is being run in this thread; later ones have higher numbers, -1 stands for none."""
+"""The number of the backward that runs in this thread, increasing; -1 if none runs."""
 in_transform: Callable[[], bool] = _named(
     "_C._are_functorch_transforms_active", "transforms of torch.func are not noticed", lambda: False
 )
-"""Whether ``torch.func.grad``, ``vmap`` or another transform is running in this thread."""
+"""Whether ``torch.func.grad``, ``vmap`` or another transform runs in this thread."""
 
 
 def has_compiled() -> bool:
-    """Whether something was given to ``torch.compile`` in this process, which a mode would have compile otherwise."""
+    """Whether this process used ``torch.compile``; an active mode would make it compile again."""
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
     return any(backend is not None for backend in backends.values())
 
 
 def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """The innermost hooks on saved tensors that are on in this thread, which alone are called.
+    """The innermost hooks on saved tensors of this thread, the only ones that torch calls.
 
     Returns:
-        How they pack and unpack; ``None`` for none, and where torch shows them to nobody, as 2.6 does.
+        Their pack and unpack functions; ``None`` if there are none, and in torch 2.6, which does not expose them.
     """
     shown = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = shown(True) if shown is not None else None
@@ -119,13 +120,23 @@ def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]
 
 
 def when_backward_ends(function: Callable[[bool], None]) -> None:
-    """Calls a function when the backward that is being run has gone well; is called from within it, as by a hook."""
+    """Calls a function at the end of the current backward if it succeeds; to be called within it, as by a hook.
+
+    Args:
+        function: gets whether a node of an outer backward runs, as in a reentrant checkpoint.
+    """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: function(torch._C._current_autograd_node() is not None))
 
 
+def number_of_node() -> int:
+    """Numbers the node of a graph that a backward is running in this thread; -1 stands for none."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
 def hooks_on_all_modules() -> list[dict[Any, Any]]:
-    """The hooks that torch calls for every module, such as those of a tracker; each dictionary is torch's own."""
+    """The global module hooks, such as those of a module tracker; the dictionaries are torch's own."""
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     found = (getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names)
     return [hooks for hooks in found if hooks]
@@ -142,7 +153,7 @@ _OF_GROUPS = (
 
 
 def keeps_gathered(unit: Any, *, is_root: bool) -> bool:
-    """Whether ``fully_shard`` leaves parameters gathered after a forward, for which it has a switch, but no answer."""
+    """Whether ``fully_shard`` keeps parameters unsharded after the forward; its public API only sets this."""
     state = _state_of(unit)
     if state is None or (is_root and getattr(state, "_auto_reshard_after_forward", state._is_root is None)):
         return state is not None
@@ -150,7 +161,7 @@ def keeps_gathered(unit: Any, *, is_root: bool) -> bool:
 
 
 def switches_of(unit: Any) -> Callable[[], None]:
-    """Notes what the user has set of a unit of ``fully_shard``, which its public switches don't tell."""
+    """Saves the settings of a ``fully_shard`` unit, which the public API only sets; returns what restores them."""
     state = _state_of(unit)
     owners = [] if state is None else [*_groups_of(state), state, getattr(state, "_state_ctx", None)]
     names = (*_OF_GROUPS, "_auto_reshard_after_forward", "is_last_backward")
@@ -161,7 +172,7 @@ def switches_of(unit: Any) -> Callable[[], None]:
     def put_back() -> None:
         for owner, name, value in before:
             setattr(owner, name, value)
-        # The first forward of all has the root stay gathered, if nobody has said anything else.
+        # The first forward makes the root stay unsharded, unless the user has set something else.
         if is_new and state._is_root and getattr(state, "_auto_reshard_after_forward", True):
             for group in _groups_of(state):
                 group.post_forward_mesh_info = None
@@ -170,10 +181,10 @@ def switches_of(unit: Any) -> Callable[[], None]:
 
 
 def end_of_pass(root: Any) -> None:
-    """Ends what a forward or a backward of ``fully_shard`` has begun and did not end, as after an exception.
+    """Resets ``fully_shard`` after a forward or backward that was interrupted by an exception.
 
-    torch has this since 2.13; before, it is done here by names that are the same from 2.6 on. Without either a step
-    that failed can't be tried again.
+    Without this a failed step can't be run again. torch has it since 2.13; for older versions it is done here by
+    private names that are the same since 2.6.
     """
     state = _state_of(root)
     if state is None or state._is_root is None:  # nothing ran yet

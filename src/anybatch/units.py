@@ -14,16 +14,16 @@ _FACTORS = {
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a number of bytes with a unit: GiB and the like are binary, GB and the like decimal.
+    """Reads a number of bytes with a unit: KiB, MiB and GiB are powers of 1024, kB, MB and GB of 1000.
 
     Args:
         text: such as ``"8GiB"``, ``"500 MB"`` or ``"1.5 GiB"``; a bare number is bytes.
 
     Returns:
-        Bytes, at least 1.
+        Bytes, at least 1 and below 2**63.
 
     Raises:
-        ValueError: it is nothing of the kind.
+        ValueError: ``text`` is not a number of bytes in that range.
 
     Example:
         >>> parse_bytes("8GiB"), parse_bytes("500 MB")
@@ -38,17 +38,17 @@ def parse_bytes(text: str) -> int:
 
 
 def read_budget(memory: Any) -> int | float | None:
-    """Reads a budget of memory.
+    """Reads the ``memory=`` argument.
 
     Args:
-        memory: bytes; a text such as ``"8GiB"``; ``"free"`` for what is free; or a float up to 1.0, a share of the
-            device.
+        memory: bytes as an int; a text such as ``"8GiB"``; ``"free"`` for the free memory of the device; or a float
+            in (0, 1], a fraction of its total memory.
 
     Returns:
-        Bytes as an int, a share as a float, ``None`` for what is free.
+        Bytes as an int, a fraction as a float, ``None`` for ``"free"``.
 
     Raises:
-        BatchError: it is nothing of the kind.
+        BatchError: ``memory`` is none of these.
 
     Example:
         >>> read_budget("1KiB"), read_budget(0.5), read_budget("free")
@@ -73,10 +73,7 @@ def read_budget(memory: Any) -> int | float | None:
 
 
 def format_bytes(count: float) -> str:
-    """Writes a number of bytes with a binary unit (1 KiB = 1024 B).
-
-    Args:
-        count: bytes, may be negative.
+    """Formats a number of bytes, possibly negative, with a binary unit (1 KiB = 1024 B).
 
     Example:
         >>> format_bytes(512), format_bytes(160 * 2**20), format_bytes(1.5 * 2**30)
@@ -91,7 +88,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes a duration with a unit that suits it.
+    """Formats a duration in us, ms, s or min.
 
     Example:
         >>> format_seconds(0.00042), format_seconds(0.034), format_seconds(2.5), format_seconds(150)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
-from accelerator.engine import MIB, batch_of, loss_fn, mlp, on_device
+from accelerator.engine import MIB, batch_of, loss_fn, mlp, on_device, plan_of
 from anybatch.accelerators import release_cache
 from anybatch.memory.allocator import CachingAllocator
 from anybatch.planning import reserved, search
@@ -146,6 +146,73 @@ def test_a_replay_takes_what_the_device_gives(device: Any, monkeypatch: pytest.M
         given.pop(address, None) if size < 0 else given.update({address: -(-size // 512) * 512})
         most = max(most, sum(given.values()))
     assert most == pytest.approx(Listed.most, abs=8 * 1024)
+
+
+class Language(nn.Module):
+    """Layers whose input is not contiguous, and gradients of tensors with several uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        layers = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)]
+        self.blocks = nn.Sequential(*layers, nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.blocks(self.embedding(x))).transpose(1, 2)
+        return scores
+
+
+def _ordered(changes: list[int]) -> list[int]:
+    """What is given back one after the other by size, since the order makes no difference."""
+    runs = itertools.groupby(changes, lambda one: one < 0)
+    return [one for is_free, run in runs for one in (sorted(run) if is_free else run)]
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_a_replay_follows_the_device_from_one_allocation_to_the_next(
+    device: Any, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    large, replayed = 2**17, list[list[tuple[Any, int]]]()  # nothing but activations is as large
+
+    class Noted(CachingAllocator):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._given = dict[Any, int]()
+            replayed.append([])
+
+        def allocate(self, name: Any, size: int, stream: int = 0) -> None:
+            super().allocate(name, size, stream)
+            self._given[name] = -(-size // 512) * 512
+            replayed[-1].append((name, self._given[name]))
+
+        def free(self, name: Any) -> None:
+            super().free(name)
+            replayed[-1].append((name, -self._given.pop(name, 0)))
+
+    device.set_idle(True)
+    torch.manual_seed(0)
+    model, words = Language().to("sim"), torch.randint(0, 500, (48, 64))
+    batch, optimizer = {"x": words, "y": words}, torch.optim.AdamW(model.parameters())
+    row = plan_of(48, 16, head="head" if chunks > 1 else "", loss_chunks=chunks).chosen
+    traced = search.Search.traced
+    monkeypatch.setattr(search, "splittings", lambda subject: [one for one in splittings(subject) if one.count == 3])
+    monkeypatch.setattr(search.Search, "traced", lambda self, other: traced(self, row))
+    monkeypatch.setattr(reserved, "CachingAllocator", Noted)
+    made = anybatch.plan(model, loss_fn, batch, optimizer=optimizer, memory=256 * MIB).chosen
+    assert (made.micro_batches, made.loss_chunks) == (3, chunks)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=anybatch.Plan(made, samples=48), verify="off")
+    for number in range(3):
+        device.note(0, number == 2)
+        device.reset_peak(0)
+        step(batch)
+    noted, given = list[int](), dict[int, int]()
+    for address, size in device.noted(0):
+        change = -given.pop(address, 0) if size < 0 else given.setdefault(address, -(-size // 512) * 512)
+        noted += [change] if abs(change) >= large else []
+    device.note(0, False)
+    found = [change for name, change in max(replayed, key=len) if name[:2] == ("own", 2) and abs(change) >= large]
+    assert _ordered(noted) == _ordered(found)
+    assert device.stats(0)["peak_asked"] == pytest.approx(made.peak_bytes, rel=0.005)
 
 
 def autoencoder() -> nn.Module:

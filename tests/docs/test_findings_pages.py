@@ -30,7 +30,7 @@ def test_every_rule_is_in_the_index_and_its_links_lead_somewhere(writer: ModuleT
     pages = writer.pages()
     assert all(f"[{rule.code}]({rule.code}.md)" in pages["index.md"] for rule in all_rules().values())
     links = {link for text in pages.values() for link in re.findall(r"\]\(([^)]+\.md)\)", text)}
-    assert links <= pages.keys()
+    assert {link for link in links if not link.startswith("../")} <= pages.keys()  # others: test_docs_links
 
 
 def test_codes_stay_within_their_family(writer: ModuleType) -> None:

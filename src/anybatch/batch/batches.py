@@ -1,4 +1,4 @@
-"""Batches cut into micro-batches: by a number of samples, or raw samples packed by their cost."""
+"""Splitting batches into micro-batches, by a number of samples or by the cost of raw samples."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ Oversized = Literal["refuse", "alone"]
 
 
 def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
-    """The sizes that a number of rows is cut into: all equal but the last, so at most two shapes.
+    """The micro-batch sizes for a number of rows: all equal but the last, so at most two shapes.
 
     Example:
         >>> sizes_of(10, 4), sizes_of(10, None)
@@ -34,10 +34,14 @@ def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
 
 
 def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
-    """Yields consecutive slices of a batch. Tensors become views; no data is copied.
+    """Splits a batch into consecutive slices. Slices of dense tensors are views.
+
+    Args:
+        layout: of the batch.
+        sizes: rows of each slice.
 
     Returns:
-        An iterator over micro-batches in the batch's own containers.
+        An iterator over micro-batches in containers like the batch's.
 
     Example:
         >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
@@ -47,7 +51,7 @@ def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _cut(node: Node, sizes: list[int]) -> Iterable[Any]:
-    """The pieces of a node. Containers are made one at a time, since a loss may keep what it likes in them."""
+    """The slices of a node. Each gets its own containers, since a loss may write to them."""
     if isinstance(node, Rows):
         return _slices(node, sizes)
     if isinstance(node, Constant):
@@ -72,7 +76,7 @@ def _slices(node: Rows, sizes: list[int]) -> Sequence[Any]:
         return [pack_sequence(sequences[a:b], enforce_sorted=value.sorted_indices is None) for a, b in bounds]
     if isinstance(value, torch.Tensor):
         return _unusual_slices(value, bounds, node.label)
-    if type(value) is list:  # of samples, from which a loss may take items
+    if type(value) is list:  # of samples, which a loss may change
         return [own_containers(value[a:b]) for a, b in bounds]
     if isinstance(value, (list, tuple)) or rows_of(value) is not None:
         return [value[a:b] for a, b in bounds]
@@ -96,25 +100,27 @@ def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], labe
 
 
 class Splittable:
-    """A logical batch that can be cut at any size: one batch, a window of several, or a list of raw samples.
+    """A logical batch that can be split at any size: one batch, a window of several, or a list of raw samples.
 
     Args:
-        batches: the batches as the loader gave them.
-        broadcast: dotted paths of leaves that are not cut.
-        collate: makes a batch of a list of raw samples; each of ``batches`` is then such a list.
+        batches: the batches from the loader.
+        broadcast: dotted paths of leaves that are not split.
+        collate: builds a batch from a list of raw samples; each of ``batches`` is then such a list.
         cost: the cost of one raw sample, such as its number of tokens.
-        may_be_empty: whether there may be no samples, since other processes have some.
+        may_be_empty: whether a batch may have no samples, since other processes have some.
 
     Attributes:
-        most: what a micro-batch is at most, whatever the limit, so that every device has one; ``None`` for anything.
-        is_copied: whether micro-batches are copies, such as for a loss that writes into them and may be run again.
-        layouts, collate, broadcast: where the rows of the batches lie, none of raw samples; what joins these; and what
-            is not cut.
-        obstacle: why a batch can't be cut, so that it is one micro-batch; ``None`` if all can.
+        most: an upper limit of the micro-batch size that gives every device a micro-batch; ``None`` for no limit.
+        is_copied: whether micro-batches are copies, for a loss that writes into its batch and may run again.
+        layouts: one for each batch; empty for raw samples.
+        collate, broadcast: the arguments.
+        rows: number of samples.
+        largest: the size of the whole batch as one micro-batch, in samples or padded cost.
+        obstacle: why a batch can't be split and runs whole; ``None`` if all can be split.
 
     Raises:
-        BatchError: a batch has no samples, ``broadcast`` names what is not there, raw samples are no list, or a cost is
-            not a positive finite number.
+        BatchError: there are no batches or a batch has no samples, ``broadcast`` names a leaf that does not exist,
+            ``cost`` is given without ``collate``, raw samples are not in a list, or a cost is not positive and finite.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class Splittable:
 
     @property
     def is_collated(self) -> bool:
-        """Whether micro-batches are made of raw samples by ``collate``."""
+        """Whether ``collate`` builds micro-batches from raw samples."""
         return self.collate is not None
 
     @property
@@ -162,12 +168,12 @@ class Splittable:
 
     @property
     def has_lists(self) -> bool:
-        """Whether samples are tensors or lists of their own, of which one may be larger than another."""
+        """Whether samples can differ in size: nested tensors, packed sequences or lists of objects."""
         return any(_may_vary(node.value) for node in self.nodes() if isinstance(node, Rows))
 
     @property
     def copies_rows(self) -> bool:
-        """Whether a micro-batch holds copies, since what its samples lie in can't be cut into views."""
+        """Whether micro-batches are copies, since a leaf is packed, nested or sparse and has no views."""
         values = [node.value for node in self.nodes() if isinstance(node, Rows)]
         return any(
             isinstance(value, PackedSequence)
@@ -176,16 +182,20 @@ class Splittable:
         )
 
     def lies_on(self, device: torch.device) -> bool:
-        """Whether every tensor is known to lie on a device already."""
+        """Whether every tensor is already on a device, as far as known."""
         there = {device, None} if device.type == "cpu" else {device}
         return self.collate is None and all(map(there.issuperset, map(attrgetter("devices"), self.layouts)))
 
     def plan(self, limit: float | None, oversized: Oversized = "refuse", *, is_shared: bool = True) -> list["Part"]:
-        """Says which samples make which micro-batch.
+        """Assigns samples to micro-batches.
 
         Args:
-            limit: samples in a micro-batch at most, or the padded cost of one where costs are known; ``None`` for all.
-            oversized: what is done with a sample that costs more than the limit: refuse it, or run it alone.
+            limit: the most samples in a micro-batch, or with costs its padded cost; ``None`` for all samples.
+            oversized: whether a sample that costs more than the limit is refused or runs alone.
+            is_shared: whether ``most`` applies.
+
+        Raises:
+            BatchError: a sample costs more than the limit, or a leaf that is split has a graph.
         """
         if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
@@ -218,7 +228,7 @@ class Splittable:
         ]
 
     def whole(self) -> Any:
-        """The logical batch as one: as the loader gave it, of a window the batches joined, or the raw samples."""
+        """The logical batch as one: the batch itself, the joined batches of a window, or the list of raw samples."""
         if self.collate is not None:
             return list(self._samples)
         if len(self.batches) == 1:
@@ -228,10 +238,11 @@ class Splittable:
         return _joined([layout.root for layout in self.layouts])
 
     def chosen(self, samples: Sequence[int], batch: int = 0) -> "Splittable":
-        """A logical batch of some of the samples, as copies, laid out as they are here.
+        """A logical batch of copies of some of the samples, with the same layout.
 
         Args:
-            samples: their positions in one of the batches; of raw samples in all.
+            samples: positions in ``batch``, or of raw samples in the whole window.
+            batch: the index of a batch in the window; ignored for raw samples.
         """
         found = copy.copy(self)
         found.most, found._costs = None, None
@@ -247,19 +258,19 @@ class Splittable:
         return found
 
     def joined(self, batches: Sequence[Any]) -> Any:
-        """Other batches of this kind as one."""
+        """Joins other batches of this layout into one."""
         options = {"broadcast": self.broadcast, "collate": self.collate}
         return Splittable(batches, **options, may_be_empty=True).whole()  # type: ignore[arg-type]
 
     def rows_in(self, parts: Sequence["Part"]) -> list[int | None]:
-        """The samples of micro-batches, ``None`` of those of which nobody knows."""
+        """The number of samples in each micro-batch, ``None`` where it is not known."""
         if self.obstacle is None:
             return [len(part.samples) for part in parts]
         whole = {i: layout.samples for i, layout in enumerate(self.layouts) if layout.obstacle is not None}
         return [whole.get(part.batch, len(part.samples)) for part in parts]
 
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        """Gives the micro-batches of ``plan``, one at a time."""
+        """Yields the micro-batches of ``plan``, one at a time."""
         found = self._collated(parts) if self.collate is not None else self._cut(parts)
         return map(writable, found) if self.is_copied else found
 
@@ -268,11 +279,11 @@ class Splittable:
         return (self._samples[i] for i in part.samples)
 
     def sample(self, index: int) -> Any:
-        """One of the raw samples."""
+        """A raw sample."""
         return self._samples[index]
 
     def collated_apart(self, part: "Part", own: Callable[[Any], Any]) -> Any:
-        """Gives a micro-batch of raw samples made only to plan; ``own`` says what ``collate`` is given for a sample."""
+        """A micro-batch of raw samples that is used for planning only; ``own`` copies a sample for ``collate``."""
         return next(self._collated([part], own))
 
     def _collated(self, parts: Sequence["Part"], own: Callable[[Any], Any] = own_containers) -> Iterator[Any]:
@@ -281,7 +292,7 @@ class Splittable:
                 yield self.collate([own(sample) for sample in self.samples_of(part)])
 
     def _cut(self, parts: Sequence["Part"]) -> Iterator[Any]:
-        if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case takes the short way
+        if len(self.layouts) == 1 and self.layouts[0].obstacle is None:  # the usual case, without a chain
             return split(self.layouts[0], [len(part.samples) for part in parts])
         return itertools.chain.from_iterable(map(partial(self._cut_one, parts), range(len(self.layouts))))
 
@@ -291,7 +302,7 @@ class Splittable:
         return split(layout, sizes) if layout.obstacle is None else map(own_containers, [self.batches[index]])
 
     def outline(self) -> BatchLayout:
-        """Where the samples lie, without the samples."""
+        """The layout of the samples, for people."""
         if self.collate is not None:
             return BatchLayout(self.rows, (), 1, "raw samples, which collate= joins")
         obstacle, found = self.obstacle, list[LeafLayout]()
@@ -301,13 +312,13 @@ class Splittable:
         return BatchLayout(None, tuple(found), len(self.layouts), str(obstacle))
 
     def writes(self) -> Writes:
-        """What notices whether a loss, or a ``collate``, writes into the tensors of the batch."""
+        """Detects in-place writes of a loss or a ``collate`` into the tensors of the batch."""
         if self.collate is not None:
             return Writes(self._samples)
         return Writes([node.value for node in self.nodes()])
 
     def nodes(self, batch: int | None = None) -> list[Rows | Constant]:
-        """The leaves that are cut and those that are not; none of raw samples."""
+        """All leaves of the batches, or of one batch; none for raw samples."""
         found: list[Rows | Constant] = []
         for layout in self.layouts if batch is None else self.layouts[batch : batch + 1]:
             _add_leaves(layout.root, found)
@@ -338,7 +349,7 @@ def _outline_of_leaf(node: Rows | Constant, dim: int) -> LeafLayout:
 
 
 def _joined(nodes: Sequence[Node]) -> Any:
-    """The value of several batches of one layout, their rows one after the other."""
+    """Concatenates several batches of one layout."""
     first = nodes[0]
     if isinstance(first, Constant):
         return first.value
@@ -352,14 +363,14 @@ def _joined(nodes: Sequence[Node]) -> Any:
     if None in shapes or len(shapes) > 1:
         raise BatchError(
             f"{first.label} can't be joined over the batches of a window: {sorted(map(str, shapes))}; expected tensors "
-            "with rows of one shape. Return what the loss needs of it from encode, and leave the batch argument out",
+            "whose rows have one shape. Return what the loss needs of it from encode, and leave the batch argument out",
             path=first.label,
         )
     return torch.cat(values)
 
 
 def _chosen(node: Node, samples: list[int]) -> Node:
-    """A node with some of its samples, in the order in which they are named."""
+    """A node with some of its samples, in the given order."""
     if isinstance(node, Constant):
         return node
     if isinstance(node, Branch):
@@ -403,12 +414,12 @@ def _add_leaves(node: Node, into: list[Rows | Constant]) -> None:
 
 
 class Part:
-    """Which samples make a micro-batch.
+    """The samples of a micro-batch.
 
     Args:
-        samples: positions in the logical batch.
-        cost: what it costs: its samples, or its longest sample's cost times its samples.
-        batch: which of a window's batches it is of.
+        samples: their positions in the logical batch.
+        cost: the number of samples, or with costs that number times the largest cost of a sample.
+        batch: the index of their batch in the window.
     """
 
     __slots__ = ("batch", "cost", "samples")
@@ -420,16 +431,20 @@ class Part:
 
 
 def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversized = "refuse") -> list[list[int]]:
-    """Packs samples so that each pack, padded to its own costliest sample, stays within a limit.
+    """Packs samples so that each pack, padded to its longest sample, stays within a limit.
 
-    Samples are taken from the costliest to the cheapest, so that samples of like length are padded together.
+    Samples are sorted by cost first, so that samples of similar length are padded together.
 
     Args:
-        limit: what ``len(pack) * max(cost in pack)`` may be; ``None`` for one pack.
-        oversized: what is done with a sample that costs more than the limit: refuse it, or make it a pack alone.
+        costs: of each sample.
+        limit: the most ``len(pack) * max(cost in pack)``; ``None`` for one pack.
+        oversized: whether a sample that costs more than the limit is refused or makes a pack alone.
 
     Returns:
-        The positions of the samples of each pack; within a pack in their own order.
+        The positions of the samples in each pack, ascending.
+
+    Raises:
+        BatchError: a sample costs more than the limit, and ``oversized`` is ``"refuse"``.
 
     Example:
         >>> pack_by_cost([3, 10, 4, 9], limit=20)

@@ -1,4 +1,4 @@
-"""How many items a loss is the mean over."""
+"""Counts: the number of items that a loss is the mean over."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def count_samples(batch: Any) -> int:
         The number of rows.
 
     Raises:
-        BatchError: leaves disagree on the number of rows.
+        BatchError: leaves disagree on the number of rows, or there are none.
 
     Example:
         >>> count_samples({"x": torch.zeros(5, 3), "y": torch.zeros(5)})
@@ -30,20 +30,21 @@ def count_samples(batch: Any) -> int:
 
 
 def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Callable[[Any], torch.Tensor]:
-    """Makes a count of the labels that a token-averaged loss is the mean over.
+    """Returns a ``count=`` function for losses that are means over tokens.
 
     Args:
         path: dotted path of the labels, an integer tensor of shape ``[rows, ..., time]``, which may be nested; the
-            empty text is the batch.
-        ignore_index: the label that the loss leaves out, as in ``torch.nn.functional.cross_entropy``.
-        shift: how many positions at the start of each row have no prediction. A causal language model that shifts its
-            labels itself needs ``shift=1``.
+            empty string is the batch itself.
+        ignore_index: the label that the loss ignores, as in ``torch.nn.functional.cross_entropy``.
+        shift: number of positions at the start of each row without a prediction. A causal language model that shifts
+            its labels itself needs ``shift=1``.
 
     Returns:
-        A function of a batch that gives a tensor without dimensions, on the labels' device.
+        A function of a batch that returns a 0-dim tensor on the device of the labels.
 
     Raises:
-        CountError: when it is called: there is nothing under ``path``, or no integer tensor with a time dimension.
+        CountError: ``shift`` is not an integer of at least 0. Calling the result raises it if ``path`` is not in the
+            batch, is not an integer tensor, or with ``shift`` has no time dimension.
 
     Example:
         >>> labels = torch.tensor([[5, -100, 7], [1, 2, -100]])
@@ -81,6 +82,6 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
 
 
 def _without_first(labels: torch.Tensor, shift: int) -> torch.Tensor:
-    if labels.is_nested:  # each row has a time of its own
+    if labels.is_nested:  # rows differ in length
         return torch.cat([row[..., shift:].reshape(-1) for row in labels.unbind()])
     return labels[..., shift:]

@@ -1,22 +1,21 @@
-"""Where the samples lie in a batch: which leaves have rows, how many, and how they are cut.
+"""The layout of a batch: which leaves have a sample dimension, how many samples there are, and how they are split.
 
 The rules, in order:
 
-- What ``layout`` names has its samples along the dimension that it says; what ``broadcast`` names goes to every
+- A leaf in ``layout`` has its samples along the dimension given there; a leaf in ``broadcast`` goes whole to every
   micro-batch.
-- Tensors and arrays with at least one dimension have their samples along dimension 0, a PackedSequence has one for each
-  sequence.
-- Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top that holds tensors or lists, as
-  a DataLoader gives it.
-- Any other list is a dimension of samples if it is as long as the batch, and so is a tuple of plain values. With no
-  tensor outside of lists, the lists say how long the batch is. A list of as many tensors as each of them has rows could
-  be samples or leaves, and is refused; but where the lists say how long the batch is, and some tensor in them has
-  another number of rows, they can only hold samples.
-- Several tuples of as many items of one kind, as ``tuple(zip(*samples))`` gives them, may hold samples too: they do if
-  their tensors have rows of several numbers and other containers, or tensors beside them, say so; if these have one
-  number of rows it could be both, and is refused.
-- Numbers, strings and tensors without dimensions that stand alone go to every micro-batch.
-- Anything else can't be cut. It is refused by its path, or goes through whole where nobody asks to cut it.
+- Tensors and arrays with at least one dimension have their samples along dimension 0. Each sequence of a PackedSequence
+  is a sample.
+- Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top level that holds tensors or
+  lists, as a DataLoader returns it.
+- Any other list is a list of samples if it is as long as the batch, and so is a tuple of plain values. If all tensors
+  are in lists, the lists give the batch size. A list of n tensors with n rows each could hold samples or leaves, and is
+  refused. But if the lists give the batch size, and a tensor in them has another number of rows, they hold samples.
+- Several tuples of equal length with items of one kind, as from ``tuple(zip(*samples))``, may hold samples, too. They
+  do if their tensors differ in rows, and other containers or tensors beside them confirm it. If all their tensors have
+  one number of rows, they could be both, and are refused.
+- Numbers, strings and 0-dim tensors that stand alone go to every micro-batch.
+- Anything else can't be split. It is refused by its path; where no split is needed, the batch runs whole.
 """
 
 import enum
@@ -38,7 +37,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dty
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf, or a container, that goes to every micro-batch as it is."""
+    """A leaf, or a container, that goes whole to every micro-batch."""
 
     value: Any
     label: str = ""
@@ -46,7 +45,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A leaf that is cut along its samples."""
+    """A leaf that is split along its samples."""
 
     value: Any
     label: str
@@ -54,12 +53,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A container whose children are laid out in turn.
+    """A container and the layouts of its children.
 
     Args:
-        container: of them.
-        children: in its order.
-        dim: of the samples of the one child, a tensor, where that is not 0; the child has it as dimension 0.
+        container: the opened container.
+        children: in the same order.
+        dim: the sample dimension of a single tensor child, where it is not 0; in the child it is moved to 0.
     """
 
     container: Container
@@ -72,15 +71,15 @@ Node = Constant | Rows | Branch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a batch is cut.
+    """How a batch is split.
 
     Args:
-        rows: the number of samples; 1 for a batch that can't be cut.
-        root: the tree of leaves that are cut and leaves that are not.
-        devices: where its tensors lie; ``None`` among them is for objects of which nobody knows.
-        obstacle: why it can't be cut, ``None`` if it can.
-        at_most: how many samples a batch that can't be cut may have; ``None`` if nobody knows.
-        is_counted: whether it has as many, whichever way it is read.
+        rows: the number of samples; 1 for a batch that can't be split.
+        root: the tree of leaves.
+        devices: of its tensors; with ``None`` if it has objects whose devices are not known.
+        obstacle: why the batch can't be split; ``None`` if it can.
+        at_most: the most samples that a batch that can't be split may have; ``None`` if not known.
+        is_counted: whether it has exactly ``at_most`` samples, however it is read.
     """
 
     rows: int
@@ -92,25 +91,29 @@ class Layout:
 
     @property
     def samples(self) -> int | None:
-        """The number of samples; ``None`` if nobody knows."""
+        """The number of samples; ``None`` if not known."""
         return self.rows if self.obstacle is None else self.at_most if self.is_counted else None
 
 
 class Placement(tuple[str, ...]):  # noqa: SLOT001 - a tuple can't have slots of its own
-    """What the user says of a batch: dotted paths of what is not cut, and of others the dimension of their samples.
+    """What the user declared of a batch: a tuple of dotted paths that are not split, and sample dimensions.
 
     Attributes:
-        dims: the dimension by dotted path, which may have wildcards.
+        dims: sample dimension by dotted path, which may have wildcards.
     """
 
     dims: Mapping[str, int]
 
 
 def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None = None) -> tuple[str, ...]:
-    """Reads ``broadcast`` and ``layout``.
+    """Reads ``broadcast=`` and ``layout=``.
 
     Args:
-        layout: by dotted path the dimension of the samples, or ``None`` for what is not cut.
+        broadcast: dotted paths that are not split.
+        layout: sample dimension by dotted path, or ``None`` for a leaf that is not split.
+
+    Raises:
+        BatchError: one of them is malformed, or both name the same path.
 
     Example:
         >>> placed = placement(["mask"], {"x": 1, "table": None})
@@ -130,11 +133,11 @@ def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None 
     for path, dim in layout.items():
         if not isinstance(path, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
             raise BatchError(
-                f"layout[{path!r}] is {dim!r}; expected the dimension of the samples of what lies under a dotted path, "
-                "such as layout={'x': 1}, or None for what is not per sample"
+                f"layout[{path!r}] is {dim!r}; expected the sample dimension of the leaf at a dotted path, such as "
+                "layout={'x': 1}, or None for a leaf that is not per sample"
             )
         if dim is not None and path in broadcast:
-            raise BatchError(f"layout[{path!r}] is {dim}, and broadcast names it too; expected one of them")
+            raise BatchError(f"layout[{path!r}] is {dim}, and broadcast names the path, too; expected one of them")
     found = Placement((*broadcast, *(path for path, dim in layout.items() if dim is None and path not in broadcast)))
     found.dims = {path: dim for path, dim in layout.items() if dim is not None}
     return found
@@ -147,12 +150,13 @@ def lay_out(
 
     Args:
         batch: any nested container of tensors of shape ``[rows, ...]`` and lists of ``rows`` items.
-        broadcast: dotted paths, such as ``"class_weights"`` or ``"attention.bias"``, of what is not cut; or what
-            ``placement`` gave.
-        may_be_whole: whether a batch that can't be cut is one, of which there is only the whole.
+        broadcast: dotted paths that are not split, such as ``"class_weights"``; or what ``placement`` returned.
+        may_be_empty: whether no rows are accepted.
+        may_be_whole: whether a batch that can't be split gets a layout with an ``obstacle``, instead of an error.
 
     Raises:
-        BatchError: leaves disagree on the number of rows, there are none, or a leaf is of an unknown kind.
+        BatchError: leaves disagree on the number of rows, there are none, a leaf is of an unknown kind, or a path is
+            not in the batch.
 
     Example:
         >>> lay_out({"x": torch.zeros(5, 3), "name": ["a", "b", "c", "d", "e"], "scale": 2.0}).rows
@@ -178,7 +182,7 @@ def lay_out(
 
 
 def _lay_out_plain(batch: Any) -> Layout | None:
-    """Lays out the usual batch, tensors of as many rows in one container; ``None`` for any other, good or bad."""
+    """The layout of the usual batch, one container of tensors with equal rows; ``None`` for any other batch."""
     if type(batch) not in (dict, list, tuple):
         return None
     tensors = list(batch.values()) if type(batch) is dict else batch
@@ -206,37 +210,40 @@ def _devices(node: Node) -> Iterator[torch.device | None]:
 
 
 def home_of(leaf: Any) -> torch.device | None:
-    """Where a leaf lies, ``None`` if it is no tensor and stays on the host."""
+    """The device of a leaf; ``None`` if it is not a tensor."""
     if isinstance(leaf, PackedSequence):
         leaf = leaf.data
     return leaf.device if isinstance(leaf, torch.Tensor) else None
 
 
 def moves_itself(leaf: Any) -> bool:
-    """Whether a leaf is an object with tensors inside, such as a batch of graphs, that has ``.to(device)``."""
+    """Whether a leaf is an object with a ``to`` method, such as a batch of graphs."""
     if isinstance(leaf, (torch.Tensor, PackedSequence, torch.nn.Module, *PLAIN)):
         return False
     return callable(getattr(type(leaf), "to", None))
 
 
 def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
-    """Refuses leaves that were computed with a gradient, whose graph every micro-batch would go through.
+    """Refuses leaves with a ``grad_fn``: the backward of the first micro-batch would free their graph.
 
     Args:
-        nodes: the leaves of a batch that is cut into several micro-batches.
+        nodes: the leaves of a batch that is split.
+
+    Raises:
+        BatchError: a leaf that is split has a ``grad_fn``.
     """
     for node in nodes:
         tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
         if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             raise BatchError(
-                f"{node.label} has a graph behind it, which the first micro-batch would free for the others; expected "
-                f"data. Compute it in the loss function, or pass {node.label}.detach()",
+                f"{node.label} has a grad_fn, and the backward of the first micro-batch would free its graph for the "
+                f"others; expected data. Compute it in the loss function, or pass {node.label}.detach()",
                 path=node.label,
             )
 
 
 def rows_of(leaf: Any) -> int | None:
-    """The number of samples of a tensor-like leaf, ``None`` for a leaf without rows."""
+    """The size of dimension 0 of a tensor or array, or the sequences of a PackedSequence; ``None`` for other leaves."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     if isinstance(leaf, torch.Tensor):
@@ -250,7 +257,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class _Surveyor:
-    """One walk to find the number of rows, one to lay the batch out by it."""
+    """Walks a batch twice: to find the number of rows, and to build the layout."""
 
     def __init__(self, placed: tuple[str, ...]) -> None:
         self._broadcast = placed
@@ -258,11 +265,11 @@ class _Surveyor:
         self._matched: set[str] = set()
         self._leaves: list[Found] = []
         self._lists: list[Found] = []
-        self._tuples: list[tuple[Found, list[Found]]] = []  # with the leaves in each
+        self._tuples: list[tuple[Found, list[Found]]] = []  # each with the leaves in it
         self._samples: set[str] = set()  # paths of tuples that hold samples
         self._lists_hold_samples = False
         self._lists_hold_leaves = False
-        self.is_counted = False  # whether what could be samples or leaves is as many of both
+        self.is_counted = False  # whether read as samples and read as leaves it has equally many samples
 
     def survey(self, batch: Any) -> Layout:
         at_root = self._is_container_at_root(batch)
@@ -273,14 +280,14 @@ class _Surveyor:
 
     @property
     def at_most(self) -> int | None:
-        """How many samples there may be, however the batch is read; ``None`` if nobody knows."""
+        """The most samples that there can be, however the batch is read; ``None`` if not known."""
         inner = [leaf for _, found in self._tuples for leaf in found]
         held = [rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)]
         found = [*self._leaves, *self._lists, *(one for one, _ in self._tuples), *inner]
         return max([*(one.rows for one in found), *(rows or 0 for rows in held)], default=0) or None
 
     def check_names(self, batch: Any) -> None:
-        """Refuses names that lie nowhere."""
+        """Refuses paths that are not in the batch."""
         wanted = [*self._broadcast, *self._dims]
         if all(name in self._matched for name in wanted):
             return
@@ -304,7 +311,7 @@ class _Surveyor:
         return self._named(path, self._broadcast) is not None
 
     def _named(self, path: tuple[str, ...], names: Iterable[str]) -> str | None:
-        """The one of some names that a path has, by itself or by a wildcard."""
+        """The name that matches a path, exactly or by a wildcard."""
         dotted = ".".join(path)
         found = dotted if dotted in names else None
         if found is None and path:
@@ -320,7 +327,7 @@ class _Surveyor:
         return inherited if name is None else self._dims[name]
 
     def _opens(self, path: tuple[str, ...]) -> bool:
-        """Whether the items of what lies there are named, so that it is a container."""
+        """Whether ``layout`` names items below a path, so that it is a container."""
         start = "".join(f"{key}." for key in path)
         return any(name != start and name.startswith(start) for name in self._dims if name)
 
@@ -362,8 +369,8 @@ class _Surveyor:
         counted = [*self._lists, *(found for found, _ in self._tuples if found.dotted in self._samples)]
         if not counted:
             raise BatchError(
-                f"the batch, a {type(batch).__name__}, holds no tensor with rows and no list of samples; expected "
-                "tensors of shape [rows, ...]. A type of your own is made known with "
+                f"the batch, a {type(batch).__name__}, has no tensor with rows and no list of samples; expected "
+                "tensors of shape [rows, ...]. Register a type of your own with "
                 f"torch.utils._pytree.register_pytree_node. {IN_A_ROW}"
             )
         rows = _agreed(counted)
@@ -378,7 +385,7 @@ class _Surveyor:
         return rows
 
     def _resolve_tuples(self) -> None:
-        """Finds out which tuples hold samples; the tensors in the others are leaves of the batch."""
+        """Decides which tuples hold samples; the tensors in the others are leaves."""
         outside = {found.rows for found in self._leaves}
         sizes: set[int | None] = {leaf.rows for _, inner in self._tuples for leaf in inner}
         together = sorted([*self._lists, *(found for found, _ in self._tuples)], key=lambda found: found.dotted)
@@ -444,7 +451,7 @@ class _Surveyor:
             return None
         raise BatchError(
             f"{label} is a {type(node).__name__} of {len(node)} items, the batch has {rows} rows; make it {rows} "
-            f"items, or broadcast=({dotted!r},) if it is not one item a sample",
+            f"items, or pass broadcast=({dotted!r},) if it does not have one item per sample",
             path=label,
         )
 
@@ -477,7 +484,7 @@ def _is_tuple_of_alike(node: Any) -> bool:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether items are of one kind, as samples are; inputs of a model that stand together often are not."""
+    """Whether items are of one kind, as samples are; the inputs of a model often are not."""
     return len({_kind(item) for item in items}) == 1
 
 
@@ -488,7 +495,7 @@ def _kind(item: Any) -> tuple[Any, ...]:
 
 
 def _rows_along(node: Any, dim: int | None, label: str) -> int | None:
-    """The number of samples of a tensor-like leaf along a dimension, the first one if none was named."""
+    """The number of samples of a leaf along a dimension, by default 0; ``None`` for a leaf without rows."""
     if not dim:
         return rows_of(node)
     if rows_of(node) is None:
@@ -497,21 +504,21 @@ def _rows_along(node: Any, dim: int | None, label: str) -> int | None:
     if not is_dense or not -node.dim() <= dim < node.dim():
         got = f"shape {tuple(node.shape)}" if is_dense else f"kind {type(node).__name__}"
         raise BatchError(
-            f"layout says that the samples of {label} lie in dimension {dim}, and it has the {got}; expected a dense "
-            "tensor with that dimension",
+            f"layout puts the samples of {label} in dimension {dim}, and it has the {got}; expected a dense tensor "
+            "with that dimension",
             path=label,
         )
     return int(node.size(dim))
 
 
 def _along(tensor: torch.Tensor, dim: int, label: str) -> Branch:
-    """A tensor whose samples lie in a later dimension: it is cut with that one first, and put back as it was."""
+    """A tensor with its samples in another dimension: split with that one moved to 0, then moved back."""
     container = Container([Child("", "", tensor)], lambda values: values[0].movedim(0, dim))
     return Branch(container, [Rows(tensor.movedim(dim, 0), label)], dim % tensor.dim())
 
 
 def _agreed(found: Sequence[Found]) -> int:
-    """The number of rows that most leaves have; the first leaf that has another is named."""
+    """The number of rows that all leaves have; else an error about the first leaf that differs from most."""
     rows = Counter(one.rows for one in found).most_common(1)[0][0]
     odd = next((one for one in found if one.rows != rows), None)
     if odd is None:
@@ -524,8 +531,8 @@ def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
     if _is_plain(node) or isinstance(node, torch.Tensor):
         return Constant(node, label)
     raise BatchError(
-        f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't cut into samples; make "
-        f"it known with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to give it whole to "
-        f"every micro-batch. {IN_A_ROW}",
+        f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't split into samples; "
+        f"register it with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to pass it whole "
+        f"to every micro-batch. {IN_A_ROW}",
         path=label,
     )

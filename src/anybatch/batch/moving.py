@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: the next one is moved while this one computes."""
+"""Moves micro-batches to the device: the next one is copied while the current one computes."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -15,8 +15,8 @@ from anybatch.batch.trees import leaves, map_leaves
 def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yields micro-batches on a device.
 
-    On an accelerator with streams each one is copied from pinned memory on a stream of its own, one ahead of the
-    computation. On the host, or where nothing has to be moved, they pass through as they are.
+    On an accelerator with streams, each is copied from pinned memory on a side stream, one ahead of the computation.
+    Micro-batches that are already there are yielded as they are.
 
     Example:
         >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
@@ -27,11 +27,11 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         return
     for batch in micro_batches:
         yield to_device(batch, device)
-        del batch  # before the next one is made
+        del batch  # frees it before the next one is made
 
 
 def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Numbers micro-batches; unlike ``enumerate``, it holds none while the next one is made.
+    """Like ``enumerate``, but keeps no micro-batch alive while the next one is made.
 
     Example:
         >>> list(numbered("ab"))
@@ -44,13 +44,15 @@ def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
-    """Moves the tensors of a batch, and objects that have ``.to(device)``; everything else stays.
+    """Moves the tensors of a batch, and objects with ``.to(device)``, to a device.
 
     Args:
-        pin: copy host tensors to pinned memory first, so that the copy to the device does not wait; objects stay.
+        batch: any nested container.
+        device: the target.
+        pin: copy host tensors to pinned memory first, so that the copy is asynchronous; objects are not moved.
 
     Returns:
-        The batch itself if all of it is there already, else a copy of its containers around moved tensors.
+        The batch itself if all of it is already there, else new containers with the moved tensors.
     """
 
     def move(leaf: Any) -> Any:
@@ -70,7 +72,7 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
 def _is_there(batch: Any, device: torch.device) -> bool:
     if isinstance(batch, torch.Tensor):
         return batch.device == device
-    has_objects = device.type != "cpu"  # on the host, where they were made, they stay as they are
+    has_objects = device.type != "cpu"  # objects are assumed to be on the host
     return all(
         home_of(leaf) in (None, device) and not (has_objects and moves_itself(leaf)) for _, _, leaf in leaves(batch)
     )
@@ -97,7 +99,7 @@ def _prefetched(micro_batches: Iterable[Any], device: torch.device) -> Iterator[
                 if home_of(leaf) == device:
                     (leaf.data if isinstance(leaf, PackedSequence) else leaf).record_stream(current)
                 has_objects |= moves_itself(leaf)
-            if has_objects:  # of whose tensors the other stream could not be told
+            if has_objects:  # moved on the current stream, since record_stream can't reach their tensors
                 on_device = to_device(on_device, device)
         del batch, following
         following = fetch()

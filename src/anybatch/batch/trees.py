@@ -1,6 +1,6 @@
-"""Nested containers of any kind: their children, and the same container around other children.
+"""Nested containers of any type: their children, and how to rebuild a container with other children.
 
-This is the one file that knows ``torch.utils._pytree``, through which libraries register their own container types.
+This is the only file that uses ``torch.utils._pytree``, where libraries register their container types.
 """
 
 import copy
@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 class Child(NamedTuple):
     """A child of a container."""
 
-    label: str  # how the child is written behind its parent, such as ``['x']``, ``[0]`` or ``.mask``
+    label: str  # the text after its parent, such as ``['x']``, ``[0]`` or ``.mask``
     key: str  # the bare key, such as ``x``, ``0`` or ``mask``
-    value: Any  # the child itself
+    value: Any
 
 
 class Container(NamedTuple):
-    """The children of a container and how to put others in their places."""
+    """The children of a container, and a function that rebuilds it with other values."""
 
     children: list[Child]
     rebuild: Callable[[Sequence[Any]], Any]
@@ -35,10 +35,10 @@ def opened(node: Any) -> Container | None:
     """Opens a container by one level.
 
     Args:
-        node: a mapping, sequence, named tuple, dataclass, or a type that is registered with ``torch.utils._pytree``.
+        node: a mapping, list, tuple, named tuple, dataclass, or a type registered with ``torch.utils._pytree``.
 
     Returns:
-        Its children and how to rebuild it, or ``None`` for anything else, tensors and PackedSequences included.
+        The container, or ``None`` for anything else, tensors and PackedSequences included.
 
     Example:
         >>> [child.label for child in opened({"x": 1, "y": [2]}).children]
@@ -67,7 +67,7 @@ def _item_children(node: Sequence[Any]) -> list[Child]:
 
 
 def _opened_by_registration(node: Any) -> Container | None:
-    # torch's function for flattening is part of a cycle with ``is_leaf``, which must not keep the node alive with it.
+    # torch's flattening makes a reference cycle with is_leaf, so the closure must hold the id, not the node.
     own = id(node)
     values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: id(inner) != own)
     if len(values) == 1 and values[0] is node:
@@ -133,7 +133,7 @@ _MOST_OPENED = 10_000  # objects within one
 
 
 def tensors_within(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that an object of any class holds in attributes and containers.
+    """The tensors within an object of any class, and whether everything in it could be searched.
 
     Example:
         >>> class Graph:
@@ -162,7 +162,7 @@ def tensors_within(value: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def _inside(value: Any) -> list[Any] | None:
-    """What a container holds, or an object in its attributes; ``None`` if it can't be opened or nothing is in it."""
+    """The items of a container, or the attributes of an object; ``None`` if it has neither."""
     if _is_plain(value):
         return None
     if isinstance(value, PackedSequence):
@@ -184,7 +184,7 @@ def _as_names(slots: Any) -> tuple[str, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether nothing can be in it: a number, a text, a class, a function, something of Python's or NumPy's own."""
+    """Whether a value can't hold tensors: a number, a text, a class, a function, a type of Python or NumPy."""
     kind = type(value)
     if isinstance(value, (type, types.FunctionType, types.ModuleType, types.MethodType, weakref.ReferenceType)):
         return True
@@ -196,14 +196,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
-    """Applies a function to everything that is no container and puts the results in the same containers.
+    """Applies a function to each leaf, and returns the results in the same containers.
 
     Example:
         >>> map_leaves(lambda leaf: leaf * 2, {"x": (1, [2, 3])})
         {'x': (2, [4, 6])}
     """
     kind = type(node)
-    if kind is dict:  # the usual kinds first: to open one takes longer than a small operation
+    if kind is dict:  # fast path for common types
         return {key: map_leaves(function, value) for key, value in node.items()}
     if kind is list or kind is tuple:
         return kind([map_leaves(function, item) for item in node])
@@ -214,7 +214,7 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def flat(node: Any) -> list[Any]:
-    """Everything that is no container, in order.
+    """All leaves, in order.
 
     Example:
         >>> flat({"x": (1, [2, 3])})
@@ -231,10 +231,10 @@ def flat(node: Any) -> list[Any]:
 
 
 def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Goes through everything that is no container.
+    """Iterates over all leaves.
 
-    Returns:
-        An iterator over ``(label, path, leaf)``: the label for people (``batch['x'][0]``), the path of bare keys.
+    Yields:
+        ``(label, path, leaf)``: a label such as ``batch['x'][0]``, and the path as a tuple of bare keys.
 
     Example:
         >>> [label for label, _, _ in leaves({"x": (1, 2)}, "batch")]
@@ -249,10 +249,14 @@ def leaves(node: Any, label: str = "", path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def lookup(node: Any, dotted: str) -> Any:
-    """Finds what lies under a dotted path of keys, such as ``"labels"`` or ``"targets.0.mask"``.
+    """Returns the value at a dotted path, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        dotted: keys, field names and positions, joined by dots; the empty text is the node itself.
+        node: any nested container.
+        dotted: keys, field names and positions, joined by dots; the empty string is the node itself.
+
+    Raises:
+        KeyError: a key is missing; the message lists those that there are.
     """
     found = node
     walked = ""

@@ -1,4 +1,4 @@
-"""Several batches of a loader as one logical batch."""
+"""Windows: several batches of a loader that make one logical batch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ class Window:
 
 
 class Windows:
-    """The windows of a loader, which is gone through again in each ``for`` loop.
+    """The windows of a loader; each ``for`` loop iterates over the loader again.
 
     Args:
-        loader: gives the batches.
-        make: gives the windows of one pass.
-        batches: in a window, where each has as many.
+        loader: an iterable of batches.
+        make: yields the windows of one pass.
+        batches: number of batches in a window, if it is fixed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Windows:
         self._passes = 0
 
     def __iter__(self) -> Iterator[Window]:
-        begun, self._begun = self._begun, None  # by next(), which a loop goes on from
+        begun, self._begun = self._begun, None  # a loop after next() continues that pass
         return self._pass() if begun is None else begun
 
     def __next__(self) -> Window:
@@ -63,7 +63,7 @@ class Windows:
 
     def __len__(self) -> int:
         if self._batches is None:
-            raise TypeError("how many windows there are is known before only with batches=")
+            raise TypeError("these windows have no length; only windows(loader, batches=n) knows it in advance")
         return math.ceil(len(self._loader) / self._batches)  # type: ignore[arg-type]  # raises its own TypeError
 
     def _pass(self) -> Iterator[Window]:
@@ -88,26 +88,27 @@ def windows(
     broadcast: Sequence[str] = (),
     layout: Mapping[str, int | None] | None = None,
 ) -> Windows:
-    """Groups the batches of a loader into windows; each window makes one step.
+    """Groups the batches of a loader into windows, each of which is the logical batch of one step.
 
-    The last window of a pass may be short; ``TrainStep`` and ``backward`` weigh by what is really there, so it is exact
-    too. A window is kept in host memory whole. Kept outside of the loop over epochs, the windows go through the loader
-    again in each epoch.
+    The last window of a pass may be shorter. Its gradient is exact, too, since ``TrainStep`` and ``backward`` weight by
+    the actual counts. A whole window is held in memory, where the loader put its batches. Create it once, outside of
+    the loop over epochs: each epoch iterates over the loader again.
 
     Args:
-        loader: any iterable of batches, of known length or not.
-        batches: batches in a window.
-        samples: samples in a window; a batch that reaches over the end is cut and goes on in the next window.
-        tokens: items in a window at most, by ``count``; a batch that alone has more makes a window alone.
-        count: counts the items of a batch, such as ``count_tokens("labels")``; goes with ``tokens``.
-        broadcast: dotted paths of leaves that are not cut, where ``samples`` cuts a batch.
-        layout: by dotted path the dimension of the samples, where ``samples`` cuts a batch; see ``anybatch.backward``.
+        loader: any iterable of batches, with or without a length.
+        batches: number of batches in a window.
+        samples: number of samples in a window; a batch that crosses the end is split between two windows.
+        tokens: the most items in a window, by ``count``; a batch with more makes a window alone.
+        count: counts the items of a batch, such as ``count_tokens("labels")``; required with ``tokens``.
+        broadcast: with ``samples``: dotted paths of leaves that are not split.
+        layout: with ``samples``: the sample dimension by dotted path, see ``anybatch.backward``.
 
     Returns:
-        The windows, to be gone through any number of times; with ``batches`` they have a length.
+        The windows; they can be iterated over repeatedly, and have a length with ``batches``.
 
     Raises:
-        BatchError: not exactly one of ``batches``, ``samples`` and ``tokens`` was given, or it is no positive integer.
+        BatchError: not exactly one of ``batches``, ``samples`` and ``tokens`` is given, it is not a positive integer,
+            or only one of ``tokens`` and ``count`` is given.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Writes of a loss into its batch, which a second run on the same samples would see."""
+"""Detects a loss that writes into its batch, which a second run on the same samples would see."""
 
 import copy
 from collections import UserDict
@@ -16,9 +16,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 class Writes:
-    """Notices that tensors were written to, themselves or through a view.
-
-    A write into a NumPy array can't be noticed.
+    """Detects in-place writes to tensors, also through views. Writes to NumPy arrays are not detected.
 
     Args:
         values: tensors, and containers of them.
@@ -40,11 +38,19 @@ class Writes:
 
     @property
     def were_made(self) -> bool:
-        """Whether one was written to since."""
+        """Whether any of the tensors was written to since."""
         return any(tensor._version != version for tensor, version in self._seen)
 
     def refuse(self, batches: Sequence[Any], cause: str) -> None:
-        """Refuses to go on if there was a write."""
+        """Raises if there was a write.
+
+        Args:
+            batches: in which the tensors are named.
+            cause: why the loss runs again, a part of the message.
+
+        Raises:
+            LossError: a tensor was written to.
+        """
         if not self.were_made:
             return
         written = {id(tensor) for tensor, version in self._seen if tensor._version != version}
@@ -57,7 +63,12 @@ class Writes:
 
 
 def writable(batch: Any, *, arrays_only: bool = False) -> Any:
-    """A batch with tensors and NumPy arrays of its own, which may be written to; what shared memory shares it again."""
+    """A copy of a batch that may be written to; tensors that shared memory share it in the copy.
+
+    Args:
+        batch: any nested container.
+        arrays_only: copies NumPy arrays, but no tensors.
+    """
     shared = {} if arrays_only else _copies_of_shared(batch)
 
     def own(leaf: Any) -> Any:
@@ -73,7 +84,7 @@ def writable(batch: Any, *, arrays_only: bool = False) -> Any:
 
 
 def _copies_of_shared(batch: Any) -> dict[int, torch.Tensor]:
-    """Copies of the tensors that overlap others, by the ``id`` of each, as views of one copy of what they lie in."""
+    """Copies of overlapping tensors, by ``id``, as views of one copy of their common memory."""
     homes: dict[Any, list[torch.Tensor]] = {}
     for _, _, leaf in leaves(batch):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested and leaf.numel():
@@ -88,7 +99,7 @@ def _copies_of_shared(batch: Any) -> dict[int, torch.Tensor]:
 
 
 def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups of several tensors of one storage that reach into one another, in its order."""
+    """Groups of overlapping tensors of one storage, by offset."""
     group: list[torch.Tensor] = []
     end = 0
     for tensor in sorted(tensors, key=lambda one: (one.storage_offset(), -_end_of(one))):
@@ -106,7 +117,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two batches of one layout have other numbers in their dense tensors and arrays."""
+    """Whether the dense tensors and arrays of two batches of one layout have different elements."""
     return any(_differ(a, b) for (_, _, a), (_, _, b) in zip(leaves(one), leaves(other), strict=False))
 
 
@@ -118,15 +129,12 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def own_array(leaf: Any) -> Any:
-    """A copy of a NumPy array; anything else as it is."""
-    return leaf if rows_of(leaf) is None else copy.deepcopy(leaf)  # an array of objects has them of its own
+    """A deep copy of a NumPy array; anything else as it is."""
+    return leaf if rows_of(leaf) is None else copy.deepcopy(leaf)
 
 
 def own_containers(value: Any) -> Any:
-    """A sample in containers of its own, from which items may be taken, or others put there, without a trace.
-
-    Args:
-        value: any nested container; tensors, arrays and objects in it stay themselves.
+    """A copy of the containers of a sample, which may be changed; tensors, arrays and objects are not copied.
 
     Example:
         >>> sample = ({"x": 1, "y": 2}, [3, 4])
@@ -154,7 +162,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value.data
     elif isinstance(value, (list, tuple)):
         if value and isinstance(value[0], _PLAIN) and isinstance(value[-1], _PLAIN):
-            return  # texts or numbers, of which there may be many
+            return  # a long list of texts or numbers
         for item in value:
             yield from _tensors_in(item)
     elif not isinstance(value, _PLAIN) and (container := opened(value)) is not None:

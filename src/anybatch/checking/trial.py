@@ -17,7 +17,7 @@ from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.standins import SINGLE, StandIns, Turns
+from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
@@ -126,6 +126,7 @@ class Trial:
         self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
+        self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self._effects = SideEffects([*self._modules, *functions], tensors=False)
@@ -141,25 +142,29 @@ class Trial:
         wider = SINGLE if in_single else None
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
-        with Bounds() as of_whole:
-            whole = self.run(cut, cut.whole, numbers)
-        if numbers is None and whole.drew_torch:
-            numbers = StandIns(wider)
-            whole = self.run(cut, cut.whole, numbers)
-        draws = bool(numbers is not None and numbers.draws) or whole.drew_others
-        with Bounds() as of_parts:
-            split = self.run(cut, cut.parts, numbers if in_single or draws else None)
+        of_whole, of_parts = Bounds(), Bounds()
+        whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
+        self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
+        watched = of_parts if of_whole.met else None
+        split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
         counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
         distance = split.gradient.distance(whole.gradient, of=counted)
         error = relative(distance, whole.gradient.distance(of=counted))
         found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
-        return (
-            found
-            if whole.drew_others
-            else replace(found, bound=bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)))
-        )
+        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
+        return replace(found, bound=bound)
+
+    def _whole(
+        self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
+    ) -> tuple[Ran, StandIns | None]:
+        """Runs a cut whole, once more where numbers turn out to be drawn; with what stands in for these."""
+        whole = self.run(cut, cut.whole, numbers, **options)
+        if numbers is None and whole.drew_torch:
+            numbers = StandIns(wider)
+            whole = self.run(cut, cut.whole, numbers, **options)
+        return whole, numbers
 
     def judged(
         self, leaves: Iterable[torch.Tensor], error: float, off: float, *, draws: bool, in_single: bool = False
@@ -198,16 +203,21 @@ class Trial:
         return None if drew_others else difference
 
     def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Difference, bool]:
-        numbers = StandIns()
         with contextlib.nullcontext() if limit is None else Recording(limit=limit):
-            whole = self.run(cut, cut.whole, numbers, differentiate=False)
-        draws = bool(numbers.draws) or whole.drew_others
+            whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=False)
+        draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)
         off = split.value_error(whole, without=math.inf)
         return self.judged(self.parameters, off, off, draws=draws), whole.drew_others
 
     def run(
-        self, cut: Cut | None, parts: list[Part] | None, numbers: StandIns | None, *, differentiate: bool = True
+        self,
+        cut: Cut | None,
+        parts: list[Part] | None,
+        numbers: StandIns | None,
+        *,
+        differentiate: bool = True,
+        bounds: Bounds | None = None,
     ) -> Ran:
         """Runs a cut in parts, as a logical batch over the processes that this trial is made with.
 
@@ -216,6 +226,7 @@ class Trial:
             parts: how they are split.
             numbers: stand in for random ones; ``None`` where none do.
             differentiate: whether gradients are wanted.
+            bounds: notes the bounds that are met.
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
@@ -231,7 +242,7 @@ class Trial:
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         outside = None if self._is_shared else OutsideLeaves(self.parameters)
         no_dropout = contextlib.nullcontext() if self._is_shared else _without_dropout(self._every_module)
-        with self.undisturbed(outside, numbers), no_dropout:
+        with self.undisturbed(outside, numbers, bounds), no_dropout:
             with self._optimizations():
                 _, sums = run_pass(
                     own, parts or [], self.parameters, Progress(), outside=outside, differentiate=differentiate
@@ -251,12 +262,15 @@ class Trial:
         return of_torch or own_of_torch, others or own_others
 
     @contextlib.contextmanager
-    def undisturbed(self, outside: OutsideLeaves | None = None, numbers: StandIns | None = None) -> Iterator[None]:
+    def undisturbed(
+        self, outside: OutsideLeaves | None = None, numbers: StandIns | None = None, bounds: Bounds | None = None
+    ) -> Iterator[None]:
         """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
 
         Args:
             outside: knows leaves whose gradients are taken off in the block.
             numbers: stand in for random ones in it.
+            bounds: notes the bounds that are met in it.
         """
         loss_fn = self._task.loss_fn
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
@@ -265,10 +279,12 @@ class Trial:
             parameter.grad = None
         if isinstance(loss_fn, InPieces) and getattr(loss_fn, "carried", None) is not None:
             loss_fn.carried = None  # type: ignore[attr-defined]  # of other rows
-        run = None if numbers is None else numbers.__torch_dispatch__  # one mode instead of two, for speed
+        run = None if numbers is None else numbers.__torch_dispatch__  # one mode instead of three, for speed
+        if bounds is not None:
+            bounds.run, run = run, bounds.__torch_dispatch__
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         try:
-            with written or numbers or contextlib.nullcontext():
+            with written or bounds or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:

@@ -71,7 +71,7 @@ def _title(rule: Rule) -> str:
 
 
 def _causes(rule: Rule) -> str:
-    return f"\nIt may be the cause of {', '.join(rule.explains)}.\n" if rule.explains else ""
+    return f"\n## What may follow\n\nIt may be the cause of {', '.join(rule.explains)}.\n" if rule.explains else ""
 
 
 def _list(rules: Mapping[str, Rule], console: Console) -> None:

@@ -40,19 +40,19 @@ DropoutPolicy = Literal["native", "per-sample"]
 
 @dataclass
 class Settings:
-    """How gradients are computed, whatever the batch.
+    """How gradients are computed, independent of the batch.
 
     Args:
-        device: where the model lies.
+        device: of the model.
         autocast: the dtype of ``torch.autocast``, or ``None``.
         scaler: a ``GradScaler`` that scales losses, or ``None``.
         inputs: the only tensors that get a gradient, or ``None`` for all.
         policy: when low-precision gradients are accumulated in float32.
-        kept_graphs: how many micro-batches of a coupled loss keep their graph until the loss is differentiated;
-            ``None`` for one.
-        chunk_length: steps in a chunk of a sequence; ``None`` for what the loss function says.
+        kept_graphs: how many micro-batches of a coupled loss keep the graph of their first pass; ``None`` for the
+            loss's own ``keep``, or one.
+        chunk_length: steps in a chunk of a sequence; ``None`` for the loss function's own.
         dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
-        reducer: the other processes that take the same gradient.
+        reducer: the processes that compute the gradient together.
     """
 
     device: torch.device
@@ -66,7 +66,7 @@ class Settings:
     reducer: Reducer = ALONE
 
     def gradient_sums(self, parameters: Sequence[torch.Tensor], addends: int) -> GradientSums:
-        """What gradients of so many micro-batches are added up in."""
+        """The accumulator for the gradients of a number of micro-batches."""
         return GradientSums(parameters, in_float32=needs_float32(parameters, addends, self.policy))
 
     def context(self) -> AbstractContextManager[Any]:
@@ -77,19 +77,19 @@ class Settings:
 
 
 class Accumulation:
-    """One pass over the micro-batches of a logical batch, which leaves its gradient in ``.grad``.
+    """One pass over the micro-batches of a logical batch, which fills ``.grad``.
 
     Args:
         model: the first argument of the loss function.
         loss_fn: see ``loss.losses``.
         weights: the counts.
-        parameters: whose ``.grad`` is filled; empty at the start.
+        parameters: their ``.grad`` is filled; it is empty at the start.
         settings: precision, scaling, inputs.
-        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
-        outside: is notified of leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are wanted, or only the values.
-        places: where each micro-batch lies, for a loss function that gives pieces.
-        modules: all that the loss runs through; looked for if they are not given.
+        rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
+        outside: collects leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are computed, or only the values.
+        places: the position of each micro-batch, for a loss function in pieces.
+        modules: all modules of the loss; searched if they are not given.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Accumulation:
         self._settings = settings
         self._in_pieces = isinstance(loss_fn, InPieces)
         self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
-        # A cut that weighs losses by their gradients takes the scale off first.
+        # A cut with weighting= divides by the scale first.
         scale = None
         if differentiate and settings.scaler is not None:
             scale = settings.scaler.scale(torch.ones((), device=settings.device))
@@ -124,7 +124,7 @@ class Accumulation:
             in_pieces=self._in_pieces,
         )  # fmt: skip
         self._differentiate = differentiate
-        # bf16 and fp16 lose small addends beside a large sum; how many there are decides whether a float32 sum is kept.
+        # A bf16 or fp16 sum loses small addends; their number decides whether gradients are summed in float32.
         addends = _MANY if self._in_pieces else len(weights.parts)
         self._beside = settings.gradient_sums(parameters, addends) if differentiate and addends > 1 else None
         self._has_begun = self._is_alone = False
@@ -133,29 +133,29 @@ class Accumulation:
 
     @property
     def sums(self) -> Sums:
-        """What was added up so far."""
+        """The sums so far."""
         return self._losses.sums
 
     @property
     def weight_tensors(self) -> list[torch.Tensor]:
-        """What the last losses were weighted with, which is there for the next micro-batch."""
+        """The cached weights of the last losses, which stay alive for the next micro-batch."""
         return self._losses.weight_tensors
 
     def run(self, micro_batches: Iterable[Any]) -> Sums:
-        """Goes through the micro-batches.
+        """Runs all micro-batches.
 
         Returns:
-            What was added up; gradients are in ``.grad``, scaled if there is a scaler.
+            The sums; gradients are in ``.grad``, scaled if there is a scaler.
 
         Raises:
             LossError: the loss function broke its contract.
-            CountError: counts of ``Mean`` s are missing or do not agree with those that were given.
+            CountError: counts of ``Mean`` s are missing, or differ from ``count=``.
         """
         self.collect(micro_batches)
         return self.close()
 
     def collect(self, micro_batches: Iterable[Any], numbers: Iterator[int] | None = None) -> None:
-        """Goes through micro-batches; where others are elsewhere, the numbers of these are asked for one by one."""
+        """Runs micro-batches; ``numbers`` gives their indices if other devices run the rest."""
         is_alone, numbers = numbers is None, itertools.count() if numbers is None else numbers
         self._is_alone = is_alone
         watch = GradientWatch(self._model, self._parameters, is_alone=is_alone) if self._differentiate else None
@@ -163,7 +163,7 @@ class Accumulation:
         try:
             for batch in micro_batches:
                 self._run_one(next(numbers), batch, watch)
-                del batch  # before the next one is made
+                del batch  # frees it before the next one is made
         except (TypeError, AttributeError) as error:
             note_the_arguments(error, self._loss_fn, self._model)
             raise
@@ -171,11 +171,11 @@ class Accumulation:
             accumulation.reset(token)
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds what was collected elsewhere, with another copy of the model, and takes it off there.
+        """Moves the sums and gradients of another copy of the model here.
 
         Args:
-            other: of the same logical batch, and not closed.
-            pairs: each parameter with its copy, one after the other so that one gradient at a time is moved.
+            other: an accumulation of the same logical batch, not closed.
+            pairs: each parameter with its copy; an iterator moves one gradient at a time.
         """
         factor = self._losses.absorb(other._losses)
         for parameter, copy in pairs:
@@ -187,10 +187,10 @@ class Accumulation:
                 add_gradient_(parameter, moved if factor == 1 else moved * factor)
 
     def close(self) -> Sums:
-        """Finishes the gradients, once everything was collected."""
+        """Finishes the gradients, after all micro-batches; returns the sums."""
         sums, scale = self._losses.sums, self._losses.closing_scale()
         sums.closing_scale = scale
-        if self._settings.reducer.is_sharded:  # what other processes send is not in the gradients yet
+        if self._settings.reducer.is_sharded:  # gradients of other processes are not included yet
             scale = None
         if scale is not None:
             self._losses.scale_gradients_(scale)
@@ -200,7 +200,7 @@ class Accumulation:
         return sums
 
     def _take_(self) -> None:
-        """Takes over what the sums are kept of beside ``.grad``."""
+        """Moves gradients that are not accumulated in ``.grad`` to their accumulator."""
         if self._beside is not None and not self._beside.take_() and self._is_alone:
             self._beside = None
 
@@ -211,7 +211,7 @@ class Accumulation:
         return reducer.counts_nothing
 
     def _run_for_others(self, index: int, batch: Any) -> None:
-        """Runs a forward and a backward of which nothing stays, but for the metrics of samples that have no items."""
+        """Runs a forward and a backward with weight 0, and keeps only the metrics."""
         losses = self._losses
         with self._settings.context():
             result = self._loss_fn(self._model, batch)
@@ -227,14 +227,14 @@ class Accumulation:
             losses.keep_metrics(index, evaluation.metrics)
 
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
-        """Runs the loss on one micro-batch, and differentiates what it gives."""
+        """Runs the loss on one micro-batch, and differentiates it."""
         several = len(self._weights.parts) > 1
         if several and not self._has_begun:
             from anybatch.tensors.spectral import power_iterations
 
             modules = self._modules or modules_of(*modules_behind(self._model, self._loss_fn))
             self._power_iterations = power_iterations(modules)
-        elif self._power_iterations is not None:  # each begins with the same weights
+        elif self._power_iterations is not None:  # each micro-batch uses the same weights
             self._power_iterations.again_()
         self._has_begun = True
         if self._in_pieces:
@@ -249,8 +249,8 @@ class Accumulation:
         else:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
-        del batch  # the backward, where the peak is, needs only what the graph has kept of it
-        if type(result) is torch.Tensor:  # the usual case takes the short way
+        del batch  # the peak is in the backward, which needs only what the graph has saved of it
+        if type(result) is torch.Tensor:  # the usual case, without an Evaluation
             if watch is not None and watch.is_on:
                 watch.check()
             if result.dim() or not result.is_floating_point():
@@ -265,15 +265,18 @@ class Accumulation:
         if self._beside is not None:
             self._take_()
         if watch is not None and several and index == 0:
-            watch.note()  # what a loss does, it does in the second micro-batch, too
+            watch.note()  # checked once more, in the second micro-batch, and then no longer
 
     def _run_result(
         self, index: int, result: Any, watch: GradientWatch | None, share: Callable[[str], float] | None = None
     ) -> Mapping[str, Any]:
-        """Takes several losses, a ``Mean``, or a generator; gives the metrics.
+        """Adds several losses, a ``Mean``, or those of a generator; returns the metrics.
 
         Args:
-            share: of the micro-batch that a plain loss is the mean over, by its name; ``None`` for all of it.
+            index: of the micro-batch.
+            result: of the loss function.
+            watch: checks the gradients, or ``None``.
+            share: the fraction of the micro-batch that a plain loss is the mean over, by name; ``None`` for all of it.
         """
         losses = self._losses
         evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))
@@ -298,7 +301,7 @@ class Accumulation:
         return evaluation.metrics
 
     def _checked(self, index: int, loss: Any, name: str) -> Any:
-        """Lets a loss be nothing where there is nothing to count, instead of the mean over nothing, which is NaN."""
+        """Checks a loss; where the count is 0 it may also be ``None``, a number or empty, and becomes 0."""
         if type(loss) is torch.Tensor or not is_nothing(loss):
             return checked_loss(loss, name)
         weights = self._weights
@@ -325,15 +328,15 @@ class Accumulation:
                 del piece
                 self._take_()
                 if watch is not None and index == 0 and chunks == 1:
-                    watch.note()  # as with whole micro-batches: what a chunk does, the second one does, too
+                    watch.note()  # checked once more, in the second chunk, and then no longer
         self._losses.keep_metrics(index, added_metrics(metrics))
 
 
-_MANY = 2**31  # addends in a gradient, of which nobody knows beforehand how many there will be
+_MANY = 2**31  # the number of gradients that are added, where it is not known in advance
 
 
 def _under(settings: Settings, pieces: Generator[Piece, None, None]) -> Generator[Piece, None, None]:
-    """Lets the pieces be made in the precision of the forward, and nothing else of the pass."""
+    """Runs the generator of pieces under autocast, but not the code between them."""
     with contextlib.closing(pieces):
         while True:
             with settings.context():
@@ -347,12 +350,15 @@ def _under(settings: Settings, pieces: Generator[Piece, None, None]) -> Generato
 def count_in_forward(
     model: Any, loss_fn: LossFunction, micro_batches: Iterable[Any], settings: Settings, parts: Weights
 ) -> Weights:
-    """Counts the items of ``Mean`` s by a pass without gradient.
+    """Counts the items of ``Mean`` s in a forward pass without gradients.
 
-    The caller puts random state and buffers back afterwards.
+    The caller restores random state and buffers afterwards.
 
     Returns:
-        The counts by the name of the loss, and of samples for every other loss.
+        The counts by the name of the loss, and the number of samples for all other losses.
+
+    Raises:
+        CountError: a count is negative or not finite.
     """
     raw: list[Any] = []
     places: list[tuple[int, str]] = []

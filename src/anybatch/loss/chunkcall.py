@@ -1,4 +1,4 @@
-"""The user's loss of a chunk of time: called, and refused in words where its gradient would be another one."""
+"""Calls the user's ``chunk_loss``, and refuses it where its gradient would be wrong."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ from anybatch.tensors.randomness import RandomState
 
 
 class Called(NamedTuple):
-    """What a chunk gave."""
+    """The result of ``chunk_loss`` on one chunk."""
 
     result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
-    state: Any  # after it
+    state: Any  # after the chunk
     metrics: Any  # ``Mean`` s by name, or ``None``
 
 
@@ -32,14 +32,14 @@ class ChunkCall:
     Args:
         function: ``chunk_loss(model, chunk, state)``.
         model: its first argument.
-        modules: that it runs through.
-        batch: that the chunks are views of.
+        modules: all modules that it runs.
+        batch: the chunks are views of it.
 
     Attributes:
-        devices: where it draws random numbers.
+        devices: whose random states count.
         checkpoint: runs chunks again.
-        gives_losses: whether a chunk has given a loss.
-        draws: whether a loss that is a function draws random numbers; ``None`` until that was looked at.
+        gives_losses: whether any chunk has returned a loss.
+        draws: whether a loss given as a function draws random numbers; ``None`` before the first.
     """
 
     def __init__(
@@ -55,8 +55,14 @@ class ChunkCall:
     def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:
         """Runs a chunk.
 
+        Args:
+            chunk: of the batch.
+            state: before the chunk.
+            wants_loss: whether a loss given as a function is called.
+            looks: whether to find out if that function draws random numbers.
+
         Raises:
-            LossError: the function gives something else, or writes to what it is given.
+            LossError: the function returned something else, or wrote to the state or the batch.
         """
         watched = tensors_of(state)
         given, batch = Writes(watched), Writes(self._batch)
@@ -100,7 +106,7 @@ class ChunkCall:
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
-        """Refuses layers that look ahead, where what is ahead has been cut off."""
+        """Refuses bidirectional layers in this block: within a chunk they do not see later chunks."""
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 if isinstance(module, torch.nn.RNNBase) and module.bidirectional:
@@ -108,7 +114,7 @@ class ChunkCall:
             yield
 
     def refuse_hidden_dropout(self, *, on_cuda: bool | None = None) -> None:
-        """Refuses recurrent layers whose dropout between layers can't be drawn again."""
+        """Refuses recurrent layers whose dropout between layers can't be replayed."""
         if found := hidden_dropout(self._modules, on_cuda=on_cuda):
             raise NotSplittable(
                 f"{why_hidden(found[0])}, or OverTime(mode='truncated', chunk=...), which runs every chunk once",
@@ -126,7 +132,7 @@ def _checked_parts(found: Any) -> tuple[Any, Any, Any]:
 
 
 def _check_is_handed_on(new: Any, before: Sequence[torch.Tensor]) -> None:
-    """Refuses to begin every chunk anew, as an RNN would from ``None``, where the state had tensors."""
+    """Refuses an empty state after one with tensors: an RNN would start every chunk from ``None``."""
     if before and not tensors_of(new):
         raise LossError(
             f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk begins "

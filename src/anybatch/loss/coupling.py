@@ -1,4 +1,4 @@
-"""Losses that see all samples of a batch at once, over encoders that run in micro-batches."""
+"""Coupled losses: losses over the outputs of the whole batch, with an encoder that runs in micro-batches."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -25,33 +25,33 @@ from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.spectral import PowerIterations
 
 _WATCHED = 2
-"""Runs of the encoder that are looked at; what it does to gradients, it does each time."""
+"""Number of encoder runs that are checked for changes of gradients."""
 
 
 class Coupled:
-    """A loss over the outputs of all samples together, such as a contrastive one.
+    """A loss over the outputs of the whole batch, such as a contrastive loss.
 
-    The batch is encoded in micro-batches; the loss is computed once, on the outputs of all of them. Then each
-    micro-batch gets its gradient: from the graph of its first pass where that was kept, else from a second pass with
-    the random state of the first (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
-    Setup", without its recomputation of what fits). Parameters inside of the loss get their gradient once.
+    The batch is encoded in micro-batches, and the loss is computed once on the outputs of all of them. Then each
+    micro-batch is differentiated: from the graph of its first pass if that was kept, else from a second pass with the
+    same random state (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", which
+    recomputes all graphs). Parameters inside the loss get their gradient once.
 
     Args:
-        encode: ``encode(model, batch)`` gives what the loss needs of the samples of a micro-batch: any nested container
-            of tensors with one row a sample; whatever else is in it has the same value each time. It may run twice, so
-            it depends on the model, the batch and the global random state only, and does not write to the batch.
-        loss: ``loss(model, outputs, batch)`` or ``loss(model, outputs)`` gives a loss as any loss function does: of all
-            samples, in the order of the batch. The batch is the one that was given to the step, on the device of the
-            model; with ``collate=`` it is the list of raw samples. What the loss takes from ``outputs`` needs no second
-            copy there.
-        row_block: computes the loss for so many rows at a time, so that a matrix of all pairs never exists as a whole.
-            The loss gets one argument more, ``rows``, a slice, and gives the mean over these rows.
-        keep: how many micro-batches keep the graph of their first pass if no plan says so; ``None`` for one.
-        gather: whether the loss sees the samples of all ranks where several train together, in the order of the ranks;
-            else each rank's loss sees its own, and the gradient is that of their mean, weighted by their counts.
+        encode: ``encode(model, batch)`` returns the outputs of a micro-batch that the loss needs: any nested container
+            of tensors with one row per sample; other values in it must be the same for all micro-batches. It may run
+            twice, so it must depend only on the model, the batch and the global random state, and must not write to
+            the batch.
+        loss: ``loss(model, outputs, batch)`` or ``loss(model, outputs)`` returns what a loss function may return, for
+            the outputs of all samples in the order of the batch. The batch is the argument of the step, on the device
+            of the model; with ``collate=`` it is the list of raw samples.
+        row_block: the number of rows to compute the loss for at a time, so that the matrix of all pairs never exists as
+            a whole. The loss then gets one more argument, ``rows``, a slice, and returns the mean over these rows.
+        keep: how many micro-batches keep the graph of their first pass if no plan decides it; ``None`` for one.
+        gather: whether the loss sees the samples of all ranks, in the order of the ranks; else each rank's loss sees
+            its own samples, and the gradient is that of the mean of these losses, weighted by their counts.
 
     Raises:
-        LossError: an argument is none that can be meant.
+        LossError: an argument is invalid.
 
     Example:
         >>> import torch.nn.functional as F
@@ -66,7 +66,7 @@ class Coupled:
     """
 
     is_coupled = True
-    """By which ``loss.losses.as_coupled`` knows it."""
+    """Checked by ``loss.losses.as_coupled``."""
 
     def __init__(
         self,
@@ -95,51 +95,31 @@ class Coupled:
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
-        """What may be modules, or methods of modules."""
+        """The user's functions, which may be modules or methods of modules."""
         return self.encode, self.loss
 
     def joins(self, reducer: Reducer) -> bool:
-        """Whether the loss sees the samples of other processes.
-
-        Args:
-            reducer: the processes that take the gradient together.
-        """
+        """Whether the loss sees the samples of other processes."""
         return self.gather and reducer.is_shared
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Encodes a batch at once and gives its loss, with one graph; of all rows together, whatever ``row_block``.
-
-        Args:
-            model: the first argument of both functions.
-            batch: the whole.
-        """
+        """Encodes a whole batch and returns its loss, with one graph and without ``row_block``."""
         outputs = self.encode(model, batch)
         return self.loss_of(model, outputs, batch, slice(0, _rows_of(outputs)))
 
     def loss_of(self, model: Any, outputs: Any, batch: Any, rows: slice) -> Any:
-        """Calls the user's loss.
-
-        Args:
-            model: its first argument.
-            outputs: of all samples.
-            batch: the whole, if it takes it.
-            rows: whose loss is asked for, if it is computed in blocks.
-        """
+        """Calls the user's loss with those of these arguments that it takes."""
         arguments = [model, outputs, *([batch] if self.takes_batch else []), *([rows] if self.row_block else [])]
         return self.loss(*arguments)
 
     def blocks(self, rows: int) -> list[slice]:
-        """The rows that the loss is computed for at a time.
-
-        Args:
-            rows: of all samples.
-        """
+        """Slices of ``row_block`` rows, of a given total."""
         size = self.row_block or rows
         return [slice(start, min(start + size, rows)) for start in range(0, rows, size)] or [slice(0, 0)]
 
 
 def _takes_batch(loss: Any, position: int) -> bool:
-    """Whether a loss asks for the batch, rather than having an option of its own at that position."""
+    """Whether a loss takes the batch, rather than an optional argument of its own at that position."""
     found = _arguments_of(loss)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         return True
@@ -162,32 +142,32 @@ def _rows_of(outputs: Any) -> int:
 
 
 _Graph = list[torch.Tensor | None] | Callable[[], list[torch.Tensor | None]]
-"""The outputs of a micro-batch with their graph, by position, or what encodes it again to give them."""
+"""The outputs of a micro-batch with their graph, by position, or a function that encodes it again."""
 
 
 class CoupledPass:
-    """One pass over a logical batch with a coupled loss, which leaves its gradient in ``.grad``.
+    """One pass over a logical batch with a coupled loss, which fills ``.grad``.
 
-    Micro-batches are encoded, and all but the last ones let go of their graph; the loss is an ordinary pass over leaves
-    that stand for the outputs of all; then each micro-batch goes back from the gradient of its rows, the last one
-    first, as one graph of all would, and is encoded again for that where its graph is gone.
+    All micro-batches are encoded, and only the last ones keep their graph. The loss runs on leaves that stand in for
+    the outputs. Then each micro-batch is differentiated with the gradient of its rows, in reverse order as in a single
+    graph, and encoded again first if its graph is gone.
 
-    ``torch.utils.checkpoint`` would do the same, with three calls of Python for each tensor that the encoder saves: a
-    step with small encoders took 1.4 times as long.
+    ``torch.utils.checkpoint`` would do the same with three Python calls per saved tensor: a step with small encoders
+    took 1.4 times as long.
 
     Args:
         model: the first argument of the user's functions.
         coupled: the user's functions.
         weights: the counts of the whole batch.
-        parameters: whose ``.grad`` is filled; empty at the start.
+        parameters: their ``.grad`` is filled; it is empty at the start.
         settings: precision, scaling, inputs, kept graphs.
         samples: positions in the logical batch, for each micro-batch.
-        outside: is notified of leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are wanted, or only the values.
+        outside: collects leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are computed, or only the values.
     """
 
     loss_pass: type[Accumulation] = Accumulation
-    """What the loss runs in, for blocks of rows in the place of micro-batches."""
+    """The pass that runs the loss, with blocks of rows instead of micro-batches."""
 
     def __init__(
         self,
@@ -214,15 +194,19 @@ class CoupledPass:
         self._watched = {True: 0, False: 0}
 
     def run(self, batches: Iterable[Any], again: Callable[[int], Any], whole: Callable[..., Any]) -> Sums:
-        """Encodes, takes the loss, and goes back through the encoder.
+        """Encodes, computes the loss, and differentiates the encoder.
 
         Args:
-            again: gives one of them once more, by its number.
-            whole: gives the batch that the loss looks at; over several processes it is given its rows and the batches
-                of all of them.
+            batches: the micro-batches.
+            again: returns a micro-batch once more, by its index.
+            whole: returns the batch for the loss; over several processes it gets the joint outputs.
 
         Returns:
-            What was added up; gradients are in ``.grad``, scaled if there is a scaler.
+            The sums; gradients are in ``.grad``, scaled if there is a scaler.
+
+        Raises:
+            LossError: ``encode`` wrote to the batch or gave other outputs when it ran again, or the loss broke its
+                contract.
         """
         outputs, reruns = Outputs(self._samples), Reruns(is_first=not self._coupled.has_run_again)
         graphs = self._encoded(batches, again, outputs, reruns)
@@ -237,8 +221,8 @@ class CoupledPass:
     def _encoded(
         self, batches: Iterable[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
     ) -> list[_Graph]:
-        """Encodes all, and gives what the gradients of each micro-batch go back through."""
-        # One by default: the last micro-batch goes back first, right after the loss, so its graph is at hand anyway.
+        """Encodes all micro-batches; returns the graph of each, or what makes it again."""
+        # One by default: the last micro-batch is differentiated first, right after the loss.
         keep = next((n for n in (self._settings.kept_graphs, self._coupled.keep) if n is not None), 1)
         twice = len(self._samples) - keep if self._differentiate else 0
         power_iterations = PowerIterations(self._modules)
@@ -261,12 +245,12 @@ class CoupledPass:
     def _to_run_again(
         self, number: int, given: list[Any], again: Callable[[int], Any], outputs: Outputs, reruns: Reruns
     ) -> _Graph:
-        """Encodes a micro-batch, lets go of its graph, and gives what encodes it again."""
+        """Encodes a micro-batch without keeping its graph; returns a function that encodes it again."""
         batch = given.pop()
         self._passes.refuse_hidden_dropout()
         writes = Writes([batch])
         with self._passes.first() as forward:
-            tensors = outputs.add(self._encode(batch, is_first=True))  # with a graph, so that both times are alike
+            tensors = outputs.add(self._encode(batch, is_first=True))  # with grad mode on, so that both runs are alike
             before = reruns.marked(tensors)
 
         if writes.were_made:
@@ -288,7 +272,7 @@ class CoupledPass:
         if self._differentiate and self._watched[is_first] < _WATCHED:
             self._watched[is_first] += 1
             watch = GradientWatch(self._model, self._parameters)
-        own = map_leaves(lambda leaf: leaf, batch)  # in containers that may be taken apart
+        own = map_leaves(lambda leaf: leaf, batch)  # new containers, which encode may change
         del batch
         with self._settings.context():
             encoded = self._coupled.encode(self._model, own)
@@ -300,9 +284,9 @@ class CoupledPass:
         self, graphs: list[_Graph], outputs: Outputs, gradients: Sequence[torch.Tensor | None],
         sums: Sums,
     ) -> None:  # fmt: skip
-        """Differentiates each micro-batch by itself, the last one first, and frees it."""
+        """Differentiates one micro-batch after the other, the last one first, and frees its graph."""
         beside = self._settings.gradient_sums(self._parameters, len(graphs) + 1)
-        beside.take_()  # of the loss
+        beside.take_()  # gradients of the loss's own parameters
         token = accumulation.set(Restriction(self._settings.inputs, self._outside))
         try:
             while graphs:
@@ -329,16 +313,16 @@ class CoupledPass:
             backward_to_leaves([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
     def _loss_of(self, outputs: Outputs, whole: Callable[..., Any]) -> tuple[Sums, list[torch.Tensor | None]]:
-        """The loss on the outputs of all samples, and the gradient of each of them."""
+        """The loss on all outputs, and the gradient of each output of this process."""
         joins, takes_batch = self._coupled.joins(self._settings.reducer), self._coupled.takes_batch
         reducer = self._settings.reducer if joins else ALONE
         joint = reducer.gathered(
             *outputs.joined(differentiate=self._differentiate), whole(own=True) if joins and takes_batch else None
         )
         rows = joint.rows if joins else outputs.total
-        blocks = self._coupled.blocks(rows)[joint.place :: joint.of]  # each process takes its share of them
+        blocks = self._coupled.blocks(rows)[joint.place :: joint.of]  # the share of this process
         sums = Sums()
-        if blocks:  # of what is not a sum over rows, one process computes all
+        if blocks:  # without row_block only one process has a block
             sums = self._loss_in(joint, blocks, rows, partial(whole, joint) if joins else whole)
         if self._differentiate:
             joint.sum_()
@@ -346,7 +330,7 @@ class CoupledPass:
         return sums, [None if leaf is None or leaf.grad is None else leaf.grad[own] for leaf in joint.leaves]
 
     def _loss_in(self, joint: Joint, blocks: list[slice], total: int, whole: Callable[[], Any]) -> Sums:
-        """The loss of some blocks of rows; gradients are left on the leaves."""
+        """The loss of some blocks of rows; leaves its gradients on the leaves."""
         coupled, settings = self._coupled, self._settings
         mine = [leaf for leaf in joint.leaves if leaf is not None]
         batch = whole()

@@ -1,4 +1,4 @@
-"""The graph cut: finish downstream piece by piece, then go upstream once."""
+"""``cut``: detaches tensors, backpropagates each loss computed from them, then the shared part once."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,16 @@ Weighting = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LossGradients:
-    """Takes what each ``backward()`` leaves at some leaves, one row each.
+    """Collects the gradients that each ``backward()`` call leaves at some leaves, as one row per call.
 
-    A backward is what one call of it does, whatever runs inside: a checkpoint that runs a backward of its own is no
-    loss of its own. One that fails gives no row. A loss that reaches no leaf gives none either.
+    Nested backwards, as of a reentrant checkpoint, belong to the outer call. A backward that fails, or reaches no leaf,
+    has no row.
 
     Args:
-        leaves: are watched until ``close`` is called.
+        leaves: watched until ``close`` is called.
 
     Attributes:
-        name: of the loss that is being differentiated; empty where nobody knows it.
+        name: of the loss that is differentiated now; empty if it is not known.
         names: of the rows.
     """
 
@@ -57,27 +57,23 @@ class LossGradients:
         row: dict[int, torch.Tensor] = {}
         parts, self._parts = self._parts, {}
         for at, gradients in sorted(parts.items()):
-            if at >= number:  # what ran inside began later; what began before has failed
+            if at >= number:  # nested backwards have higher numbers; lower ones are of a backward that failed
                 for index, gradient in gradients.items():
                     row[index] = _sum(row[index], gradient) if index in row else gradient
         self.add(row)
 
     def add(self, row: dict[int, torch.Tensor]) -> None:
-        """Adds a row that was made by hand.
-
-        Args:
-            row: the gradient of each leaf that the loss reaches, by the number of the leaf.
-        """
+        """Adds a row: the gradients of the leaves that a loss reaches, by index."""
         self.names.append(self.name or f"loss_{len(self._rows)}")
         self._rows.append(row)
 
     def close(self) -> None:
-        """Takes the hooks off; what was taken stays."""
+        """Removes the hooks; the rows stay."""
         for handle in self._handles:
             handle.remove()
 
     def sums(self) -> dict[int, torch.Tensor]:
-        """The sum over the losses at each leaf that one reached, as autograd adds; the rows are gone afterwards."""
+        """The sum of the rows at each leaf, by index; clears the rows."""
         found: dict[int, torch.Tensor] = {}
         fresh: set[int] = set()
         while self._rows:
@@ -86,17 +82,13 @@ class LossGradients:
                     found[index] = gradient
                 elif index in fresh and found[index].layout == gradient.layout:
                     found[index] += gradient
-                else:  # the first one may be a tensor that someone else holds
+                else:  # not in place: others may hold the first tensor
                     found[index] = _sum(found[index], gradient)
                     fresh.add(index)
         return found
 
     def norms(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
-        """The norm of each row.
-
-        Returns:
-            K norms, in float32 or float64; nothing waits for the device.
-        """
+        """The norms of the K rows, in float32 or float64, without a device synchronization."""
         dtype = self._dtype()
         squares = torch.zeros(len(self._rows), dtype=dtype, device=device)
         for number, row in enumerate(self._rows):
@@ -108,12 +100,19 @@ class LossGradients:
     def weighted(
         self, weighting: Weighting, leaves: Sequence[torch.Tensor], scale: torch.Tensor | None
     ) -> dict[int, torch.Tensor]:
-        """Combines the rows by a function of all of them; they are gone afterwards.
+        """Combines the rows by ``weighting``, and clears them.
 
         Args:
-            weighting: takes the matrix of K rows of N numbers; gives N numbers, which go upstream, or K weights.
-            scale: is taken off the matrix and put on the result. With one, rows that are not finite are summed
-                without asking ``weighting``, so that the scaler sees them and skips the update.
+            weighting: gets the K x N matrix; returns the N elements that go upstream, or K weights.
+            leaves: give shapes, dtypes and devices of the result.
+            scale: the matrix is divided by it, and the result multiplied. With a scale, rows that are not finite are
+                summed without ``weighting``, so that the scaler finds them and skips the update.
+
+        Returns:
+            The combined gradient of each leaf, by index.
+
+        Raises:
+            LossError: ``weighting`` returned neither.
         """
         reached = sorted({index for row in self._rows for index in row})
         matrix = self._matrix(reached, leaves, scale)
@@ -153,7 +152,7 @@ class LossGradients:
 
 
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return one + other if one.layout is torch.strided else other + one  # of a dense and a sparse one, dense is first
+    return one + other if one.layout is torch.strided else other + one  # torch needs the dense one first
 
 
 def _flat(gradient: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -182,8 +181,8 @@ def _combined(result: Any, matrix: torch.Tensor) -> torch.Tensor:
     given: torch.Tensor = result.detach().to(matrix.device, matrix.dtype)
     if given.shape == (rows,) == (length,):
         raise LossError(
-            f"weighting gave {rows} numbers for a matrix of {rows} x {length}, which may be the combined row or the "
-            f"weights; expected a tensor of shape (1, {length}) for the row, or ({rows}, 1) for the weights"
+            f"weighting gave {rows} elements for a matrix of {rows} x {length}, which could be the combined gradient "
+            f"or the weights; expected shape (1, {length}) for the gradient, or ({rows}, 1) for the weights"
         )
     if given.shape in ((length,), (1, length)):
         return given.reshape(length)
@@ -194,7 +193,7 @@ def _combined(result: Any, matrix: torch.Tensor) -> torch.Tensor:
 
 def _expected(rows: int, length: int) -> str:
     return (
-        f"a tensor of {length} numbers, the combined gradient at the cut, or of {rows} weights, one a loss, from the "
+        f"a tensor of {length} elements, the combined gradient at the cut, or of {rows} weights, one per loss, for the "
         f"{rows} x {length} matrix that it was given"
     )
 
@@ -203,12 +202,12 @@ _open_cuts: ContextVar[tuple["_Open", ...]] = ContextVar("anybatch_open_cuts", d
 
 
 class Restriction(NamedTuple):
-    """What a running accumulation wants of every backward in it."""
+    """Settings of the running accumulation that apply to every backward in it."""
 
     inputs: tuple[torch.Tensor, ...] | None = None  # the only tensors that get a gradient, or ``None`` for all
-    outside: OutsideLeaves | None = None  # is notified of leaves that nobody named, or ``None``
-    micro_batches: int = 1  # in how many the batch is split
-    scale: torch.Tensor | None = None  # what losses are multiplied by beside their weight, or ``None``
+    outside: OutsideLeaves | None = None  # collects leaves that are in no list, or ``None``
+    micro_batches: int = 1  # of the logical batch
+    scale: torch.Tensor | None = None  # of the GradScaler, or ``None``
 
 
 _UNRESTRICTED = Restriction()
@@ -216,7 +215,7 @@ accumulation: ContextVar[Restriction] = ContextVar("anybatch_accumulation", defa
 
 
 class _Open:
-    """Leaves that stand for tensors while something is differentiated down to them."""
+    """A block in which leaves stand in for tensors."""
 
     def __init__(self) -> None:
         self._leaves: Sequence[torch.Tensor] = ()
@@ -240,7 +239,7 @@ class _Open:
 
 @contextmanager
 def standing(leaves: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Lets leaves get gradients that no parameter stands for."""
+    """Lets backwards in this block fill the gradients of leaves that are no parameters."""
     mine = _Open()
     mine._leaves = [leaf for leaf in leaves if leaf is not None]
     mine._open()
@@ -251,35 +250,38 @@ def standing(leaves: Sequence[torch.Tensor | None]) -> Iterator[None]:
 
 
 class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
-    """Cuts the graph at some tensors, so that what is computed from them can be differentiated piece by piece.
+    """Detaches tensors at a cut, backpropagates each loss up to it, then the shared part once.
 
-    Inside of the block leaves stand for the tensors. Each ``backward()`` there frees its own graph and leaves its
-    gradient at the cut; at the end of the block the sum of these gradients goes upstream, once.
+    Inside the block, detached leaves replace the tensors. Each ``backward()`` there frees its own graph and adds its
+    gradient at the cut. At the end of the block the sum of these gradients is backpropagated through the shared part,
+    once.
 
-    An exception in the block leaves upstream untouched. With no ``backward()`` in the block nothing is sent upstream,
-    and a warning says so. Tensors without gradient, tensors that are not floating point and everything else pass
-    through. A leaf that is used after the block raises ``CutClosed`` when a gradient reaches it.
+    After an exception in the block nothing goes upstream. Without a ``backward()`` in the block nothing goes upstream,
+    either, and a warning says so. Tensors that do not require a gradient, and all other values, are passed through.
+    When a gradient reaches a leaf after the block, ``CutClosed`` is raised.
 
-    With ``per_loss`` or ``weighting`` the gradient of each ``backward()`` at the cut is kept by itself, as one of K
-    rows: of the cut, never of the parameters. A backward of several losses together is one row, and so is what a cut
-    inside of this one sends up. A loss that does not reach the cut has none.
+    With ``per_loss`` or ``weighting`` the gradient of each ``backward()`` at the cut (not of the parameters) is kept as
+    one of K rows. A backward of several losses together is one row, and so is the backward of a cut inside this one. A
+    loss that does not reach the cut has no row.
 
     Args:
-        tensors: a tensor or any nested container of them.
-        weighting: takes the K x N matrix of the rows in float32 or float64, gives the N numbers that go upstream in the
-            place of their sum, such as an aggregator of TorchJD, or K weights for the rows. It needs the whole batch
-            in one micro-batch. Losses that a scaler scaled within ``TrainStep`` or ``backward`` are unscaled here.
-        per_loss: keeps the rows and takes their norms, also without ``weighting``; in micro-batches the rows of each by
-            itself, with its weight.
+        tensors: a tensor or any nested container of tensors.
+        weighting: a function of the K x N matrix of the rows, in float32 or float64. It returns the N elements that go
+            upstream instead of the sum, as an aggregator of TorchJD does, or K weights for the rows. It needs the whole
+            batch in one micro-batch. The scale of a ``GradScaler`` of ``TrainStep`` or ``backward`` is removed first.
+        per_loss: keeps the rows and computes their norms, also without ``weighting``; if the batch is split, in each
+            micro-batch separately and with its weight.
 
     Attributes:
-        names: after the block, the names of the losses that have a row: as they were yielded, or ``loss_0`` and so on.
-        norms: after the block, the K norms of the rows, a detached tensor on the device.
+        names: after the block, the names of the losses with a row: as yielded, or ``loss_0`` and so on.
+        norms: after the block, the norms of the K rows, a detached tensor on the device.
 
     Raises:
-        LossError: the first operation on a leaf writes in place, which a leaf does not allow; or ``weighting`` gave
-            neither of the two.
+        LossError: ``weighting`` is not callable or returned something else, or a tensor at the cut was written to in
+            place.
         NotSplittable: there is a ``weighting``, and the batch is split.
+        CutClosed: it was entered before, or a gradient reached a leaf after the block.
+        AnyBatchError: ``names`` or ``norms`` were read before the end of the block, or without ``per_loss``.
 
     Example:
         >>> trunk, heads = torch.nn.Linear(4, 3), [torch.nn.Linear(3, 1) for _ in range(2)]
@@ -326,8 +328,8 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
 
     def _measurement(self) -> tuple[tuple[str, ...], torch.Tensor]:
         if self._measured is None:
-            when = "the block has not ended well" if self._per_loss else "they were not asked for: per_loss=True"
-            raise AnyBatchError(f"this cut has no gradients of each loss; {when}. Read them after the with block")
+            when = "its block has not ended without an error" if self._per_loss else "pass per_loss=True to keep them"
+            raise AnyBatchError(f"this cut has no gradients per loss; {when}. Read them after the with block")
         return self._measured
 
     @property
@@ -387,9 +389,9 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if any(tensor.grad_fn is not node for (tensor, _), (node, _) in zip(pairs, were, strict=True)):
             raise _changed_in_place()
         leaves = [leaf for _, leaf in pairs]
-        with _without_autocast(leaves):  # a backward runs in the precision of its forward, not in autocast
+        with _without_autocast(leaves):  # a backward does not run under autocast
             if rows is not None:
-                if gradients:  # the user's own code put them there, no backward did
+                if gradients:  # set by the user's code, not by a backward
                     rows.add(gradients)
                 gradients = self._joined(rows, leaves)
             if gradients:
@@ -405,7 +407,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             self._warn_if_nothing_came(bool(pairs))
 
     def _joined(self, rows: LossGradients, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Takes the norms of the rows, and combines them into what goes upstream."""
+        """Computes the norms of the rows, and combines the rows into the gradients that go upstream."""
         scale = accumulation.get().scale
         device = leaves[0].device if leaves else torch.device("cpu")
         self._measured = tuple(rows.names), rows.norms(device, scale)
@@ -430,16 +432,15 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
 def _explain_in_place(error: BaseException) -> None:
     if isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error):
         raise LossError(
-            "the first operation on a tensor from anybatch.cut writes in place (such as relu_ or x += 1), which the "
-            "leaf "
-            "that stands for it does not allow; use the version that does not write in place, or clone the tensor first"
+            "the first operation on a tensor from anybatch.cut writes in place (such as relu_ or x += 1), which "
+            "autograd does not allow on a leaf; use the version that does not write in place, or clone the tensor first"
         ) from error
 
 
 def _changed_in_place() -> LossError:
     return LossError(
-        "a tensor that anybatch.cut had cut was written to in place in its block, though the gradient of what made it "
-        "goes through it as it was; use the version that does not write in place, or clone the tensor first"
+        "a tensor that was passed to anybatch.cut was written to in place in its block, and the backward of the shared "
+        "part needs its old value; use the version that does not write in place, or clone the tensor first"
     )
 
 
@@ -461,11 +462,12 @@ def _refuse_to_weigh_parts(micro_batches: int) -> None:
 
 
 def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor], name: str = "") -> None:
-    """Runs autograd backward, restricted to the inputs of the running accumulation if it has any.
+    """Runs ``torch.autograd.backward``, restricted to the inputs of the running accumulation if it has any.
 
     Args:
+        tensors: where the backward starts.
         gradients: one for each of ``tensors``, of its shape.
-        name: of the losses, for the cuts whose blocks are being run; empty if they have none.
+        name: of the losses, for open cuts; empty if they have none.
     """
     restriction = accumulation.get()
     opened = _open_cuts.get()
@@ -479,7 +481,7 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
         if restriction.inputs is None:
             torch.autograd.backward(tensors, gradients)
         else:
-            # autograd fills only what is named: without the leaves of cuts nothing would reach the inputs behind them.
+            # autograd fills only what is named: without the leaves of cuts no gradient reaches inputs upstream of them.
             torch.autograd.backward(tensors, gradients, inputs=[*restriction.inputs, *leaves_of_open_cuts()])
     except RuntimeError as error:
         if type(error).__name__ != "CheckpointError":
@@ -494,11 +496,11 @@ def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor
 
 
 def leaves_of_open_cuts() -> list[torch.Tensor]:
-    """The leaves that stand for tensors in the blocks that are being run."""
+    """The leaves of all open cuts."""
     return [leaf for opened in _open_cuts.get() for leaf in opened.leaves]
 
 
 def declare_nothing_to_do() -> None:
-    """Tells the open cuts that a loss was left out on purpose, so that no ``backward()`` in them is no mistake."""
+    """Tells the open cuts that a loss was left out on purpose, so that they do not warn without a ``backward()``."""
     for opened in _open_cuts.get():
         opened._without_backward_is_fine = True

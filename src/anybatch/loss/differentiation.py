@@ -1,4 +1,4 @@
-"""The losses of a logical batch, weighted and differentiated as they come."""
+"""Weights and differentiates the losses of a logical batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class Differentiation:
-    """Weighs losses, differentiates them, and adds up their values.
+    """Weights losses, differentiates them, and sums their values.
 
     Args:
         weights: the counts.
-        rows: the samples of each micro-batch, ``None`` of one that can't be cut.
-        parameters: whose gradients are scaled in the end, where counts are known only then.
+        rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
+        parameters: their gradients are scaled at the end if counts are known only then.
         settings: precision, scaling, inputs.
-        outside: knows the leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are wanted, or only the values.
-        in_pieces: whether a micro-batch may give the same loss several times.
+        outside: has the leaves that are not in ``parameters``, or ``None``.
+        differentiate: whether gradients are computed, or only the values.
+        in_pieces: whether a micro-batch may have the same loss several times.
 
     Attributes:
-        sums: what was added up.
+        sums: the sums so far.
     """
 
     def __init__(
@@ -63,15 +63,21 @@ class Differentiation:
 
     @property
     def weight_tensors(self) -> list[torch.Tensor]:
-        """What the last losses were weighted with, which is there for the next micro-batch."""
+        """The cached weights of the last losses, which stay alive for the next micro-batch."""
         return [*self._weight_tensors.values()]
 
     def add(self, index: int, name: str, loss: torch.Tensor | Mean, share: float = 1.0) -> None:
-        """Adds a loss, which waits to be differentiated.
+        """Adds a loss; ``differentiate_waiting`` differentiates it.
 
         Args:
-            loss: a tensor without dimensions or a ``Mean``.
-            share: of the micro-batch that a plain mean is over; a ``Mean`` has its own count.
+            index: of the micro-batch.
+            name: of the loss.
+            loss: a 0-dim tensor or a ``Mean``.
+            share: the fraction of the micro-batch that a plain loss is the mean over; a ``Mean`` has its own count.
+
+        Raises:
+            LossError: the loss has no gradient, or is one of several with counts that only the forward knows.
+            CountError: the count of a ``Mean`` is not a number, or the loss has no count.
         """
         if isinstance(loss, Mean):
             self._add_mean(index, name, loss)
@@ -86,7 +92,7 @@ class Differentiation:
         self._wait(loss, weight)
 
     def add_nothing(self, loss: torch.Tensor | Mean) -> None:
-        """Lets a loss that counts nothing be differentiated, for what its backward communicates."""
+        """Adds a loss with weight 0, whose backward other processes wait for."""
         total = loss.total if isinstance(loss, Mean) else loss
         had_gradient = self.sums.has_gradient
         if isinstance(total, torch.Tensor) and total.requires_grad:
@@ -94,7 +100,7 @@ class Differentiation:
         self.sums.has_gradient = had_gradient
 
     def keep_metrics(self, index: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps the metrics of a micro-batch, each of which gives as many as the first."""
+        """Adds the metrics of a micro-batch; all micro-batches need the same metrics."""
         kept = self.sums.metrics
         if metrics or (kept and kept[-1]):
             metrics = checked_metrics(metrics, self._rows[index], kept[-1] if kept else None)
@@ -105,7 +111,7 @@ class Differentiation:
         """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
 
         Returns:
-            What their gradients are to be multiplied by, so that they can be added to those from here.
+            The factor for their gradients, before these are added to those from here.
         """
         factor = 1.0
         if other._summed is not None:
@@ -130,7 +136,7 @@ class Differentiation:
         return factor
 
     def check_alone(self, name: str, seen: int) -> None:
-        """Refuses a second loss beside one whose weight is known only at the end."""
+        """Refuses a second loss beside a ``Mean`` whose weight is known only at the end."""
         if self._summed is not None and (seen > 1 or name != self._summed):
             raise _several_unknown_counts(name)
 
@@ -154,20 +160,19 @@ class Differentiation:
             self._wait(mean.total, factor)
 
     def _denominator(self, index: int, name: str, count: Any) -> tuple[Any, float | None]:
-        """What a ``Mean`` is divided by in the end, and what its gradient is multiplied by now, if both are known."""
+        """The divisor of a ``Mean``'s value, and the factor for its gradient; ``None`` for what is not known yet."""
         if self._weights.names(name):
             total = self._weights.total(name)
             return total, 1.0 / total if total else 0.0
-        # A Mean that is alone in its batch is its own denominator; of several, the sum is known only at the end.
+        # The only Mean of a batch has its own count as divisor; of several, the sum is known only at the end.
         if len(self._weights) == 1 and not self._in_pieces and not self._reducer.is_shared:
             return count, None
         return None, self._summing_factor(index, name, count) if self._differentiate else None
 
     def _summing_factor(self, index: int, name: str, count: Any) -> float:
-        """Sums one ``Mean`` over the micro-batches, to be divided by the count at the end.
+        """The factor for a ``Mean`` that is summed over micro-batches, and divided by the count at the end.
 
-        The summands are divided by a power of two near the expected count, which rounds nothing and keeps scaled fp16
-        gradients in range.
+        It is one over a power of two near the expected count: exact, and scaled fp16 gradients stay in range.
         """
         if self._summed is None:
             if {*self.sums.terms, *self.sums.counts} != {name}:
@@ -213,15 +218,19 @@ class Differentiation:
         self.wait_for(total, gradient)
 
     def wait_for(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Lets a gradient, weighted and scaled as losses are, go back together with the losses that wait."""
+        """Adds a tensor and its gradient, already weighted and scaled, to the next backward."""
         self._waiting[0].append(tensor)
         self._waiting[1].append(gradient)
 
     def differentiate_waiting(self, name: str = "", *, is_first: bool = True) -> None:
-        """Differentiates what waits: losses of one forward together, since they may share a graph.
+        """Differentiates all waiting losses in one backward, since they may share a graph.
 
         Args:
-            is_first: whether none of the same micro-batch was differentiated before.
+            name: of the loss, if it has one.
+            is_first: whether this is the first backward of the micro-batch.
+
+        Raises:
+            LossError: the backward needs a graph that was already freed.
         """
         (waiting, gradients), self._waiting = self._waiting, ([], [])
         if not waiting:
@@ -235,10 +244,10 @@ class Differentiation:
             raise
 
     def closing_scale(self) -> float | None:
-        """What gradients are to be multiplied by in the end, where the count is known only now.
+        """The factor for all gradients, if the count was not known before; else ``None``.
 
         Raises:
-            CountError: counts of ``Mean`` s do not agree with those that were given.
+            CountError: counts of ``Mean`` s differ from ``count=``.
             LossError: a loss with items had no gradient in any micro-batch.
         """
         if not self.sums.counts:  # the weights were known from the start
@@ -275,16 +284,17 @@ class Differentiation:
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor:
-    """The detached value, without the storage of many numbers that it may lie in.
-
-    It may be a view; and ``mse_loss`` and some others give a number in the storage of all its summands.
-    """
+    """The detached value; cloned if its storage is larger, as for views and for ``mse_loss`` and some others."""
     value = loss.detach()
     return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
 
 
 def checked_count(count: Any, name: str) -> Any:
-    """The count that a ``Mean`` brings along; a tensor on a device is looked into only at the end."""
+    """Checks the count of a ``Mean``; the value of a tensor is read only at the end.
+
+    Raises:
+        CountError: it is not a number, not a real 0-dim tensor, or requires a gradient.
+    """
     if isinstance(count, torch.Tensor):
         if count.dim() != 0 or count.is_complex():
             raise CountError(

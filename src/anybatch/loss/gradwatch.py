@@ -1,4 +1,4 @@
-"""Notices that a loss function changes the gradients that are being accumulated."""
+"""Detects a loss function that changes the gradients that are accumulated."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ _MOST = 64
 
 
 class GradientWatch:
-    """Looks at ``.grad`` before and after the user's code ran; of many parameters at some that are evenly spread.
+    """Compares ``.grad`` before and after the user's code, for at most about 64 evenly spaced parameters.
 
     Args:
-        model: names the parameters.
-        parameters: whose gradients are accumulated.
-        is_alone: whether nothing else differentiates meanwhile, on another device.
+        model: gives the names of parameters.
+        parameters: their gradients are accumulated.
+        is_alone: whether no other device runs a backward at the same time.
 
     Attributes:
         is_on: whether there is anything to compare.
@@ -39,14 +39,18 @@ class GradientWatch:
         self.note()
 
     def note(self) -> None:
-        """Takes the gradients as they are now for those that the next run of the user's code has to leave alone."""
+        """Saves the gradients that the next run of the user's code must not change."""
         self.is_on, self._seen = True, []
         for parameter in self._parameters:
             gradient = parameter.grad
             self._seen.append((parameter, gradient, -1 if gradient is None else gradient._version))
 
     def check(self) -> None:
-        """Compares once, see ``release``."""
+        """Compares the gradients with those of ``note``, then stops.
+
+        Raises:
+            LossError: a gradient was changed.
+        """
         for parameter, seen, version in self._seen:
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
@@ -55,11 +59,15 @@ class GradientWatch:
         self.is_on, self._seen = False, []
 
     def release(self) -> None:
-        """Keeps no gradient alive any longer; nothing is compared until the next note."""
+        """Releases the saved gradients; nothing is compared until the next ``note``."""
         self.is_on, self._seen = False, []
 
     def check_kept(self) -> None:
-        """Looks only for gradients that went, since others may have come from a backward through a cut."""
+        """Looks only for gradients that were removed, since a cut may have added some.
+
+        Raises:
+            LossError: a gradient was removed.
+        """
         for parameter, seen, _ in self._seen:
             if seen is not None and parameter.grad is None:
                 raise self._error(parameter, seen, None)
@@ -69,7 +77,7 @@ class GradientWatch:
         name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
         if gradient is None or (seen is not None and not _is_nonzero(gradient)):
             return LossError(
-                f"the loss took gradients off: {name} lost what the micro-batches before had given. Expected a loss "
+                f"the loss took gradients off: {name} lost the gradient of earlier micro-batches. Expected a loss "
                 "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
                 "logical batch"
             )
@@ -90,5 +98,5 @@ class GradientWatch:
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:
-    """Whether there is a gradient with an entry other than 0; of one in parts the part that lies here is looked at."""
+    """Whether there is a gradient with a nonzero element in its local part."""
     return gradient is not None and bool(local_of(gradient).any())

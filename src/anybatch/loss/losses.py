@@ -1,9 +1,9 @@
-"""What a loss function may return, read as named losses and metrics.
+"""Reads what a loss function returned as named losses and metrics.
 
-A loss function ``loss_fn(model, batch)`` gives one of
+A loss function ``loss_fn(model, batch)`` returns one of
 
-- the mean over ``count(batch)`` items, a tensor without dimensions;
-- a ``Mean(total, count)``, whose own count wins;
+- the mean over ``count(batch)`` items, a 0-dim tensor;
+- a ``Mean(total, count)``, whose own count takes precedence;
 - a mapping of names to either;
 - a generator that yields losses or ``(name, loss)`` one by one, and may return metrics;
 - any of the first three in a pair ``(loss, metrics)``.
@@ -33,25 +33,25 @@ _WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: the
 
 
 def as_coupled(loss_fn: Any) -> "Coupled | None":
-    """A loss function if it is a ``Coupled``, whose module is loaded only by those who use one."""
+    """The loss function if it is a ``Coupled``, else ``None``; does not import its module."""
     return cast("Coupled", loss_fn) if getattr(type(loss_fn), "is_coupled", False) else None
 
 
 def as_over_time(loss_fn: Any) -> "OverTime | None":
-    """A loss function if it is an ``OverTime``, whose modules are loaded only by those who use one."""
+    """The loss function if it is an ``OverTime``, else ``None``; does not import its modules."""
     return cast("OverTime", loss_fn) if getattr(type(loss_fn), "is_over_time", False) else None
 
 
 class Evaluation:
-    """What one call of the loss function on one micro-batch gave.
+    """The result of one call of the loss function on one micro-batch.
 
-    Iterating gives ``(name, loss)`` pairs, each a tensor without dimensions or a ``Mean``; a generator's body goes on
-    only when the next one is asked for. ``metrics`` is complete at the end, ``is_generator`` is known at once.
+    Iterating yields ``(name, loss)`` pairs, each loss a 0-dim tensor or a ``Mean``; a generator resumes only when the
+    next pair is requested. ``metrics`` is complete after the iteration, ``is_generator`` from the start.
 
     Args:
         result: of ``loss_fn(model, batch)``.
-        context: makes the context, such as autocast, in which a generator goes on.
-        check: takes each loss and its name, which is empty for a single one, and gives the loss.
+        context: makes the context, such as autocast, in which a generator runs.
+        check: a function of a loss and its name, empty for a single loss, that returns the loss.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def _returned(value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_outputs(result: Mapping[Any, Any]) -> None:
-    """Refuses all that a model gave where its loss is wanted."""
+    """Refuses the whole output of a model that has its loss as one of several entries."""
     loss = result.get("loss")
     others = {
         name: value for name, value in result.items() if isinstance(value, (torch.Tensor, tuple)) and name != "loss"
@@ -142,7 +142,7 @@ def _refuse_outputs(result: Mapping[Any, Any]) -> None:
 
 
 def is_nothing(loss: Any) -> bool:
-    """Whether a loss function gave nothing to learn from: None, a plain number, no losses."""
+    """Whether a result has no loss: ``None``, a plain number, an empty mapping, or a ``Mean`` of numbers over 0."""
     if isinstance(loss, Mean):
         is_zero = isinstance(loss.count, (int, float)) and loss.count == 0
         return is_zero and isinstance(loss.total, (int, float))
@@ -150,12 +150,16 @@ def is_nothing(loss: Any) -> bool:
 
 
 def unless_nothing(loss: Any, name: str) -> Any:
-    """The loss, checked unless it is nothing, which whoever knows the counts refuses."""
+    """The loss, checked unless ``is_nothing``; whether nothing is allowed depends on the counts."""
     return loss if is_nothing(loss) and not isinstance(loss, Mean) else checked_loss(loss, name)
 
 
 def checked_loss(loss: Any, name: str) -> Any:
-    """Refuses what is neither a tensor without dimensions nor a ``Mean`` of one."""
+    """Returns a 0-dim floating-point tensor or a ``Mean`` of one, and refuses all else.
+
+    Raises:
+        LossError: it is something else.
+    """
     which = f"loss {name!r}" if name else "loss"
     if isinstance(loss, Mapping) and not loss:
         raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")
@@ -196,7 +200,11 @@ def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> Non
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Refuses what can't be a loss function before anything is computed."""
+    """Refuses what can't be a loss function, before anything is computed.
+
+    Raises:
+        LossError: it can't be called with a model and a batch, or is one of torch's own losses.
+    """
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
     _refuse_criterion(loss_fn)
@@ -215,7 +223,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def _refuse_criterion(loss_fn: Any) -> None:
-    """torch's own losses take an output and a target, and would be called with the model and the batch."""
+    """Refuses torch's own losses, which take an output and a target, not a model and a batch."""
     forward = type(loss_fn).forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
     if getattr(forward, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = type(loss_fn).__name__ if isinstance(loss_fn, torch.nn.Module) else loss_fn.__name__
@@ -226,7 +234,7 @@ def _refuse_criterion(loss_fn: Any) -> None:
 
 
 def note_the_arguments(error: Exception, loss_fn: Any, model: Any) -> None:
-    """Notes on an error of a loss function that takes the model for an output how it is called."""
+    """Adds a note to the error of a loss function that used the model as an output."""
     called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if type(model).__name__ not in str(error) or torch.nn.Module._call_impl.__name__ in called:
         return

@@ -1,4 +1,4 @@
-"""Norms of gradients, and clipping by the whole norm."""
+"""The norm of all gradients, and clipping by it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,10 +11,10 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The Euclidean norm of all gradients together, accumulated in at least float32.
 
     Args:
-        gradients: dense tensors of any shapes; of sharded ones the whole counts, for which all ranks call together.
+        gradients: dense tensors of any shapes; with sharded ones this is a collective call.
 
     Returns:
-        A tensor without dimensions on the first gradient's device; 0 if there are none.
+        A 0-dim tensor on the device of the first gradient; 0 if there are none.
 
     Example:
         >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
@@ -52,10 +52,13 @@ def _by_kind(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torc
 
 
 def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scales the gradients so that their norm together is at most ``max_norm``.
+    """Clips the gradients in place by their total norm, without a device synchronization.
 
-    The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``; with an infinite
-    ``max_norm`` nothing is scaled. No value is fetched from the device.
+    The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``. An infinite
+    ``max_norm`` scales nothing.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))

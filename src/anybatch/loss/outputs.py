@@ -1,4 +1,4 @@
-"""What an encoder gave for each micro-batch, joined to what it would have given for all samples."""
+"""The outputs of an encoder for each micro-batch, joined to the outputs of the whole batch."""
 
 import math
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ _EXPECTED_AGAIN = (
 
 
 Marks = dict[int, tuple[Any, float]]
-"""By position the sums of a tensor and of its absolute values, and how far rounding may move the former."""
+"""By position: the sums of a tensor and of its absolute values, and the relative tolerance."""
 
 
 class Reruns:
-    """Tells whether what ran twice gave the same values the second time.
+    """Checks that the second run of a micro-batch gave the same values.
 
-    By the sums other values are told from the same ones; kernels may round differently, so the sizes count.
+    Compares sums, with a tolerance relative to the sum of absolute values, since kernels may round differently.
 
     Args:
-        is_first: whether nothing like it has run twice before; after that, only the CPU is looked at, since any other
-            device would be waited for.
+        is_first: whether this is the first check of a loss; later ones look at CPU tensors only, since other devices
+            would have to be synchronized.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -37,7 +37,7 @@ class Reruns:
         self.has_seen_any = False
 
     def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
-        """What is compared of some tensors; of those on the CPU no tensor is kept for it."""
+        """The sums to compare; of CPU tensors as Python numbers."""
         found: Marks = {}
         for position, tensor in enumerate(tensors):
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
@@ -50,7 +50,11 @@ class Reruns:
         return found
 
     def note(self, number: int, first: Marks, second: Marks) -> None:
-        """Keeps both for later."""
+        """Saves the sums of both runs of a micro-batch for ``check``.
+
+        Raises:
+            LossError: the second run gave other outputs.
+        """
         if first.keys() != second.keys():
             raise LossError(
                 f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
@@ -59,7 +63,11 @@ class Reruns:
         self._seen.append((number, first, second))
 
     def check(self, labels: Sequence[str]) -> None:
-        """Compares all at the end, since that waits for the device."""
+        """Compares all saved sums, at the end, since this synchronizes with the device.
+
+        Raises:
+            LossError: an output had other values in the second run.
+        """
         seen, self._seen = self._seen, []
         for number, first, second in seen:
             for position, (mark, tolerance) in first.items():
@@ -80,7 +88,7 @@ def _plain(mark: Any) -> list[float]:
 
 
 class _Ended(torch.autograd.Function):
-    """Ends a graph in tensors without memory, through which the gradients of its outputs go back."""
+    """Identity on gradients; its outputs take no memory."""
 
     @staticmethod
     def forward(_: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -92,12 +100,12 @@ class _Ended(torch.autograd.Function):
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor | None]:
-    """The tensors of some outputs by position; ``None`` for anything else."""
+    """The tensors among some outputs, by position; ``None`` for anything else."""
     return _tensors(flat(outputs))
 
 
 def ended(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """What the gradients of outputs go back through, by position; holds no memory that the graph does not."""
+    """Tensors that stand for outputs in a backward, by position; they keep the graph alive, but not the outputs."""
     own = {id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}
     if not own:
         return [None] * len(tensors)
@@ -113,7 +121,7 @@ class Outputs:
 
     Attributes:
         labels: of the outputs of a micro-batch, by position.
-        total: how many samples there are.
+        total: number of samples.
     """
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
@@ -129,13 +137,13 @@ class Outputs:
         self._is_in_order = self._order == list(range(self.total))
 
     def add(self, outputs: Any) -> list[torch.Tensor | None]:
-        """Takes the outputs of the next micro-batch, without their graph.
+        """Adds the outputs of the next micro-batch, detached.
 
         Returns:
             Its tensors by position, with their graph; ``None`` for anything else.
 
         Raises:
-            LossError: they have not one row a sample, or are not like those before.
+            LossError: a tensor does not have one row per sample, or the structure differs from the first micro-batch.
         """
         number, self._count = self._count, self._count + 1
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]
@@ -153,7 +161,7 @@ class Outputs:
         return _tensors(found)
 
     def repeat(self, number: int, rows: int) -> None:
-        """Takes the outputs of another micro-batch again for the next one, as a plan does that stands for many."""
+        """Adds the outputs of an earlier micro-batch again; a plan runs one for many."""
         self._count += 1
         for column in self._columns:
             leaf = column[number]
@@ -169,16 +177,19 @@ class Outputs:
         self._twins = [0] * len(found)
 
     def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
-        """The outputs of all samples, in the order of the batch; what was taken is let go of.
+        """Joins the outputs of all samples in the order of the batch, and releases the parts.
 
         Returns:
             The outputs, and the leaves among them that get a gradient, by position.
+
+        Raises:
+            LossError: the outputs of micro-batches can't be joined.
         """
         values: list[Any] = []
         gets: list[torch.Tensor | None] = []
         for position, column in enumerate(self._columns):
             twin, wanted = self._twins[position], None
-            if twin != position:  # an output that is there twice stays one
+            if twin != position:  # one tensor in two places stays one
                 value = values[twin]
             else:
                 value = self._column(self.labels[position], column)
@@ -228,14 +239,14 @@ def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
 
 
 def _twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:
-    """For each position the first one that has had the same tensor in every micro-batch."""
+    """For each position, the first position with the same tensor in every micro-batch."""
     first: dict[tuple[int, int], int] = {}
     keys = [(before[p], id(leaf) if isinstance(leaf, torch.Tensor) else -p) for p, leaf in enumerate(found)]
     return [first.setdefault(key, position) for position, key in enumerate(keys)]
 
 
 def _on(device: torch.device, positions: torch.Tensor) -> torch.Tensor:
-    return positions.to(device, non_blocking=True)  # made on the device they would be waited for
+    return positions.to(device, non_blocking=True)  # does not synchronize
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Losses of one micro-batch that come in pieces, each differentiated and freed before the next is made."""
+"""Loss functions that yield the losses of a micro-batch in pieces, each differentiated before the next."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ from anybatch.records.means import Mean
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked of the pieces of a micro-batch."""
+    """The position of a micro-batch in its batch, and options of the pass."""
 
-    start: int  # its first row in the batch that it was cut from
-    rows: int  # how many it has
-    rows_of_batch: int  # how many that batch has
-    count: Count = count_samples  # how items are counted
-    differentiate: bool = True  # whether gradients are wanted, or only the values
+    start: int  # its first row in the batch
+    rows: int  # of the micro-batch
+    rows_of_batch: int
+    count: Count = count_samples
+    differentiate: bool = True  # whether gradients are computed, or only the values
     length: int | None = None  # of a chunk of time, if a plan has chosen one
 
 
@@ -32,9 +32,9 @@ class Piece(NamedTuple):
 
     Args:
         result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
-        share: gives the share of a micro-batch that a plain mean is over, by the name of the loss.
-        roots: tensors whose gradients came from elsewhere and go back together with the losses.
-        metrics: ``Mean`` s by name, added up over the pieces.
+        share: the fraction of the micro-batch that a plain loss is the mean over, by name.
+        roots: tensors with given gradients, differentiated in the same backward as the losses.
+        metrics: ``Mean`` s by name, summed over the pieces.
     """
 
     result: Any
@@ -44,25 +44,29 @@ class Piece(NamedTuple):
 
 
 def whole(_: str) -> float:
-    """The share of a loss over all that a micro-batch has."""
+    """The share of a loss over a whole micro-batch: 1."""
     return 1.0
 
 
 class InPieces(ABC):
-    """A loss function that can also give its losses in pieces."""
+    """A loss function that can also yield its losses in pieces."""
 
     @abstractmethod
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Gives the losses at once, as any loss function does."""
+        """Returns the losses at once, as any loss function does."""
 
     @abstractmethod
     def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
-        """Gives the pieces; each is differentiated before the next is asked for."""
+        """Yields the pieces; each is differentiated before the next is requested."""
 
 
 @contextmanager
 def in_place_explained(what: str) -> Iterator[None]:
-    """Says what was changed in place where autograd only speaks of a leaf."""
+    """Turns autograd's error about an in-place operation on a leaf into one that names the tensor.
+
+    Raises:
+        LossError: the block wrote to a leaf in place.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -75,7 +79,11 @@ def in_place_explained(what: str) -> Iterator[None]:
 
 
 def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds up the metrics of the pieces of a micro-batch."""
+    """Sums the metrics of the pieces of a micro-batch.
+
+    Raises:
+        LossError: a metric is not a ``Mean``.
+    """
     added: dict[str, Any] = {}
     for metrics in found:
         for name, value in metrics.items():
@@ -93,7 +101,11 @@ def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_callable(owner: str, name: str, function: Any, *arguments: str) -> None:
-    """Refuses what can't be called with some arguments, before anything is computed."""
+    """Refuses a function that can't be called with some arguments, before anything is computed.
+
+    Raises:
+        LossError: it can't.
+    """
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")

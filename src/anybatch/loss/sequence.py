@@ -55,39 +55,40 @@ _MOST = 1.9  # times the bytes of the best length
 
 
 class OverTime(InPieces):
-    """A loss function over sequences that runs in chunks of time, within the memory of one chunk.
+    """A loss over sequences that runs in chunks of time, with the activations of one chunk at a time.
 
-    In mode ``"exact"`` the gradient is that of back-propagation through all steps: a first pass without a graph keeps
-    the state at the beginning of each chunk, then each chunk runs once more, the last one first, and hands the gradient
-    of its initial state to the one before. In mode ``"truncated"`` no gradient goes from a chunk to the one before
-    (truncated back-propagation through time).
+    In mode ``"exact"`` the gradient is that of backpropagation through all time steps. A first pass without a graph
+    saves the state at the start of each chunk. Then each chunk runs again, the last one first, and passes the gradient
+    of its initial state to the chunk before. In mode ``"truncated"`` no gradient flows between chunks (truncated
+    backpropagation through time).
 
     Args:
-        chunk_loss: ``chunk_loss(model, chunk, state)`` gives ``(loss, state)`` or ``(loss, state, metrics)``. The loss
-            is the mean over the items of the chunk, a ``Mean``, a mapping of names to either, ``None``, or a function
-            without arguments that gives one of these and is called only where the loss is wanted; metrics are ``Mean``
-            s by name. The state is any nested container of tensors and plain values. Neither it nor the chunk is
-            changed in place, and what a chunk needs of the one before is in the state: a function that looks at other
-            steps in another way, such as a convolution over time, sees those of its chunk only; see ``prepare``.
-        state: ``state(model, batch)`` gives the initial state, which may depend on parameters, as that of a decoder
-            on its encoder does. In mode ``"truncated"`` only the first chunk's gradient goes up from it.
-        dim: the dimension of time in the tensors of the batch. Tensors with fewer dimensions go to every chunk whole.
-        chunk: steps in a chunk; ``None`` in mode ``"exact"`` for what is measured: the most that take at most twice
-            the bytes of the best chunk, which has sqrt(steps * bytes of a state / bytes of activations a step) steps.
+        chunk_loss: ``chunk_loss(model, chunk, state)`` returns ``(loss, state)`` or ``(loss, state, metrics)``. The
+            loss is the mean over the items of the chunk, a ``Mean``, a mapping of names to either, ``None``, or a
+            function without arguments that returns one of these and is called only when the loss is needed. Metrics are
+            ``Mean`` s by name. The state is any nested container of tensors and plain values. The function must not
+            change the state or the chunk in place. It sees only the steps of its chunk: everything that it needs from
+            earlier chunks has to be in the state; for layers over all steps, such as a convolution, see ``prepare``.
+        state: ``state(model, batch)`` returns the initial state. It may depend on parameters, as the state of a decoder
+            depends on its encoder. In mode ``"truncated"`` it gets a gradient from the first chunk only.
+        dim: the time dimension in the tensors of the batch. Tensors with fewer dimensions go whole to every chunk.
+        chunk: steps in a chunk; ``None``, in mode ``"exact"`` only, measures it: the longest chunk with less than twice
+            the bytes of the smallest, which has sqrt(steps * bytes of a state / bytes of activations per step) steps.
         mode: ``"exact"`` or ``"truncated"``.
-        last: ``last(model, state, batch)`` gives a loss on the last state of every sequence, the mean over samples, or
-            it and metrics.
-        carry: whether a batch begins with the last state of the batch before, detached, as for a stream that is cut
-            into windows; ``reset()`` begins anew. An evaluation begins with ``state`` and leaves what is carried alone.
-        broadcast: dotted paths of leaves of the batch that are no sequences.
-        prepare: ``prepare(model, batch)`` gives the batch that is cut along time and that ``state`` sees, where a part
-            of it is computed from all steps at once, such as the output of a bidirectional layer. Its graph is cut
-            there and gone through once.
-        state_dim: the dimension of the sequences in the tensors of the state. ``None`` finds it by the number of
-            sequences, as is needed for packed sequences and ``carry``.
+        last: ``last(model, state, batch)`` returns a loss on the final state of every sequence, a mean over samples, or
+            a pair of this loss and metrics.
+        carry: whether a batch starts from the final state of the batch before, detached, as for streams that are cut
+            into batches; ``reset()`` starts a new stream. An evaluation starts from ``state``, and does not change the
+            carried state.
+        broadcast: dotted paths of leaves of the batch that are not sequences.
+        prepare: ``prepare(model, batch)`` returns the batch that is split along time and passed to ``state``, for parts
+            that are computed from all steps at once, such as the output of a bidirectional layer. Its graph is
+            differentiated once.
+        state_dim: the dimension of the sequences in the tensors of the state, which packed sequences and ``carry``
+            need. ``None`` finds it by the number of sequences.
 
     Raises:
-        LossError: an argument is none that can be meant.
+        LossError: an argument is invalid.
 
     Example:
         >>> import torch.nn.functional as F
@@ -156,18 +157,18 @@ class OverTime(InPieces):
         return self.chunk_loss, self.state, self.last, self.prepare
 
     def reset(self) -> None:
-        """Lets the next batch begin with ``state(model, batch)``, as at the start of another stream."""
+        """Forgets the carried state, so that the next batch starts from ``state(model, batch)``."""
         self.carried = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Gives the loss of whole sequences at once, with the graph of all their steps.
+        """The loss of whole sequences at once, with one graph of all steps.
 
         Args:
             model: the first argument of ``chunk_loss``.
             batch: of sequences.
 
         Returns:
-            The loss, or a mapping of losses. A carried state is begun with, and not replaced.
+            The loss, or a mapping of losses. With ``carry`` it starts from the carried state, which does not change.
         """
         try:
             rows = count_samples(batch)

@@ -1,4 +1,4 @@
-"""What is added up over the micro-batches of a logical batch."""
+"""Sums of losses, counts and metrics over the micro-batches of a logical batch."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ from anybatch.records.means import Mean
 
 
 def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Detaches the metrics of a micro-batch and refuses what can't be joined.
+    """Checks that the metrics of a micro-batch can be joined, and detaches them.
 
     Args:
-        metrics: by name, each a ``Mean`` or a tensor with one row a sample.
-        rows: the samples of the micro-batch, ``None`` if nobody knows.
-        before: the checked metrics of the micro-batch before, ``None`` for the first one.
+        metrics: by name, each a ``Mean`` or a tensor with one row per sample.
+        rows: samples in the micro-batch, ``None`` if not known.
+        before: the checked metrics of the micro-batch before, ``None`` for the first.
 
     Raises:
-        LossError: a metric is of another kind, or the micro-batches do not have the same metrics.
+        LossError: a metric is something else, or micro-batches have different metrics.
     """
     checked = {str(name): _checked(str(name), value, rows) for name, value in metrics.items()}
     if before is not None:
@@ -73,10 +73,11 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
     """Joins metrics over micro-batches.
 
     Args:
-        order: the position in the logical batch of each sample, in the order in which they ran.
+        found: the metrics of each micro-batch.
+        order: the position of each sample in the logical batch, in the order in which samples ran.
 
     Returns:
-        ``Mean`` s as floats, tensors with one row a sample in the order of the batch.
+        The values of ``Mean`` s as floats; other metrics as tensors with one row per sample, in the order of the batch.
 
     Example:
         >>> joined_metrics([{"hits": Mean(3, 4)}, {"hits": Mean(1, 4)}], range(8))
@@ -98,7 +99,7 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
 
 
 class Term(NamedTuple):
-    """What one micro-batch adds to the value of a loss: ``value * factor / divisor``."""
+    """The contribution of one micro-batch to the value of a loss: ``value * factor / divisor``."""
 
     value: torch.Tensor
     factor: float
@@ -106,10 +107,10 @@ class Term(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What several processes added up together."""
+    """The sums over all processes."""
 
     losses: dict[str, float]  # the value of each loss
-    counts: dict[str, float]  # what ``Mean`` s were over, by the name of the loss
+    counts: dict[str, float]  # of ``Mean`` s, by the name of the loss
     metrics: dict[str, float]  # the ``Mean`` s among the metrics, by name
     is_over_nothing: bool  # whether every loss was a ``Mean``, and all of them over no items
     facts: Sequence[Any]  # of each process, see ``Sums``
@@ -117,7 +118,7 @@ class Shared(NamedTuple):
 
 @dataclass
 class Sums:
-    """What was added up over the micro-batches so far, nothing of it fetched from the device.
+    """The sums over the micro-batches so far, still on the device.
 
     Attributes:
         terms: by the name of the loss.
@@ -166,7 +167,7 @@ def added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def told(sums: Sums) -> dict[str, Any]:
-    """What one process adds to the losses, the counts and the metrics, in plain values."""
+    """The sums of one process as plain values."""
     means: dict[str, list[float]] = {}
     for name, value in (pair for metrics in sums.metrics for pair in metrics.items()):
         if isinstance(value, Mean):
@@ -184,7 +185,7 @@ def told(sums: Sums) -> dict[str, Any]:
 
 
 def shared(heard: Sequence[Mapping[str, Any]]) -> Shared:
-    """What all processes added up together, from what ``told`` gave on each."""
+    """The sums over all processes, from the results of ``told`` on each."""
     losses, counts = added(one["losses"] for one in heard), added(one["counts"] for one in heard)
     totals = added({name: pair[0] for name, pair in one["metrics"].items()} for one in heard)
     over = added({name: pair[1] for name, pair in one["metrics"].items()} for one in heard)
@@ -194,7 +195,7 @@ def shared(heard: Sequence[Mapping[str, Any]]) -> Shared:
 
 
 def values_of(sums: Sums) -> dict[str, float]:
-    """The value of each loss over the logical batch; waits for each device once."""
+    """The value of each loss over the logical batch; one synchronization per device and dtype."""
     if sums.shared is not None:
         return dict(sums.shared.losses)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
@@ -211,7 +212,7 @@ def values_of(sums: Sums) -> dict[str, float]:
 
 
 def total_of(sums: Sums) -> torch.Tensor:
-    """The sum of the values of all losses, without waiting for a device."""
+    """The sum of the values of all losses, without a device synchronization."""
     if sums.shared is not None:
         return torch.tensor(sum(sums.shared.losses.values()), device="cpu")
     found = []

@@ -1,4 +1,4 @@
-"""Counts of items, and the weights of micro-batches that follow from them."""
+"""Counts of items, which are the weights of micro-batches."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +18,15 @@ _EVERY = ""
 
 
 class Weights:
-    """The counts of a logical batch: of each micro-batch and in total, for each loss or for all of them.
+    """The counts of a logical batch: of each micro-batch and in total, for each loss or for all losses.
 
     Args:
-        parts: for each micro-batch the count by the name of the loss; the empty name stands for every loss.
-        totals: the counts of the whole, if other processes have micro-batches of it too.
+        parts: for each micro-batch, the count by the name of the loss; the empty name is for all losses.
+        totals: the counts of the whole batch, if other processes have micro-batches, too.
 
     Attributes:
         own_totals: the sums of ``parts``.
-        is_empty: whether every count is 0, so that there is nothing to learn from.
+        is_empty: whether every total is 0.
     """
 
     __slots__ = ("_columns", "is_empty", "own_totals", "parts", "totals")
@@ -49,7 +49,11 @@ class Weights:
         return name in self.totals and name != _EVERY
 
     def total(self, name: str) -> float:
-        """The count of the whole logical batch for a loss."""
+        """The count of the whole logical batch for a loss.
+
+        Raises:
+            CountError: the loss has no count.
+        """
         key = name if name in self.totals else _EVERY
         if key not in self.totals:
             raise CountError(
@@ -74,10 +78,10 @@ class Weights:
 
 
 def check_count(count: Any) -> None:
-    """Refuses what can't be a count before anything is computed.
+    """Refuses what can't be a count, before anything is computed.
 
-    Args:
-        count: a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
+    Raises:
+        CountError: it is not a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
     """
     if isinstance(count, Mapping):
         wrong = {name: function for name, function in count.items() if not callable(function)}
@@ -149,7 +153,11 @@ def _called(function: Any, batch: Any) -> Any:
 
 
 def fetched(values: Sequence[Any]) -> list[float]:
-    """Brings numbers and tensors without dimensions to the host, waiting for each device once."""
+    """Reads numbers and 0-dim tensors, with one synchronization per device and dtype.
+
+    Raises:
+        CountError: a value is negative or not finite.
+    """
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, value in enumerate(values):

@@ -1,1 +1,1 @@
-"""What a step takes, and how it is lowered: checkpointing, offload, a loss in chunks."""
+"""Memory of a step: measuring it, and checkpointing, offload and the loss in chunks."""

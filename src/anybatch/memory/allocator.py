@@ -1,4 +1,4 @@
-"""What a caching allocator reserves for allocations that come and go, found without a device."""
+"""A model of torch's caching allocator: the bytes it would reserve, computed without a device."""
 
 import itertools
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ _ADDRESSES = 2**20 * _LARGE_SEGMENT  # of an expandable segment: more than any d
 
 
 class Segment(NamedTuple):
-    """Bytes that an allocator has from its device in one piece."""
+    """A segment: contiguous bytes from the device."""
 
     is_small: bool  # whether it is for blocks of at most 1 MiB
     stream: int  # whose blocks it holds
@@ -43,7 +43,7 @@ class _Block:
 
     @property
     def growable(self) -> int:
-        """The size that it has with the addresses behind it that have no memory."""
+        """Its size, including the addresses after it that are not backed by memory."""
         return self.size + (self.after.size if self.after is not None and not self.after.is_mapped else 0)
 
     @property
@@ -56,8 +56,8 @@ class CachingAllocator:
 
     Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB come out of segments of 2 MiB, blocks below 10 MiB out of
     segments of 20 MiB, and larger ones have segments of their own, rounded up to 2 MiB. The smallest free block that is
-    large enough is taken, and what it has too much is split off; what is freed is joined with its free neighbours.
-    Segments that are all free go back to the device only when it has no more.
+    large enough is used, and the rest is split off; a freed block is merged with its free neighbours.
+    Segments that are completely free are returned only when the device has no more memory.
 
     With ``expandable_segments:True`` the blocks of a kind have one segment of very many addresses, whose pages get
     memory when it is needed: 2 MiB each for small blocks and 20 MiB for large ones. Then free pages go back.
@@ -96,7 +96,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Begins with what an allocator holds; what is free and can go back to the device went back."""
+        """Starts from the segments that an allocator holds, after it returned what is free."""
         last: _Block | None = None
         end, pool = 0, (False, -1)
         for segment in sorted(segments, key=lambda one: (one.is_small, one.stream, one.address)):
@@ -150,7 +150,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, name: Hashable) -> None:
-        """Gives a block back; one that was never taken is none."""
+        """Frees a block; ignores one that was never allocated."""
         block = self._taken.pop(name, None)
         if block is None:
             return
@@ -159,7 +159,7 @@ class CachingAllocator:
         self._join(block)
 
     def release(self) -> None:
-        """Gives back to the device what is free: segments of their own, or pages of expandable ones."""
+        """Returns free memory to the device: whole segments, or pages of expandable ones."""
         for block in [one for one in self._at.values() if one.is_mapped]:
             if self._expandable:
                 self._unmap(block)

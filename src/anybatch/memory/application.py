@@ -1,4 +1,4 @@
-"""All memory optimizations at once, put on and taken off together."""
+"""Applies all memory optimizations of a plan to a model, and removes them together."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ def apply_optimizations(
     simulate_offload: bool = False,
     pool: HostPool | None = None,
 ) -> "Applied":
-    """Puts memory optimizations on a model.
+    """Applies memory optimizations to a model.
 
     Args:
         recompute: names of blocks that are recomputed, see ``recompute``.
@@ -75,7 +75,7 @@ def _apply(
 
 
 class Applied(Handle):
-    """Takes the memory optimizations of ``apply_optimizations`` off again.
+    """The handle of ``apply_optimizations``, which removes them.
 
     Args:
         handles: of the optimizations.
@@ -87,10 +87,10 @@ class Applied(Handle):
 
     @property
     def taken(self) -> int:
-        """How many calls of the cross-entropy were computed in chunks."""
+        """Number of cross-entropy calls that were computed in chunks."""
         return sum(handle.taken for handle in self._losses)
 
     @property
     def computed(self) -> int:
-        """How many times all logits were computed after all."""
+        """Number of times that all logits were computed anyway."""
         return sum(handle.computed for handle in self._losses)

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a part saves for the backward is computed again there.
+"""Activation checkpointing: activations are recomputed in the backward instead of being saved.
 
-Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost". ``torch.utils.checkpoint`` does it, and
-is called here and nowhere else. What it leaves out is added: buffers are updated once and a second forward sees those
-from before, the numbers of Python and NumPy are drawn again too, and what can't run twice is refused by name.
+Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost". This is the only file that calls
+``torch.utils.checkpoint``. It adds what that leaves out: buffers are updated once and the second forward sees those
+from before, Python's and NumPy's random state is replayed, too, and a block that can't run twice is refused by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ SMALL = 64 * 1024
 
 
 class NotRecomputable(AnyBatchError, RuntimeError):
-    """A part of a model does not compute the same a second time, so that it can't be checkpointed.
+    """A block computes something else when it runs again, so that it can't be checkpointed.
 
     Attributes:
         block: its name, as it was given to ``recompute``.
@@ -38,9 +38,9 @@ class NotRecomputable(AnyBatchError, RuntimeError):
 
 
 def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
-    """Lets chosen blocks compute their activations again in the backward instead of keeping them.
+    """Checkpoints blocks of a model: their activations are recomputed in the backward instead of being saved.
 
-    The gradient is the same in every bit. Random numbers are drawn as in the first forward, autocast is as it was,
+    The gradient is bitwise the same. The recomputed forward has the random state and autocast of the first one,
     buffers are updated once, and a forward that changes buffers sees those from before. Besides its arguments a call
     keeps a copy of the buffers that it changed; all others are copied for the time of the forward only. What a block
     changes elsewhere, such as a cache or a counter that is no buffer, can't be seen; tensors of other shapes are. What
@@ -67,7 +67,7 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
 
 
 class Checkpoint:
-    """Runs functions over the same modules, each now and again when its backward asks for what it saved.
+    """Runs functions of some modules with checkpointing: once now, and again when the backward needs their activations.
 
     Args:
         name: what errors call it.
@@ -156,7 +156,7 @@ class Checkpoint:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether there are parameters or buffers that the first forward will make."""
+        """Whether there are lazy parameters or buffers."""
         return any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in self.tensors())
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -179,7 +179,7 @@ class Checkpoint:
 
 
 class _Kept(torch.autograd.Function):
-    """Saves the arguments in the graph, where an outer block or an offload finds them."""
+    """Saves the arguments in the graph, so that an outer checkpoint or an offload handles them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Slot:
-    """Stands for a tensor among the arguments."""
+    """The place of a tensor among the arguments."""
 
     __slots__ = ("index",)
 
@@ -201,7 +201,7 @@ class _Slot:
 
 
 class _Call:
-    """One call, which can run again: the first time it looks at what it depends on, later it puts that back."""
+    """One call that can run again: it saves the state it depends on, and restores that for the second run."""
 
     def __init__(self, what: Checkpoint, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         what.refuse_hidden_dropout()
@@ -301,7 +301,7 @@ class State:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Puts the buffers from before the forward in place for the time of its block.
+        """Replaces the buffers by those from before the forward in this block.
 
         The buffers themselves are not written to: others may have saved them for their own backward.
         """
@@ -330,7 +330,7 @@ _last_run: list[tuple[str, str]] = []  # one at most: what was recomputed last
 
 @contextmanager
 def differences_named() -> Iterator[None]:
-    """Says which part was recomputed otherwise where torch only says how, at a backward in its block."""
+    """Adds the name of the block to torch's error about a different recomputation, in this block."""
     try:
         yield
     except CheckpointError as error:
@@ -340,7 +340,7 @@ def differences_named() -> Iterator[None]:
 
 
 def _said(error: CheckpointError) -> str:
-    """What torch says, without how to see more of it."""
+    """torch's message, without its hints for debugging."""
     text = str(error).removeprefix("torch.utils.checkpoint: ").partition("Tip: ")[0]
     return " ".join(text.split()).rstrip(". ")
 
@@ -355,7 +355,7 @@ def _differs(title: str, name: str, how: str) -> NotRecomputable:
 
 
 def why_hidden(found: torch.nn.RNNBase) -> str:
-    """Why a recurrent module can't run again, and what does as well."""
+    """The message on why a recurrent module can't run again, and what to use instead."""
     return (
         f"{type(found).__name__}(num_layers={found.num_layers}, dropout={found.dropout}) on CUDA: cuDNN draws the "
         "dropout between its layers from a separate state that can't be restored, so a second "

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear layer, computed for a part of the rows at a time.
+"""The cross-entropy of a linear layer, computed for a chunk of rows at a time.
 
 ``F.linear_cross_entropy`` of torch 2.13 does the same for a part of what ``F.cross_entropy`` takes, and within one
 operation, so that what it allocates can't be seen from outside.
@@ -74,7 +74,7 @@ def chunked_cross_entropy(
 
 
 def refuse_second_derivative() -> None:
-    """Refuses a backward that is to be differentiated itself, whose gradient would lack a part."""
+    """Refuses ``create_graph=True``: the second derivative would be incomplete."""
     if torch.is_grad_enabled():
         raise AnyBatchError(
             "a loss in chunks was differentiated with create_graph=True, and it has no second derivative; expected "
@@ -112,7 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Pass:
-    """Goes through the chunks once.
+    """One pass over the chunks.
 
     Args:
         task: what is computed.
@@ -153,7 +153,7 @@ class _Pass:
             ]
 
     def _empty_sums(self) -> list[torch.Tensor | None]:
-        """Where gradients are added up: those of rows lie side by side, the others are sums over the chunks."""
+        """Buffers for the gradients: one slice per chunk for the rows, sums over the chunks for weight and bias."""
         sums: list[torch.Tensor | None] = [None, None, None]
         for index, (tensor, needed) in enumerate(zip(self._tensors, self._needs, strict=True)):
             if tensor is not None and needed:
@@ -182,7 +182,7 @@ class _Rule:
         self._weights = None if task.class_weights is None else task.class_weights.to(dtype)
 
     def factors(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """What the gradient of each row's loss is multiplied by."""
+        """The factor for the gradient of each row."""
         target = self._task.target
         if gradient is None:
             gradient = torch.ones((), dtype=_wide(self._dtype), device=target.device)

@@ -1,4 +1,4 @@
-"""Host memory that activations wait in, and their copies there and back, beside the computation."""
+"""Host buffers for offloaded activations, with copies that overlap with computation."""
 
 import threading
 from collections import defaultdict
@@ -12,7 +12,7 @@ _SMALLEST = 4096
 
 
 def size_class(size: int) -> int:
-    """Rounds up to one of four sizes between two powers of two, so that at most a fifth of a large buffer lies idle.
+    """Rounds up to one of four sizes between powers of two; at most a fifth of a large buffer is unused.
 
     Example:
         >>> [size_class(n) for n in (1, 5000, 6000, 8193)]
@@ -25,7 +25,7 @@ def size_class(size: int) -> int:
 
 
 class Layout(NamedTuple):
-    """What a tensor on the device is like."""
+    """The layout of a tensor on the device."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -63,7 +63,7 @@ class HostPool:
         self._lock = threading.RLock()
 
     def out(self, tensor: torch.Tensor) -> Any:
-        """Begins to copy a contiguous tensor to the host; gives what the other methods take."""
+        """Starts to copy a contiguous tensor to the host; returns a handle for the other methods."""
         device, host = tensor.device, self._taken(tensor.nbytes, tensor.device)
         try:
             target = _part(host, tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -81,7 +81,7 @@ class HostPool:
         return host
 
     def back(self, kept: Any, like: Layout) -> tuple[torch.Tensor, Any]:
-        """Begins to copy to a new tensor on the device; gives it and what ``wait`` takes."""
+        """Starts to copy to a new tensor on the device; returns it and a handle for ``wait``."""
         brought = like.empty()
         source = _part(kept, brought.numel(), like.dtype).view(like.size)
         if not has_streams(like.device):
@@ -96,18 +96,18 @@ class HostPool:
         return brought, stream.record_event()
 
     def wait(self, arrival: Any, device: torch.device) -> None:
-        """Lets the computation wait until a tensor is there."""
+        """Makes the current stream wait for a copy."""
         if arrival is not None:
             current_stream(device).wait_event(arrival)
 
     def drop(self, kept: Any, device: torch.device) -> None:
-        """Takes a buffer back; copies from and to it may still be waiting in the stream of the device."""
+        """Returns a buffer to the pool; copies with it may still be queued in the stream."""
         with self._lock:
             self.used -= kept.nbytes
             self._free[kept.nbytes, device].append(kept)
 
     def clear(self) -> None:
-        """Frees the buffers that nobody uses now."""
+        """Frees the unused buffers."""
         for stream in self._streams.values():
             stream.synchronize()
         with self._lock:
@@ -140,7 +140,7 @@ def _part(host: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Simulated(HostPool):
-    """Copies nothing: the tensors that come back have the right size, and their numbers are arbitrary."""
+    """Copies nothing: tensors that come back have the right size and arbitrary elements."""
 
     def out(self, tensor: torch.Tensor) -> Any:
         """Keeps nothing."""

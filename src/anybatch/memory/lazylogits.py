@@ -1,7 +1,7 @@
-"""The result of a linear layer that is not computed until somebody looks at it.
+"""Lazy logits: the result of a linear layer that is computed only when its elements are needed.
 
 Operations that only move or select rows, or change the precision, stay lazy, and ``F.cross_entropy`` of what they give
-is computed in chunks. Anything else computes the ordinary logits and goes on with these.
+is computed in chunks. Any other operation computes the ordinary logits first.
 """
 
 import weakref
@@ -35,7 +35,7 @@ _METADATA = {
 
 
 class Optimization(Protocol):
-    """What knows how the loss is to be computed, and is notified of it."""
+    """The settings of a loss in chunks; counts its uses."""
 
     chunks: int
     taken: int
@@ -43,7 +43,7 @@ class Optimization(Protocol):
 
 
 class Product:
-    """What a linear layer was called with.
+    """The arguments of a linear layer.
 
     Args:
         hidden: of shape ``[..., features]``.
@@ -73,7 +73,7 @@ class Product:
 
     @property
     def is_computed(self) -> bool:
-        """Whether somebody has looked at the result."""
+        """Whether the result was computed."""
         return self._result is not None
 
     def check(self) -> None:
@@ -105,7 +105,7 @@ class Product:
 
 
 class LazyLogits(torch.Tensor):
-    """Stands for the result of a linear layer, in another shape, order or precision perhaps.
+    """A stand-in for the result of a linear layer, perhaps in another shape, order or precision.
 
     Attributes:
         product: what the layer was called with.
@@ -163,7 +163,7 @@ class LazyLogits(torch.Tensor):
 
 @unseen
 def _unseen(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function of a twin, whose bytes nobody is to count."""
+    """Calls a function of a twin, without memory accounting."""
     return function(*args, **kwargs)
 
 
@@ -243,7 +243,7 @@ def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:  # fmt: skip
-    """The loss in chunks; ``None`` for a use of it that has to be computed in the ordinary way."""
+    """The loss in chunks; ``None`` if these arguments need the ordinary computation."""
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits) or isinstance(weight, LazyLogits):
         return None
     product = input.product

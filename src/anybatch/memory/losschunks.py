@@ -1,4 +1,4 @@
-"""The loss over a large output layer in chunks of rows, so that never all logits are there."""
+"""The loss of a large output layer in chunks of rows, so that all logits never exist at once."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from anybatch.tensors.graph import is_transformed
 
 
 def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
-    """Computes the cross-entropy of an output layer for a part of the rows at a time, with unchanged user code.
+    """Computes the cross-entropy of an output layer for a chunk of rows at a time, with unchanged user code.
 
     While this is on, the layer's result is computed only when somebody looks at its numbers. Where it goes into
     ``F.cross_entropy`` with classes as the target, through nothing but changes of shape, order and precision and
@@ -20,7 +20,7 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "ChunkedLoss":
     other use gets the ordinary logits. Gradients of low precision are added up in float32.
 
     Returns:
-        A handle that takes the memory optimization off and says how often it was of use.
+        A handle that removes the optimization and counts its uses.
 
     Raises:
         BatchError: the head is no plain ``torch.nn.Linear``, or ``chunks`` is below 1; nothing is changed.
@@ -57,7 +57,7 @@ def is_linear(module: torch.nn.Module) -> bool:
 
 
 class ChunkedLoss(Handle):
-    """Takes ``chunk_loss`` off again.
+    """The handle of ``chunk_loss``, which removes it.
 
     Args:
         undo: what takes it off.

@@ -1,4 +1,4 @@
-"""``anybatch.measure``: the bytes that are alive while something runs."""
+"""``anybatch.measure``: the peak memory of a function, by category."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,19 +21,22 @@ def measure(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batch: Any = None,
 ) -> Memory:
-    """Measures how many bytes of tensors are alive while a function runs, by what they are for.
+    """Measures the bytes of live tensors while a function runs, by category.
 
-    On the host what operations allocate within themselves is not seen. On an accelerator the totals are the
-    allocator's own.
+    On the CPU, workspace that operations allocate internally is not counted. On an accelerator the totals are those of
+    its allocator.
 
     Args:
-        function: is called once, without arguments.
-        model: whose parameters, gradients and buffers are told apart from the rest.
-        optimizer: whose state is told apart, or a list of several.
-        batch: whose tensors count as inputs.
+        function: called once, without arguments.
+        model: its parameters, gradients and buffers are categories of their own.
+        optimizer: one optimizer, or a list; its state is a category of its own.
+        batch: its tensors count as inputs.
 
     Returns:
         Bytes at the peak and at the end, by category.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer`` or a list of them.
 
     Example:
         >>> model = torch.nn.Linear(100, 100, bias=False)

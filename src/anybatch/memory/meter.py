@@ -6,8 +6,11 @@ allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,13 +20,18 @@ from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAM
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.fakemode import Fake
 from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import unwrapped
+from anybatch.torch_private import number_of_node, unwrapped
 
 BEFORE = -1
 """The operation that made what was there before the first one."""
 
 _DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add_.Tensor
+_SUM = torch.ops.aten.add.Tensor
+_ENGINE = str(torch.autograd.graph.__file__)
+_TORCH = Path(torch.__file__).parent
+_BETWEEN = {__file__, str(_TORCH / "_compile.py"), str(_TORCH / "_dynamo" / "eval_frame.py")}  # what calls a mode
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 # What forward-mode differentiation asks of a tensor and its tangent, which it copies if they differ.
 _SAME_STORAGE = torch.ops.aten._has_same_storage_numel.default
 # Their result is one number in a storage that has room for all summands, which fake tensors do not know.
@@ -181,6 +189,7 @@ class Recording(TorchDispatchMode):
         allocations: the storages, in the order in which they were first seen.
         accumulated: what a backward added to each gradient that was there, in the order in which it did.
         made_dense: those gradients that were dense, and to which it added a sparse one.
+        sums: what was added to, and the sum, where torch adds in place as long as no mode is on.
         most: the most bytes that were alive at any moment.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
@@ -205,6 +214,9 @@ class Recording(TorchDispatchMode):
         self._written: dict[int, Allocation] = {}
         self.accumulated: list[tuple[Allocation, Allocation]] = []
         self.made_dense: list[Allocation] = []
+        self.sums: list[tuple[Allocation, Allocation]] = []
+        self._product: tuple[int, list[Any]] = (BEFORE, [])  # the last one, and where it was called
+        self._node = (-1, BEFORE)  # the one of a backward that runs, and where its operations begin
         self._device_type = device_type
         self._granularity = granularity
         self._alive: dict[int, tuple[Any, Allocation]] = {}
@@ -241,6 +253,8 @@ class Recording(TorchDispatchMode):
             return func(*args) if device is None else device
         position = len(self.operations)
         differentiates = in_backward()
+        if differentiates and (number := number_of_node()) != self._node[0]:
+            self._node = number, position
         for value in _tensors_in(args):
             self._note_use(value, position, differentiates)
         if kwargs:
@@ -261,9 +275,30 @@ class Recording(TorchDispatchMode):
         self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
         for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
+        if func in _PRODUCTS:
+            self._product = position, _calls()
+        elif func is _SUM and isinstance(args[1], torch.Tensor):
+            self._note_sum(args[0], args[1], result, position)
         if self._limit is not None and self._current > self._limit:
             raise OverBudget(self._current)
         return result
+
+    def _note_sum(self, first: torch.Tensor, added: torch.Tensor, total: torch.Tensor, position: int) -> None:
+        """Notes a sum that without a mode torch writes into its first term, which it holds alone.
+
+        That is a gradient to which that of another use is added, between two nodes of a backward, and the product in a
+        linear layer whose input is not contiguous, to which the same call of torch's adds the bias.
+        """
+        old = self.allocations_of([first])
+        if in_backward() and not torch.is_grad_enabled():
+            caller = _caller()
+            is_engine = caller is None or caller.f_code.co_filename == _ENGINE
+            is_in_place = is_engine and any(one.born < self._node[1] for one in old)
+        else:
+            product, calls = self._product
+            is_in_place = added.dim() == 1 and product >= position - 2 and calls == _calls()
+        if is_in_place:
+            self.sums += zip(old, self.allocations_of([total]), strict=False)
 
     def _stay_within(self, limit: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Looks near the limit at what an operation is going to make, by shapes alone.
@@ -407,6 +442,23 @@ class Recording(TorchDispatchMode):
             return Memory(total, total, at_end, at_end)
         peak = max(range(len(live)), key=live.__getitem__)
         return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
+
+
+def _caller() -> FrameType | None:
+    """Who called an operation; ``None`` for a thread of torch's own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
+def _calls() -> list[tuple[object, int]]:
+    """Where Python is in each function that was called: operations at the same places are of one call of torch's."""
+    found, frame = [], _caller()
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Several devices in one process: which there are, and which of them runs which micro-batch."""
+"""Several devices in one process, and the assignment of micro-batches to them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from anybatch.tensors.modules import modules_behind
 
 
 class Placement(NamedTuple):
-    """A device and what belongs to it."""
+    """A device, its speed and its copy of the model."""
 
     device: torch.device  # on which micro-batches run
     speed: float  # in proportion to the others
@@ -44,7 +44,7 @@ class Devices:
 
     @property
     def home(self) -> torch.device:
-        """Where the model lies."""
+        """The device of the model."""
         return self.placements[0].device
 
     @property
@@ -62,7 +62,7 @@ class Devices:
         return max(1, math.ceil(splittable.rows * share * (1 - 1e-12)))
 
     def assign(self, parts: Sequence[Part]) -> list[list[int]]:
-        """Says who runs which micro-batch.
+        """Assigns micro-batches to devices.
 
         Each goes to the device that would be done with it first, going by costs and speeds, as from a queue. The
         answer depends on nothing else, so that sums are taken in the same order each time.
@@ -79,7 +79,7 @@ class Devices:
         return found
 
     def most_on_one(self, parts: Sequence[Part]) -> int:
-        """How many micro-batches one device runs at most."""
+        """The most micro-batches on one device."""
         return max(len(numbers) for numbers in self.assign(parts))
 
     def seconds(self, parts: Sequence[Part], one: Callable[[float], float]) -> float:
@@ -97,7 +97,7 @@ class Devices:
         return f"{len(speeds)} with speeds {', '.join(f'{speed:g}' for speed in speeds)}"
 
     def check(self, model: torch.nn.Module, loss_fn: Any) -> None:
-        """Refuses a model that can't be copied, or no longer lies where it lay.
+        """Refuses a model that can't be copied, or was moved.
 
         Args:
             model: the model.

@@ -1,4 +1,4 @@
-"""Random numbers where micro-batches run side by side: each has a seed of its own, whoever runs it and when."""
+"""Random numbers for micro-batches on several devices: each has its own seed, on any device and at any time."""
 
 import random
 import sys
@@ -46,7 +46,7 @@ class HostDraws:
         self.drew = self.drew_here = False
 
     def begin(self, number: int) -> None:
-        """Seeds them for a micro-batch, which runs alone."""
+        """Seeds them for a micro-batch that runs alone."""
         seed = self._seeds[number]
         with without_modes():
             torch.default_generator.manual_seed(seed)

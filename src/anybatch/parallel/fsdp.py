@@ -1,4 +1,4 @@
-"""Ranks that have a part of each parameter, by FSDP2 (``fully_shard``), through its public switches and module hooks.
+"""Ranks with sharded parameters (FSDP2, ``fully_shard``), through its public switches and module hooks.
 
 Where FSDP2 keeps parameters gathered from a forward to its backward, all are gathered before the first micro-batch,
 and gradients are summed after the last one as those of plain ranks are: nothing is communicated between. Where it
@@ -44,7 +44,7 @@ _PAIRS = weakref.WeakKeyDictionary()
 
 
 class _Unit(NamedTuple):
-    """What FSDP2 gathers and reduces together: the module, and each parameter in parts and whole."""
+    """A unit that FSDP2 gathers and reduces together: its module, and each parameter sharded and whole."""
 
     module: Any
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -56,7 +56,7 @@ class _Unit(NamedTuple):
 
 
 class ShardedRanks(Ranks):
-    """The ranks of a process group, each with a part of the parameters.
+    """The ranks of a process group, each with a shard of each parameter.
 
     Args:
         model: with its wrappers.
@@ -294,7 +294,7 @@ class ShardedRanks(Ranks):
                     whole.grad = torch.zeros_like(whole)
 
     def _agree(self, deed: str, *numbers: int, **more: Any) -> list[dict[str, Any]]:
-        """Returns when all ranks are about to do the same."""
+        """Waits until all ranks are about to do the same."""
         return self._messages.round(Stage.INSIDE, {"does": [deed, *numbers], **more})
 
     def _rest(self) -> None:
@@ -351,7 +351,7 @@ class ShardedRanks(Ranks):
         return torch.zeros_like(whole) if gradient is None else gradient
 
     def _scatter(self, pairs: Sequence[tuple[Any, torch.Tensor]]) -> None:
-        """Sums whole gradients over the ranks, of which each keeps its part."""
+        """Reduce-scatters whole gradients: each rank keeps its shard of the sum."""
         from torch.distributed.tensor import DTensor
 
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
@@ -387,7 +387,7 @@ def _with_graph(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _check(model: torch.nn.Module, group: Any) -> None:
-    """Refuses what is sharded otherwise than by ``fully_shard`` over the ranks of the group."""
+    """Refuses parameters that are not sharded by ``fully_shard`` over the ranks of the group."""
     sharded: list[tuple[str, Any]] = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
     if not sharded:
         raise AnyBatchError("fully_shard was applied to modules without any parameter; leave it out there")
@@ -411,7 +411,7 @@ def _check(model: torch.nn.Module, group: Any) -> None:
 
 
 def _on_host(group: Any) -> Any:
-    """A group of the same ranks whose messages don't wait for a device, if there can be one."""
+    """A group of the same ranks with a backend on the host, if possible."""
     if "gloo" in str(dist.get_backend(group)) or not dist.is_gloo_available():
         return group
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")

@@ -1,4 +1,4 @@
-"""What a loss over all samples needs of every rank: the outputs of the encoder, and the batch."""
+"""Gathers what a coupled loss needs from every rank: the outputs of the encoder, and the batch."""
 
 import hashlib
 import math
@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
     def room(self, rows: int) -> int:
-        """The bytes of so many rows, rounded up."""
+        """The bytes of a number of rows, rounded up."""
         return -(-self.row_bytes * rows // _ALIGNED) * _ALIGNED
 
     def seen(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Kind(NamedTuple):
 
 
 def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Joint:
-    """Brings the outputs of all ranks together, in the order of the ranks, with uneven rows and in one collective.
+    """Gathers the outputs of all ranks in the order of the ranks, with uneven rows, in one collective.
 
     Raises:
         LossError: the ranks have outputs that do not belong together.
@@ -72,7 +72,7 @@ def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Join
 
 
 def _first_places(found: Sequence[Any]) -> list[int]:
-    """For each position the first one that has the same tensor."""
+    """For each position, the first position with the same tensor."""
     first: dict[int, int] = {}
     return [
         first.setdefault(id(leaf), position) if isinstance(leaf, torch.Tensor) else position

@@ -1,4 +1,4 @@
-"""Rounds in which every process of a group hears from every other, also when one of them has failed."""
+"""Rounds of messages between all processes of a group, also when one of them has failed."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,13 +20,13 @@ Kind = Literal["fine", "out of memory", "failed"]
 
 
 class RankError(AnyBatchError, RuntimeError):
-    """A step was given up on all processes, because of something that happened on another one."""
+    """A step was aborted on all processes, because of an error on another one."""
 
 
 class Messages:
     """Rounds of messages in a process group.
 
-    A rank that fails says so in the round that it would have come to next, so that nobody waits for it: every round
+    A rank that fails reports it in its next round, so that no rank waits for it: every round
     is the same collective, whatever stage of the step its sender has reached.
 
     Args:
@@ -47,7 +47,7 @@ class Messages:
         self.units_differ = False
 
     def round(self, stage: int, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Sends what this rank has at a stage, and waits until all have come there.
+        """Sends this rank's values at a stage, and receives those of all ranks.
 
         Raises:
             ShortageElsewhere: memory ran out on another rank.
@@ -61,7 +61,7 @@ class Messages:
                 return [one for one in heard if one["stage"] == stage]
 
     def tell_shortage(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Tells all that memory ran out here.
+        """Reports to all ranks that memory ran out here.
 
         Raises:
             RankError: another rank failed in another way.
@@ -75,7 +75,7 @@ class Messages:
         raise AssertionError("unreachable")
 
     def tell_failure(self, error: BaseException, where: str) -> None:
-        """Tells all that this rank gives up."""
+        """Reports to all ranks that this rank fails."""
         self.is_open = False
         message = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
         if isinstance(error, DoesNotFit):
@@ -128,7 +128,7 @@ class Messages:
         return RankError(text)
 
     def _gather(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One collective; a second one for what is longer than the first takes."""
+        """One collective; a second one if a message is longer than its buffer."""
         data = json.dumps(message).encode()
         room = BYTES_AT_ONCE - _HEADER
         first = self._all_gather(len(data).to_bytes(_HEADER, "big") + data[:room], BYTES_AT_ONCE)

@@ -1,4 +1,4 @@
-"""Copies of a model on other devices: tensors of their own, which are kept, around whatever the model is now."""
+"""Copies of a model on other devices, with their own tensors, updated once per logical batch."""
 
 import functools
 import types
@@ -88,7 +88,7 @@ class ModelCopy:
         self._modules: dict[int, torch.nn.Module] = {}
 
     def refresh(self, models: Sequence[torch.nn.Module]) -> None:
-        """Makes the copy equal to what the modules are now."""
+        """Updates the copy to the modules as they are now."""
         with torch.no_grad():
             self._refresh(modules_of(*models))
 
@@ -179,7 +179,7 @@ class ModelCopy:
         return [name for name, buffer, version in self._buffers if buffer._version != version]
 
     def clear(self) -> None:
-        """Takes the gradients off, and lets go of the modules, which the graph may be held by."""
+        """Clears the gradients, and releases the modules, which may hold the graph."""
         for _, copy in self.pairs:
             copy.grad = None
         self._modules = {}

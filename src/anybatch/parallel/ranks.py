@@ -1,4 +1,4 @@
-"""Several ranks that take one gradient: of all their batches together, whatever each of them has."""
+"""Ranks that compute one gradient, that of all their batches together, with any batch on each."""
 
 import contextlib
 import zlib
@@ -47,7 +47,7 @@ class Ranks(Apart):
 
     A step takes two rounds of messages, one with the counts before the first micro-batch and one with the sums of the
     losses after the last, and then one all-reduce of each bucket of gradients. Counts that only forwards know take one
-    round more. What fails on a rank is told in the round that it would have come to next.
+    round more. A rank that fails reports it in its next round.
 
     Args:
         model: has the names of the parameters.
@@ -92,7 +92,7 @@ class Ranks(Apart):
             messages.is_open = False
 
     def listen(self) -> None:
-        """Says that another gradient of the same logical batch begins."""
+        """Starts another gradient of the same logical batch."""
         self._messages.is_open = True
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
@@ -220,7 +220,7 @@ class Ranks(Apart):
         return sum(self._rows_of)
 
     def reduce_(self, sums: Sums, parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None = None) -> None:
-        """Sums what was added up, and the gradients, over the ranks; see ``Reducer``.
+        """Sums losses, counts, metrics and gradients over the ranks; see ``Reducer``.
 
         Raises:
             LossError: a leaf that the other ranks do not know got a gradient.
@@ -255,11 +255,11 @@ class Ranks(Apart):
 
     @property
     def can_start_again(self) -> bool:
-        """Whether the others wait for this rank, rather than having gone on."""
+        """Whether the other ranks still wait for this one."""
         return self._messages.is_open
 
     def agree(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Tells the others that memory ran out here."""
+        """Reports to the other ranks that memory ran out here."""
         return self._messages.tell_shortage(tried, is_final=is_final, where=where, text=text)
 
 

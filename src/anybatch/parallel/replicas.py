@@ -1,4 +1,4 @@
-"""Models that every process has a copy of: whether the copies are equal, and how they are kept from communicating."""
+"""Model replicas on several processes: checks that they are equal, and disables their own communication."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def names_of(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 
 def fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[str]:
-    """A short text for each tensor, other for other bits.
+    """A fingerprint of the bits of each tensor, as a short text.
 
     Args:
         tensors: dense, or ``None``; of those that lie on several processes only the form is compared.
@@ -67,7 +67,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuses models whose gradient can't be taken apart from their own communication.
+    """Refuses models whose own communication can't be disabled.
 
     Raises:
         AnyBatchError: it is sharded, or its wrapper counts backwards.
@@ -106,7 +106,7 @@ def bucket_bytes(modules: Iterable[torch.nn.Module]) -> int:
 
 @contextmanager
 def apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keeps DistributedDataParallel from communicating, in forwards and backwards."""
+    """Disables the communication of DistributedDataParallel, in forward and backward."""
     with ExitStack() as stack:
         for module in modules_of(*modules):
             if isinstance(module, DistributedDataParallel):

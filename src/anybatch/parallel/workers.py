@@ -1,4 +1,4 @@
-"""Work that runs side by side, one thread a device: what torch keeps for each thread, and how all end together."""
+"""One worker thread per device: torch's thread-local state in each, and a common end."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ class DeviceThread(threading.Thread):
 
 
 class ThreadState:
-    """What torch keeps for each thread by itself, as it is in the thread that makes this.
+    """torch's thread-local state of the thread that creates this.
 
     These are: whether gradients are taken, inference mode, autocast, the default device, the hooks on saved tensors,
     and on CUDA the stream. Anomaly detection, the default dtype and ``torch.backends`` are the process's.
@@ -38,7 +38,7 @@ class ThreadState:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Sets all this in the thread that it is called in, which is to end afterwards."""
+        """Sets this state in the calling thread, which ends afterwards."""
         for kind, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -75,7 +75,7 @@ def without_autocast_cache() -> Iterator[None]:
 def run_together(
     home: torch.device, works: Sequence[tuple[torch.device, Callable[[], None]]], stop: threading.Event
 ) -> list[BaseException | None]:
-    """Runs the first work in this thread and each other in one of its own, and waits for all of them.
+    """Runs the first function in this thread and each other one in its own thread, and waits for all.
 
     Returns:
         What each of them failed with, ``None`` for one that went through or was stopped.

@@ -48,19 +48,21 @@ def plan(
     blocks: Sequence[str] = (),
     allow: Sequence[str] = OPTIMIZATIONS,
 ) -> Plan:
-    """Finds the fastest configuration of a step within a budget of memory; nothing of the model is changed.
+    """Finds the fastest configuration of a step that fits in a memory budget, without changing the model.
 
-    The step is traced on fake tensors, which take no memory; where the user's code can't run on them, few samples run
-    for real. Times are measured where the model lies on the device that is planned for.
+    The step is traced on fake tensors, which take no memory. Where the user's code can't run on them, a few samples run
+    for real. Times are measured if the model is on the device that is planned for.
 
     Args:
         model: on the device, or on ``meta``.
         loss_fn: see ``anybatch.backward``.
-        batch: one logical batch as it will come, or a ``Window``; where several ranks train together, the share of this
-            one: each plans for itself.
-        optimizer: one, or a sequence of them; ``None`` to plan the gradient alone.
-        memory: the budget: bytes, ``"8GiB"``, ``"free"`` for what is free on the device, or a share of it such as 0.5.
-        device: what to plan for if it is not where the model lies: a card such as ``"h200"``, or ``"24GiB"``.
+        batch: a typical logical batch, or a ``Window``; of several ranks, the share of this rank: each plans for
+            itself.
+        optimizer: one optimizer or a sequence; ``None`` plans the gradient alone.
+        memory: the budget: bytes, ``"8GiB"``, ``"free"`` for the free memory of the device, or a fraction of its memory
+            such as 0.5.
+        device: the device to plan for, if it is not the model's: a card such as ``"h200"``, or a size such as
+            ``"24GiB"``.
         count: see ``anybatch.backward``.
         broadcast: see ``anybatch.backward``.
         layout: see ``anybatch.backward``.
@@ -68,19 +70,21 @@ def plan(
         cost: see ``anybatch.TrainStep``.
         autocast: see ``anybatch.TrainStep``.
         clip_norm: see ``anybatch.TrainStep``.
-        batch_norm: a model with BatchNorm in training mode is not split unless this says how.
+        batch_norm: see ``anybatch.TrainStep``; with ``"refuse"`` a model with BatchNorm in training mode is not split.
         inputs: the only tensors that get a gradient.
         accumulate: see ``anybatch.TrainStep``.
-        blocks: names of modules that may be recomputed or offloaded, besides the children of lists and sequences.
-        allow: which of ``"recompute"``, ``"offload"`` and ``"loss_chunks"`` may be used; also ``"bfloat16"`` and
-            ``"float16"``, which change the numbers.
+        blocks: names of modules that may be checkpointed or offloaded, besides the children of ``ModuleList`` and
+            ``Sequential``.
+        allow: the memory optimizations that may be used: ``"recompute"``, ``"offload"`` and ``"loss_chunks"``; also
+            ``"bfloat16"`` and ``"float16"``, which change the results.
 
     Returns:
         The plan, for ``TrainStep(plan=...)``.
 
     Raises:
-        DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and which modules hold them.
-        BatchError, LossError, CountError: an argument is none that can be meant.
+        DoesNotFit: no configuration fits; the message has the bytes of the smallest and the modules that hold them.
+        BatchError, LossError, CountError: an argument is invalid, the model is sharded or lazy, or a ``Coupled`` loss
+            sees the samples of other ranks.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
@@ -109,7 +113,7 @@ def plan(
 
 
 def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> tuple[Subject, Target]:
-    """What is planned, and for which device."""
+    """The subject of a plan and its target device."""
     options = Options(**given)
     target = target_of(device, device_of(options.model))
     splittable = options.splittable(batch, is_planned=True)
@@ -121,10 +125,10 @@ def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> t
 
 
 def check_allowed(allow: Any) -> None:
-    """Refuses memory optimizations that there are not.
+    """Checks ``allow=``.
 
     Raises:
-        BatchError: names them, and those that there are.
+        BatchError: it is not a sequence, or has an unknown name.
     """
     known = (*OPTIMIZATIONS, *_PRECISIONS)
     if isinstance(allow, str) or not isinstance(allow, Sequence):
@@ -135,18 +139,18 @@ def check_allowed(allow: Any) -> None:
 
 
 def budget_for(memory: Any, subject: Subject, target: Target) -> int:
-    """What a plan may take on a device: all but what is needed beside it to sum gradients over processes.
+    """The bytes that a plan may use on a device: the budget, less the bytes for summing gradients over processes.
 
-    Of several devices the one with the least memory decides. The first one holds the most, so that what it may take is
-    enough on every other.
+    With several devices it is the smallest of their budgets. The first device holds the most, so a plan that fits there
+    fits on all.
 
     Args:
-        memory: as the user gave it.
+        memory: the user's argument.
         subject: what is planned.
-        target: where the model lies.
+        target: the device of the model.
 
     Raises:
-        BatchError: the model lies on several ranks; or see ``budget_of``.
+        BatchError: the model is sharded; or see ``budget_of``.
         LossError: a parameter or buffer has no shape yet, or a gradient is sparse.
     """
     refuse_parts(subject.model, "planning within memory=")
@@ -174,10 +178,10 @@ def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
 
 
 def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:
-    """Refuses a plan for a loss that sees the samples of other processes, whose memory a plan does not know.
+    """Refuses a plan for a ``Coupled`` loss over the samples of other processes, whose memory is not known here.
 
     Raises:
-        BatchError: it does.
+        BatchError: the loss is one.
     """
     if isinstance(loss_fn, Coupled) and loss_fn.joins(reducer):
         raise BatchError(

@@ -55,6 +55,8 @@ class PassTrace:
         spans: the runs of blocks.
         trained: positions among the subject's parameters of those that got a gradient.
         accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
+        in_place: numbers of allocations: what torch adds to without a mode, and the sum, which has a storage of its own
+            under one.
         kept: numbers of allocations that are there afterwards besides gradients, such as losses and metrics.
         chunked: how often a loss was taken in chunks.
         input_sizes: bytes of each tensor of one micro-batch.
@@ -71,6 +73,7 @@ class PassTrace:
     spans: list[Span] = field(default_factory=list)
     trained: tuple[int, ...] = ()
     accumulated: tuple[tuple[int, int], ...] = ()
+    in_place: tuple[tuple[int, int], ...] = ()
     kept: tuple[int, ...] = ()
     chunked: int = 0
     input_sizes: list[int] = field(default_factory=list)
@@ -88,6 +91,18 @@ class PassTrace:
             for one in (allocations[number] for number in numbers):
                 one.size = -(-one.size // granularity) * granularity * (1 + times)
         return replace(self, allocations=allocations)
+
+    def unwatched(self) -> "PassTrace":
+        """The trace as it is without a mode, where sums lie in the storage of what is added to."""
+        allocations, place = [copy.copy(one) for one in self.allocations], [*range(len(self.allocations))]
+        for old, new in self.in_place:
+            place[new] = place[old]
+            first, last = allocations[place[old]], allocations[new]
+            first.died, first.category, last.size = last.died, last.category, 0
+        accumulated = tuple((gradient, place[added]) for gradient, added in self.accumulated)
+        return replace(
+            self, allocations=allocations, accumulated=accumulated, kept=tuple(place[one] for one in self.kept)
+        )
 
 
 class NotFake(Exception):  # not an error of the user's: the caller does the same again, for real
@@ -301,6 +316,7 @@ class _Run:
             number = {id(one): place for place, one in enumerate(trace.allocations)}
             trace.stages = tuple(short.stages)
             trace.repeated = tuple(tuple(number[id(one)] for one in {*held}) for held in short.repeated)
+        trace.in_place = _in_place(trace, recording)
         trace.kept = _kept_after(trace, recording, sums)
         trace.costs, trace.weights = getattr(recording, "costs", []), self._weights
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
@@ -400,6 +416,16 @@ def _kept_after(trace: PassTrace, recording: Recording, sums: Sums) -> tuple[int
     left += [tensor for metrics in sums.metrics for tensor in tensors_in(dict(metrics))]
     kept = {id(one) for one in recording.allocations_of(left) if not one.is_fixed}
     return tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
+
+
+def _in_place(trace: PassTrace, recording: Recording) -> tuple[tuple[int, int], ...]:
+    """The numbers of what was added to and held by nobody else, and of the sums."""
+    number = {id(one): place for place, one in enumerate(trace.allocations)}
+    return tuple(
+        (number[id(old)], number[id(new)])
+        for old, new in recording.sums
+        if old.died == new.born + 1 and old.size == new.size and old.born != BEFORE
+    )
 
 
 def _drawn_so_far() -> Any:

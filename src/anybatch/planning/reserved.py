@@ -70,7 +70,7 @@ class Replay:
 
     def __init__(self, subject: Subject, held: Held, profile: Profile, last: Size | None = None) -> None:
         self._held, self._count, size = held, min(profile.count, _MICRO_BATCHES), profile.size
-        trace, update, constants = profile.fit.trace, profile.update, profile.constants
+        trace, update, constants = profile.fit.trace.unwatched(), profile.update, profile.constants
         self._skipped = profile.count - self._count
         self._sizes = profile.fit.sizes(size)
         self._inputs = profile.fit.input_sizes(size) if constants.copies else []

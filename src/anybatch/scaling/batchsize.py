@@ -1,4 +1,4 @@
-"""What an optimizer's numbers become when the batch becomes larger or smaller."""
+"""``rescale``: hyperparameters of an optimizer for another batch size."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def _times(power: float) -> Follow:
 
 
 def _forgetting(beta: float, k: float) -> float:
-    """What is kept of the past, so that as much is forgotten a sample; where nothing is kept, nothing changes."""
+    """The beta with the same decay per sample, to first order; 0 stays 0."""
     return 1 - k * (1 - beta) if beta else 0.0
 
 
@@ -44,12 +44,12 @@ def _half_life(beta: float, k: float) -> float:
 
 
 class _Rule(NamedTuple):
-    """How numbers follow the batch, whose new size is k times the old one."""
+    """How hyperparameters scale with k, the new batch size over the old one."""
 
-    power: float  # learning rates are multiplied by this power of k
+    power: float  # learning rates are multiplied by k to this power
     source: str  # for people
-    others: Mapping[str, Follow] = MappingProxyType({})  # how other numbers of a parameter group follow, by their key
-    needs: tuple[tuple[str, ...], ...] = ()  # the keys that there must be, of each tuple one
+    others: Mapping[str, Follow] = MappingProxyType({})  # how other values of a parameter group scale, by their key
+    needs: tuple[tuple[str, ...], ...] = ()  # a group needs at least one key of each tuple
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -75,14 +75,14 @@ _RULES: Mapping[str, _Rule] = {
 
 
 class Rescaled:
-    """What ``rescale`` changed; ``undo()`` puts it back.
+    """The result of ``rescale``; ``undo()`` restores the old values.
 
     Attributes:
-        rule: the rule, ``None`` if nothing was changed.
-        ratio: the new batch over the old one.
-        table: the old and the new value of every number that was changed, by its name.
-        proposals: for ``rule=None`` the table of each rule, or a text that says why it can't be used.
-        notes: what was not changed, and what to think of.
+        rule: the rule; ``None`` if nothing was changed.
+        ratio: the new batch size over the old one.
+        table: the old and the new value of every hyperparameter that was changed, by name.
+        proposals: with ``rule=None``, the table of each rule, or a text that says why it does not apply.
+        notes: what was not changed, and advice.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Rescaled:
         return {name: one if isinstance(one, str) else one.table for name, one in self._proposals.items()}
 
     def undo(self) -> None:
-        """Puts every number back, bitwise; those that a schedule or an update has moved since go back in proportion.
+        """Restores the old values, bitwise; values that a scheduler or an update has changed since are scaled back.
 
         A second call does nothing.
         """
@@ -136,7 +136,7 @@ def rescale(
     weight_decay: DecayPolicy = "per-sample",
     momentum_buffer: bool = False,
 ) -> Rescaled:
-    """Changes what an optimizer and its schedulers are set to, to what belongs to another batch size.
+    """Changes the hyperparameters of an optimizer and its schedulers for another batch size.
 
     With k the new size over the old one:
 
@@ -145,28 +145,27 @@ def rescale(
     - ``"adam-sde"``: lr sqrt(k), betas 1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022, "On the SDEs and Scaling
       Rules for Adaptive Gradient Algorithms"); alpha of RMSprop as beta2. It needs k (1 - beta) < 1.
     - ``"half-life"``: beta2^k, lr k^0.25 (Marek et al. 2025, "Small Batch Size Training for Language Models").
-    - ``"by-optimizer"``: ``"linear"`` for ``torch.optim.SGD``, ``"adam-sde"`` for the kin of Adam and for RMSprop;
-      others have to be told.
-    - ``None``: changes nothing and says what each rule would do.
+    - ``"by-optimizer"``: ``"linear"`` for ``torch.optim.SGD``, ``"adam-sde"`` for variants of Adam and RMSprop; other
+      optimizers need an explicit rule.
+    - ``None``: changes nothing; the result says what each rule would do.
 
     Args:
-        optimizer: one, or a sequence of them; all parameter groups are changed.
-        batch: the old and the new size, in whatever unit.
+        optimizer: one optimizer or a sequence; all parameter groups are changed.
+        batch: the old and the new batch size, in the same unit.
         rule: the rule.
-        scheduler: one or a sequence; what they would come back to is multiplied as the learning rate is, so that the
-            whole schedule is. ``()`` says that there is none, where an optimizer looks as if there were.
-        weight_decay: ``"per-sample"`` keeps what a sample decays, lr' decay' = k lr decay, where the decay is decoupled
-            from the gradient as in AdamW; ``"keep"`` leaves the number as it is.
-        momentum_buffer: multiplies momentum by lr' / lr, for optimizers whose buffer is a sum of updates. The buffer of
-            ``torch.optim.SGD`` is a sum of gradients, which no learning rate is in, and is right as it is.
+        scheduler: one scheduler or a sequence; their base learning rates are multiplied, too, so that the whole
+            schedule is scaled. ``()`` for none, where the optimizer looks as if it had one.
+        weight_decay: ``"per-sample"`` keeps the decay per sample, lr' decay' = k lr decay, if the decay is decoupled
+            from the gradient as in AdamW; ``"keep"`` does not change it.
+        momentum_buffer: multiplies momentum buffers by lr' / lr, for optimizers whose buffer is a sum of updates. The
+            buffer of ``torch.optim.SGD`` is a sum of gradients, without the learning rate, and needs no change.
 
     Returns:
-        The table of what was changed, with ``undo()``.
+        The table of changes, with ``undo()``.
 
     Raises:
-        BatchError: an argument is none that can be meant, no rule is known for this optimizer, the rule does not apply
-            to it or reaches no valid beta, or a scheduler seems to be there that was not given. Nothing was changed
-            then.
+        BatchError: an argument is invalid, no rule is known for the optimizer, the rule does not apply to it or gives
+            no valid beta, or the optimizer has a scheduler that was not passed. Nothing was changed.
 
     Example:
         >>> weights = [torch.nn.Parameter(torch.zeros(2))]

@@ -1,4 +1,4 @@
-"""The numbers of optimizers and schedulers, each at its place: read, written, and put back bitwise."""
+"""Hyperparameters of optimizers and schedulers: read, written, and restored bitwise."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ CYCLED = ("base_momentum", "max_momentum")
 
 
 class Place(NamedTuple):
-    """Where a number lies.
+    """Where a hyperparameter is stored.
 
     Args:
         name: for the table.
         home: a mapping, a list, or an object with attributes.
-        key: in it.
-        position: in the tuple that lies there, ``None`` if the number itself does.
+        key: a key, an index or the name of an attribute.
+        position: the index in a tuple that is stored there; ``None`` if the number itself is.
 
     Example:
         >>> group = {"betas": (0.9, 0.999)}
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     position: int | None = None
 
     def read(self) -> Any:
-        """The number or the tensor without dimensions that lies there."""
+        """The number or 0-dim tensor."""
         found = self.home[self.key] if isinstance(self.home, (dict, list)) else getattr(self.home, self.key)
         return found if self.position is None else found[self.position]
 
@@ -43,7 +43,7 @@ class Place(NamedTuple):
         return float(self.read())
 
     def write(self, value: Any) -> None:
-        """Puts a number there; a tensor is written into, since captured graphs look at it."""
+        """Sets the number; a tensor is written in place, since CUDA graphs read it."""
         found = self.read()
         if isinstance(found, torch.Tensor):
             with torch.no_grad():
@@ -60,16 +60,16 @@ class Place(NamedTuple):
 
 
 Follow = Callable[[float, float], float]
-"""Gives what a number becomes when the batch is k times as large; with 1/k it goes back."""
+"""Maps a value and k to the value for a batch k times as large; with 1/k it inverts that."""
 
 
 class Change:
-    """A number that follows the batch.
+    """A change of a hyperparameter.
 
     Args:
-        place: where it lies.
-        follow: how.
-        k: the new size of the batch over the old one.
+        place: of the hyperparameter.
+        follow: gives the new value.
+        k: the new batch size over the old one.
     """
 
     def __init__(self, place: Place, follow: Follow, k: float) -> None:
@@ -80,24 +80,24 @@ class Change:
         self._after: Any = None
 
     def apply(self) -> None:
-        """Writes the new number."""
+        """Writes the new value."""
         self._before = _copy(self._place.read())
         self._place.write(self.new)
         self._after = _copy(self._place.read())
 
     def undo(self) -> None:
-        """Puts the old number back, bitwise; one that a schedule has changed since goes back in proportion."""
+        """Restores the old value, bitwise; a value that a scheduler has changed since is scaled back."""
         is_untouched = bool(self._place.read() == self._after)
         self._place.write(self._before if is_untouched else self._follow(float(self._place), 1 / self._k))
 
 
 class MomentumChange:
-    """The momentum of a parameter group, multiplied; in the table by its norm.
+    """A multiplication of the momentum buffers of a parameter group; the table shows their norm.
 
     Args:
         name: for the table.
-        buffers: of the optimizer's state.
-        factor: what they are multiplied by.
+        buffers: from the optimizer's state.
+        factor: the multiplier.
     """
 
     def __init__(self, name: str, buffers: Sequence[torch.Tensor], factor: float) -> None:
@@ -107,13 +107,13 @@ class MomentumChange:
         self._before: list[torch.Tensor] = []
 
     def apply(self) -> None:
-        """Multiplies it, and keeps a copy for as long as it may be undone."""
+        """Multiplies the buffers, and keeps a copy for ``undo``."""
         self._before = [buffer.clone() for buffer in self._buffers]
         for buffer in self._buffers:
             buffer.mul_(self._factor)
 
     def undo(self) -> None:
-        """Puts it back bitwise; what was updated since is divided."""
+        """Restores the buffers, bitwise; those that were updated since are divided by the factor."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             if torch.equal(buffer, before * self._factor):
                 buffer.copy_(before)
@@ -126,7 +126,7 @@ def _copy(value: Any) -> Any:
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
-    """Every learning rate: of the groups, and those that schedulers would come back to."""
+    """Every learning rate: of the groups, and those that schedulers compute from."""
     places = [
         Place(f"{prefix}.{key}", group, key)
         for prefix, group in named_groups(optimizers)
@@ -147,7 +147,7 @@ def rates_of(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[A
 
 
 def _distinct(places: list[Place]) -> list[Place]:
-    """Leaves out a tensor that lies in a second place, which would be written to twice."""
+    """Drops further places of the same tensor, which would be scaled twice."""
     seen: set[int] = set()
     found = []
     for place in places:
@@ -161,7 +161,7 @@ def _distinct(places: list[Place]) -> list[Place]:
 
 
 def cycled_betas(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
-    """Where a scheduler that cycles the first beta keeps its ends."""
+    """The bounds between which schedulers cycle the first beta."""
     cycling = [(name, one) for name, one in named_schedulers(schedulers) if _cycles_beta(one)]
     places = []
     for name, scheduler in cycling:
@@ -188,7 +188,7 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parameter groups with names for a table."""
+    """The parameter groups, with names for the table."""
     for number, optimizer in enumerate(optimizers):
         prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
         for at, group in enumerate(optimizer.param_groups):
@@ -196,7 +196,7 @@ def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[
 
 
 def named_schedulers(schedulers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Schedulers with names for a table, and those that they are made of, each once."""
+    """Schedulers and those nested in them, each once, with names for the table."""
     seen: set[int] = set()
     waiting = [
         (f"schedulers[{number}]" if len(schedulers) > 1 else "scheduler", one) for number, one in enumerate(schedulers)
@@ -212,7 +212,7 @@ def named_schedulers(schedulers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether something is a number, or a tensor that holds one."""
+    """Whether a value is a number, or a tensor of one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The gradient of each micro-batch by itself, seen on its way into the sum, without a buffer of its own."""
+"""Norms of each micro-batch's gradient, measured while gradients are accumulated, without a buffer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -27,7 +27,7 @@ Take = Callable[[Outcome, Measurement | None, str], None]
 
 
 class _Nodes(torch.autograd.Function):
-    """Has the nodes that accumulate the gradients of all its arguments behind it, at the price of one operation."""
+    """A node that never runs: one operation that gives access to the ``AccumulateGrad`` nodes of many leaves."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -39,10 +39,10 @@ class _Nodes(torch.autograd.Function):
 
 
 class Unmeasured(Watch):
-    """Only tells that an attempt at a logical batch went through.
+    """Only reports that an attempt at a logical batch succeeded.
 
     Args:
-        take: takes what was seen, or why nothing can be said; called after the update.
+        take: called after the update with the measurement, or the reason why there is none.
     """
 
     def __init__(self, take: Take) -> None:
@@ -54,17 +54,17 @@ class Unmeasured(Watch):
 
 
 class MicroGradients(Watch):
-    """Looks at every gradient on its way into ``.grad`` during an attempt at a logical batch.
+    """Measures every gradient before it is added to ``.grad``, during an attempt at a logical batch.
 
-    Autograd gives a parameter its gradient once a backward, with all uses of the parameter summed. It is looked at
-    there, before it is added up: no copy is kept, and nothing waits for the device.
+    In each backward, autograd passes the gradient of a parameter to ``AccumulateGrad`` once, summed over all uses of
+    the parameter. Its norm is computed there, without a copy or a device synchronization.
 
     Args:
         task: the logical batch.
         parts: how it is split.
         parameters: all that may get a gradient.
-        take: takes what was seen, or why nothing can be said; called after the update.
-        keep: keeps the gradients of the running micro-batch, so that they may come in several backwards.
+        take: called after the update with the measurement, or the reason why there is none.
+        keep: keeps the gradients of the current micro-batch, which may then come from several backwards.
         is_first: whether a loss that needs ``keep`` may be refused with an error.
     """
 
@@ -163,7 +163,7 @@ class MicroGradients(Watch):
         self._fired.clear()
 
     def on_sums(self, weights: Weights, sums: Sums) -> None:
-        """All micro-batches have run, and processes get to know what each has seen; see ``Watch``."""
+        """All micro-batches have run; passes the sums to the other processes; see ``Watch``."""
         self._close()
         missed = [id(p) for p in self._parameters if p.grad is not None and id(p) not in self._seen]
         if missed and not self._trouble:
@@ -178,14 +178,14 @@ class MicroGradients(Watch):
         sums.facts = mine
 
     def _added(self, closing: float) -> list[Any]:
-        """The norm of what each micro-batch adds to the gradient; on one process nothing waits for the device."""
+        """The norm of each micro-batch's contribution to the gradient; one process does not synchronize."""
         home = next((norm.device for norms in self._norms.values() for norm in norms), torch.device("cpu"))
         scale = closing if self._scale is None else closing / self._scale.to(home)
         norms = [_joined(self._norms.get(index, ()), home) * scale for index in range(len(self._parts))]
         return torch.stack(norms).tolist() if norms and self._is_shared else norms
 
     def on_gradient(self) -> None:
-        """The whole gradient is in ``.grad`` now, whose norm is noted the first time; see ``Watch``."""
+        """Measures the norm of the whole gradient, the first time only; see ``Watch``."""
         if self._total is None and not self._trouble:
             self._total = _norm_of([parameter.grad for parameter in self._parameters if parameter.grad is not None])
 
@@ -223,7 +223,7 @@ def _norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined_where_small(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The gradients, small ones of a CPU side by side in one: there a norm of each takes several times as long."""
+    """The gradients, with small CPU tensors concatenated: separate norms take several times as long there."""
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     held = 0
     for gradient in gradients:
@@ -239,7 +239,7 @@ def _joined_where_small(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
-    """The entries of a gradient, without a graph; a tensor is made only where that is another one."""
+    """The elements of a gradient, detached; of a sparse one those that are stored, coalesced."""
     if gradient.requires_grad:
         gradient = gradient.detach()
     return gradient.coalesce().values() if gradient.is_sparse else gradient

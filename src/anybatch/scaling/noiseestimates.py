@@ -1,4 +1,4 @@
-"""The noise of gradients in numbers: what one logical batch tells, and what several tell together."""
+"""Estimators of gradient noise, from one logical batch and averaged over several."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _ONE_SIDED = NormalDist().inv_cdf(0.95)  # of a two-sided interval of 90 %
 
 
 class Estimate(NamedTuple):
-    """What one logical batch tells."""
+    """The estimate from one logical batch."""
 
     trace: float  # of the covariance of the gradient of one item
     signal: float  # the squared norm of the true gradient; may come out below 0
@@ -37,7 +37,7 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
 
 
 def estimate_from(spread: float, number: int, total: float, total_norm_sq: float) -> Estimate:
-    """The same from sums over micro-batches.
+    """The same estimate from sums over micro-batches.
 
     Example:
         >>> estimate_from(97.0, 2, 2.0, 80.0)
@@ -48,7 +48,7 @@ def estimate_from(spread: float, number: int, total: float, total_norm_sq: float
 
 
 class Measurement(NamedTuple):
-    """What was seen of one logical batch, by all processes."""
+    """The measurements of one logical batch on all processes."""
 
     numbers: torch.Tensor  # q of ``estimate`` and the norm of the gradient; not fetched from the device
     number: int  # of micro-batches with items
@@ -56,7 +56,7 @@ class Measurement(NamedTuple):
     unit: str  # what an item is
 
     def estimate(self) -> Estimate:
-        """Noise and signal; waits for the device."""
+        """Noise and signal; synchronizes with the device."""
         spread, total = self.numbers.tolist()
         return estimate_from(spread, self.number, self.items, total**2)
 
@@ -64,13 +64,15 @@ class Measurement(NamedTuple):
 def spreads_of(
     norms: Sequence[Any], columns: Mapping[str, Sequence[float]] | None, rows: Sequence[int]
 ) -> dict[str, Any]:
-    """What one process has seen, in as few numbers as are needed.
+    """The sums that one process contributes to a measurement.
 
-    With a_i = (n_i/n) g_i, what micro-batch i adds to the gradient, sum (n_i/n) |g_i|^2 = n sum |a_i|^2 / n_i, so one
-    sum a process is enough.
+    With a_i = (n_i/n) g_i, the contribution of micro-batch i to the gradient, sum (n_i/n) |g_i|^2 = n sum |a_i|^2 /
+    n_i, so one sum per process is enough.
 
     Args:
+        norms: |a_i| of each micro-batch.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
+        rows: the samples of each micro-batch.
 
     Example:
         >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
@@ -103,14 +105,14 @@ def in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def pool(told: Sequence[Any], total: torch.Tensor | None) -> tuple[Measurement | None, str]:
-    """Puts together what all processes have seen.
+    """Combines the sums of all processes.
 
     Args:
-        told: of each what ``spreads_of`` gave, and its trouble; ``None`` of one that does not measure.
-        total: the norm of the gradient, ``None`` where that was not looked at.
+        told: for each process the result of ``spreads_of`` and its ``trouble``; ``None`` if it does not measure.
+        total: the norm of the gradient; ``None`` if it was not measured.
 
     Returns:
-        The measurement, ``None`` if there are not two micro-batches with items; and why nothing can be said.
+        The measurement, ``None`` with fewer than two micro-batches with items; and the reason if it failed.
 
     Example:
         >>> told = [{"trouble": "", **spreads_of([norm / 2], {"loss": [1]}, [1])} for norm in (5.0, 13.0)]
@@ -140,7 +142,7 @@ Finite = Annotated[float, Least(-1.7e308)]
 
 
 class Moments(TypedDict):
-    """What ``RatioOfMeans`` knows, as plain numbers."""
+    """The state of ``RatioOfMeans``, as plain numbers."""
 
     number: Annotated[int, Least(0)]
     weight: Annotated[float, Least(0)]
@@ -150,10 +152,10 @@ class Moments(TypedDict):
 
 
 class RatioOfMeans:
-    """Moving means of noise and of signal, each by itself, and how well their ratio is known.
+    """Moving means of noise and of signal, and a confidence interval for their ratio.
 
-    The mean of ratios would be biased, and not even finite where the signal is small. Older estimates count for less by
-    ``decay`` a step; the weights are normalised, so the beginning is not biased towards 0.
+    The mean of ratios would be biased, and not even finite if the signal is small. Weights of older estimates decay by
+    ``decay`` per estimate and are normalized, so that the mean is not biased towards 0 at the start.
 
     Args:
         decay: between 0 and 1.
@@ -167,7 +169,7 @@ class RatioOfMeans:
         self._products = [0.0, 0.0, 0.0]  # of deviations: trace with trace, trace with signal, signal with signal
 
     def add(self, found: Estimate) -> None:
-        """Takes one more estimate (West 1979, "Updating Mean and Variance Estimates", with decaying weights)."""
+        """Adds an estimate (West 1979, "Updating Mean and Variance Estimates", with decaying weights)."""
         self.number += 1
         self._weight = self.decay * self._weight + 1
         self._weight_sq = self.decay**2 * self._weight_sq + 1
@@ -179,20 +181,20 @@ class RatioOfMeans:
 
     @property
     def means(self) -> Estimate:
-        """The means of both."""
+        """The means of noise and signal."""
         return Estimate(*self._means)
 
     @property
     def value(self) -> float:
-        """Noise over signal; infinite where no signal is seen."""
+        """Noise over signal; infinite if the signal is not positive."""
         trace, signal = self._means
         return trace / signal if signal > 0 else math.inf
 
     @property
     def interval(self) -> tuple[float, float]:
-        """An interval of 90 % for the ratio, by Fieller's theorem, which holds for small and noisy denominators too.
+        """A 90 % confidence interval for the ratio by Fieller's theorem, which holds for noisy denominators, too.
 
-        The estimates are taken for independent. Where the signal may be 0, the interval has no upper end.
+        Assumes independent estimates. The upper end is infinite if the signal may be 0.
         """
         if self.number < 2:
             return 0.0, math.inf
@@ -219,7 +221,7 @@ class RatioOfMeans:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what ``state_dict`` gave."""
+        """Restores what ``state_dict`` returned."""
         self.number, self._weight, self._weight_sq = state["number"], state["weight"], state["weight_sq"]
         self._means, self._products = list(state["means"]), list(state["products"])
 

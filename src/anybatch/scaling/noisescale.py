@@ -1,4 +1,4 @@
-"""How large a batch is worth its samples: the gradient noise scale."""
+"""``NoiseScale``: the gradient noise scale, which tells how large a batch is useful."""
 
 import math
 from collections import deque
@@ -21,10 +21,9 @@ from anybatch.update.passes import Outcome, Task
 from anybatch.update.progress import Watch
 from anybatch.update.stepstate import load_whole
 
-_MOST_WAITING = 64  # measurements that stay on the device until somebody asks
+_MOST_WAITING = 64  # measurements that stay on the device before they are read
 
-
-_USUAL_OF = 31  # measured batches of which the one of the middle size is the usual one
+_USUAL_OF = 31  # the usual batch size is the median of this many measured batches
 
 
 class _Batch(NamedTuple):
@@ -50,7 +49,7 @@ class Measurable(Protocol):
     watcher: Callable[[Task, Sequence[Part], Sequence[torch.Tensor]], Watch] | None
 
     def split_next(self, size: float) -> None:
-        """Runs the next logical batch in smaller micro-batches; where it may not be split it runs as ever."""
+        """Runs the next logical batch, if it can be split, in smaller micro-batches."""
 
 
 class _State(TypedDict):
@@ -61,30 +60,31 @@ class _State(TypedDict):
 
 
 class NoiseScale:
-    """Measures how noisy gradients are, from the micro-batches that a step runs anyway.
+    """Measures the gradient noise scale from the micro-batches that a step runs anyway.
 
-    The noise scale is S / |G|^2: the variance of the gradient of one sample, summed over all parameters, over the
-    squared norm of the true gradient (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"). It is a
-    number of samples: a batch much smaller is mostly noise, so a larger one takes fewer updates for nearly the same
-    samples; a batch much larger takes more samples for nearly the same updates.
+    The noise scale is S / |G|^2: the variance of the gradient of one sample, summed over all parameters, divided by the
+    squared norm of the true gradient (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"). Its unit
+    is samples. The gradient of a much smaller batch is mostly noise: a larger batch needs fewer updates and hardly more
+    samples. A much larger batch needs more samples for hardly fewer updates.
 
-    Every ``every``-th logical batch the gradient of each micro-batch is looked at on its way into the sum. There is no
-    pass and no buffer for it, nothing waits for the device, and training stays bitwise as it is. Micro-batches may be
-    of any sizes; a logical batch needs two at least. Both parts are averaged over time apart from each other. Where
-    several ranks train together, each has a NoiseScale, and the micro-batches of all ranks count.
+    In every ``every``-th logical batch the norm of each micro-batch's gradient is measured while gradients are
+    accumulated: without an extra pass, buffer or device synchronization, and with bitwise the same training.
+    Micro-batches may have any sizes, and a logical batch needs at least two. S and |G|^2 are averaged over time
+    separately. In a process group each rank has a NoiseScale, and the micro-batches of all ranks count.
 
     Args:
-        step: a ``TrainStep``, or ``None`` to call ``update`` in a loop of one's own.
-        every: one of so many logical batches is measured.
-        decay: of the moving averages, a measurement.
-        keep_gradients: keeps the gradient of the running micro-batch while it measures, as many bytes as the
-            gradients; for losses that go back in several pieces: ``OverTime``, and yielded ones that are not cut.
-        halves: runs a logical batch that is to be measured and is one micro-batch, as ``memory=`` may choose, as two;
-            its gradient is then the same but for rounding, and dropout draws other masks. Not where BatchNorm would
-            see halves, or the split is not exact.
+        step: a ``TrainStep``, or ``None`` to call ``update`` in your own loop.
+        every: measures one logical batch out of this many.
+        decay: of the moving averages, per measurement.
+        keep_gradients: keeps the gradient of the current micro-batch while measuring, which takes as many bytes as the
+            gradients. Required for losses with several backwards: ``OverTime``, and yielded losses without a ``cut``.
+        halves: splits a batch that is to be measured, but is a single micro-batch (``memory=`` may choose so), into
+            two; its gradient is the same within rounding, with other dropout masks. Does not split where BatchNorm
+            would see halves or the split is not exact.
 
     Raises:
-        BatchError: an argument is none that can be meant, or the loss or the optimizer can't be measured.
+        BatchError: an argument is invalid, the step already has a ``NoiseScale``, or its model, loss, optimizer or
+            devices can't be measured.
 
     Example:
         >>> noise = NoiseScale(None)
@@ -152,7 +152,7 @@ class NoiseScale:
         step.watcher = self._watched
 
     def remove(self) -> None:
-        """Stops measuring, and leaves the step as it was; what was measured stays. A second call does nothing."""
+        """Detaches from the step; the measurements stay. A second call does nothing."""
         step, self._step = self._step, None
         if step is not None and step.watcher == self._watched:
             step.watcher = None
@@ -217,15 +217,16 @@ class NoiseScale:
             self._batches.append(batch)
 
     def update(self, norms_sq: Any, counts: Any, total_norm_sq: Any) -> None:
-        """Takes one measurement from elsewhere, such as a loop of one's own, or several processes.
+        """Adds a measurement from your own loop or from several processes.
 
         Args:
-            norms_sq: for each micro-batch, or process, the squared norm of its mean gradient.
-            counts: how many samples each of them is over; those with none are left out.
+            norms_sq: the squared norm of the mean gradient of each micro-batch or process.
+            counts: the number of samples in each; entries without samples are ignored.
             total_norm_sq: the squared norm of the mean gradient over all samples.
 
         Raises:
-            BatchError: the numbers don't belong together; nothing was taken.
+            BatchError: the lengths differ, a value is negative or not finite, or fewer than two entries have samples.
+                Nothing was added.
         """
         norms, sizes = _numbers("norms_sq", norms_sq), _numbers("counts", counts)
         (total,) = _numbers("total_norm_sq", [total_norm_sq])
@@ -233,20 +234,20 @@ class NoiseScale:
             raise BatchError(f"norms_sq has {len(norms)} numbers and counts {len(sizes)}; expected one of each")
         pairs = [(norm, size) for norm, size in zip(norms, sizes, strict=True) if size > 0]
         if len(pairs) < 2:
-            raise BatchError(f"got {len(pairs)} micro-batches with samples; noise shows in two at least")
+            raise BatchError(f"got {len(pairs)} micro-batches with samples; expected at least two")
         self._catch_up()
         norms, sizes = map(list, zip(*pairs, strict=True))
         self._note(estimate(norms, sizes, total), _Batch(sum(sizes), len(sizes), "samples"))
 
     @property
     def measurements(self) -> int:
-        """How many logical batches were measured."""
+        """Number of logical batches measured."""
         self._catch_up()
         return self._ratio.number
 
     @property
     def value(self) -> float | None:
-        """The noise scale, infinite where no signal is seen; ``None`` before the first measurement."""
+        """The noise scale; infinite if no signal was found, ``None`` before the first measurement."""
         return self._ratio.value if self.measurements else None
 
     @property
@@ -262,17 +263,17 @@ class NoiseScale:
 
     @property
     def signal(self) -> float | None:
-        """|G|^2, the squared norm of the true gradient; below 0 where it drowns in noise."""
+        """|G|^2, the estimated squared norm of the true gradient; the estimate may be negative if noise dominates."""
         return self._ratio.means.signal if self.measurements else None
 
     @property
     def interval(self) -> tuple[float, float]:
-        """An interval of 90 % for the value; its upper end is infinite where the signal may be 0."""
+        """A 90 % confidence interval for the value; the upper end is infinite if the signal may be 0."""
         return self._ratio.interval if self.measurements else (0.0, math.inf)
 
     @property
     def advice(self) -> str:
-        """What it means for the usual batch, the one in the middle of the last measured by size, in one sentence."""
+        """One sentence on the usual batch size, the median of the last ones measured."""
         value = self.value
         if value is None:
             return f"no noise scale yet: {_WHOLE if self._whole else 'no logical batch was measured'}"
@@ -280,19 +281,16 @@ class NoiseScale:
         return _advice(value, self.interval, usual)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; to be saved beside that of the step."""
+        """The state as plain numbers; save it beside that of the step."""
         self._catch_up()
         batches = [list(batch) for batch in self._batches]
         return {"version": 2, "countdown": self._countdown, "batches": batches, "moments": self._ratio.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state.
-
-        Args:
-            state: what ``state_dict`` gave.
+        """Resumes from what ``state_dict`` returned.
 
         Raises:
-            BatchError: it is of another version, or a part of it is not what was saved. Nothing was loaded then.
+            BatchError: the state has another version or is malformed. Nothing was loaded.
         """
         load_whole(self._load_whole, state, self.state_dict(), _State, name="NoiseScale")
 
@@ -318,7 +316,7 @@ def _numbers(name: str, values: Any) -> list[float]:
 
 
 def _advice(value: float, interval: tuple[float, float], batch: _Batch) -> str:
-    """Says it in one sentence; the trade of updates for samples is that of McCandlish et al. 2018, equation 2.11."""
+    """The advice in one sentence; updates against samples as in McCandlish et al. 2018, equation 2.11."""
     unit, size = batch.unit, batch.size
     low, high = interval
     if math.isinf(high):

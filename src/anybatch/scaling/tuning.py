@@ -1,4 +1,4 @@
-"""What a run tells about its batch and its learning rate: the batch that pays, and the rates that still train."""
+"""Batch size and learning rate advice from a run: the batch size that pays, and a learning rate range test."""
 
 import copy
 import math
@@ -22,9 +22,9 @@ def rates_that_train(
     optimizers: Sequence[torch.optim.Optimizer],
     batches: Sequence[Any],
 ) -> list[tuple[float, float]]:
-    """A short range test: how far the loss falls in a few updates at several learning rates.
+    """A short learning rate range test: how far the loss falls in a few updates at several rates.
 
-    Each rate begins where the run is now, with the same batches; what it did is put back after it.
+    Each rate starts from the current state of the run, with the same batches, and is rolled back afterwards.
     """
     saved = copy.deepcopy((model.state_dict(), [one.state_dict() for one in optimizers]))
     rates = [[float(group["lr"]) for group in one.param_groups] for one in optimizers]
@@ -47,7 +47,7 @@ def rates_that_train(
 
 
 def batch_that_pays(noise: float) -> int | None:
-    """The power of two nearest to a noise scale; ``None`` where that is not finite.
+    """The power of two nearest to a noise scale, at least 1; ``None`` if the noise scale is infinite.
 
     Example:
         >>> batch_that_pays(700.0), batch_that_pays(0.2), batch_that_pays(math.inf)
@@ -57,7 +57,7 @@ def batch_that_pays(noise: float) -> int | None:
 
 
 def rate_for(optimizers: Sequence[torch.optim.Optimizer], batch: tuple[float, float]) -> tuple[float, float, str]:
-    """The learning rate that goes with another batch, by the rule of the optimizer; nothing is changed."""
+    """The learning rate for another batch size, by the rule of the optimizer; changes nothing."""
     now = float(optimizers[0].param_groups[0]["lr"])
     if batch[0] == batch[1]:
         return now, now, "none is needed"
@@ -79,7 +79,7 @@ def advice_of(
     steps: int,
     rated: Sequence[tuple[float, float]] = (),
 ) -> BatchAdvice:
-    """What a noise scale and the optimizers of a run say about its batch."""
+    """The advice from a noise scale and the optimizers of a run."""
     low, high = noise.interval
     pays = batch_that_pays(noise.value or 0.0)
     now, rate, rule = rate_for(optimizers, (batch, pays or batch))
@@ -96,13 +96,17 @@ def advice_of(
 def advice_on(
     watcher: Any, optimizers: Sequence[torch.optim.Optimizer], batch: int, limit: float | None, steps: int
 ) -> BatchAdvice:
-    """The advice of a step that goes on, without a range test.
+    """The advice for a running step, without a range test.
 
     Args:
-        limit: samples of a micro-batch, ``None`` for all.
+        watcher: of the step; a bound method of its ``NoiseScale``.
+        optimizers: of the step.
+        batch: samples in the last logical batch.
+        limit: samples in a micro-batch, ``None`` for all.
+        steps: logical batches so far.
 
     Raises:
-        BatchError: no noise scale measures it.
+        BatchError: no ``NoiseScale`` is attached.
     """
     noise = getattr(watcher, "__self__", None)
     if not isinstance(noise, NoiseScale):

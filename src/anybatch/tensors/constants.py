@@ -1,7 +1,8 @@
-"""Fake tensors that hang on nothing but the program, such as a mask in a cache: what they stand for can be made.
+"""Fake tensors that are constants of the program, such as a cached mask, and can be made real after a trace.
 
-A step that is traced on fake tensors may keep some of them where its next run finds them. Those that were made of
-shapes and numbers alone, and not of weights, samples or random numbers, become what a real run would have kept.
+A traced step may cache fake tensors, which its next real run would find. Those that were computed from shapes and
+Python numbers alone, and not from weights, samples or random numbers, are replaced by what a real run would have
+cached.
 """
 
 import itertools
@@ -16,7 +17,7 @@ NAME = "anybatch_constant"
 
 
 class _Place:
-    """A tensor in the log: its number, and that of its storage."""
+    """A tensor in the log: its number and that of its storage."""
 
     __slots__ = ("number", "storage")
 
@@ -35,20 +36,20 @@ class _Operation(NamedTuple):
 
 
 class Constants:
-    """A log of the operations that nothing but the program decides.
+    """A log of the operations on constants.
 
     Attributes:
-        is_off: whether nothing is noted, since tensors are made that stand for some that are there.
+        is_off: set while fake tensors are made for real ones, which are no constants.
     """
 
     def __init__(self) -> None:
         self.is_off = False
         self._operations: list[_Operation] = []
-        self._spoiled: set[int] = set()  # storages with something else in them
+        self._spoiled: set[int] = set()  # storages that something else than a constant was written to
         self._numbers = itertools.count()
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, fake: Any) -> None:
-        """Notes an operation on fake tensors, if it belongs here."""
+        """Logs an operation if all its arguments are constants."""
         if self.is_off:
             return
         given = [one for one in tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
@@ -78,7 +79,7 @@ class Constants:
             self._operations.append(_Operation(func, own_args, own_kwargs, tuple(made), read, frozenset(changed)))
 
     def made_real(self, fakes: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes what some fake tensors stand for, as far as it is in the log."""
+        """Pairs of a fake tensor and its real value, for those that are constants."""
         found = [one for one in fakes if vars(one).get(NAME) is not None]
         needed: set[int] = set()
         chosen = []
@@ -98,7 +99,7 @@ class Constants:
         return [(one, real[vars(one)[NAME].number]) for one in chosen]
 
     def _needed(self, storage: int) -> set[int] | None:
-        """The operations that made what is in a storage; ``None`` if something else is in it."""
+        """Indices of the operations that made a storage's content; ``None`` if it is not constant."""
         storages, found = {storage}, set()
         for index in reversed(range(len(self._operations))):
             if self._operations[index].changed & storages:
@@ -108,7 +109,7 @@ class Constants:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """The tensors among the arguments or the results of an operation, those in its lists included."""
+    """The tensors among some values, nested lists and tuples included."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -127,7 +128,7 @@ def _written(func: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _kept(func: Any, leaf: Any) -> Any:
-    """What is kept of an argument; a tensor that was just made of numbers is gone at once, which shall stay so."""
+    """An argument as it is logged; the tensor in ``lift`` is reused by the caller, and has to be copied."""
     if isinstance(leaf, torch.Tensor) and "lift" in func.overloadpacket.__name__:
         return leaf.clone()
     return leaf

@@ -1,4 +1,4 @@
-"""The one place that names torch's private module for modes that see every operation, and turns modes off."""
+"""Torch's dispatch and function modes: the only file that imports their private module, and turns modes off."""
 
 import functools
 import threading
@@ -29,13 +29,13 @@ __all__ = [
 ]  # fmt: skip
 
 NUMBERLESS = frozenset({"FakeTensor", "FunctionalTensor"})
-"""The names of torch's classes of tensors that have a shape and no numbers, besides those on meta."""
+"""Names of torch's tensor classes without elements, besides tensors on the meta device."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has more than a shape.
+    """Whether a tensor has elements, and not only a shape.
 
     Example:
         >>> has_numbers(torch.ones(2)), has_numbers(torch.ones(2, device="meta"))
@@ -45,31 +45,31 @@ def has_numbers(tensor: torch.Tensor) -> bool:
 
 
 class Mode(TorchDispatchMode):
-    """A mode that sees operations, for whose sake torch does not import its compiler, which takes seconds.
+    """A dispatch mode that does not make torch import its compiler, which takes seconds.
 
-    Whoever enters it around a compiled model has that run without the compiler, or before it is first called.
+    Around a compiled model it has to be entered without the compiler, or before the model is first called.
     """
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # asked by torch when a class is made; older versions don't ask
+    def _should_skip_dynamo(cls) -> bool:  # called by newer versions of torch when the class is created
         return False
 
 
 def is_watched() -> bool:
-    """Whether a mode is on, one that sees operations or calls of torch's functions."""
+    """Whether a dispatch mode or a function mode is active."""
     return bool(number_of_modes() or number_of_function_modes())
 
 
 def is_asked() -> bool:
-    """Whether a mode is on that sees calls of torch's functions, and is not kept from it."""
+    """Whether a function mode is active and not disabled."""
     return bool(number_of_function_modes()) and function_state() != NOBODY_IS_ASKED
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Turns modes that see operations off in this thread, and the default device, and on again.
+    """Disables dispatch modes and the default device in this block, for this thread.
 
-    Other modes that see calls of torch's functions stay, since one of them may be entered or left meanwhile.
+    Other function modes stay, since one of them may be entered or left meanwhile.
     """
     with without_modes():
         devices = []
@@ -84,10 +84,9 @@ def unwatched() -> Iterator[None]:
 
 @contextmanager
 def nobody_looks() -> Iterator[None]:
-    """Turns off what sees operations and calls of torch's functions in this thread, for what is none of the user's.
+    """Disables all modes, the default device and ``__torch_function__`` in this block, for anybatch's own operations.
 
-    These are all modes, a default device among them, and classes of tensors that are asked about functions. Modes that
-    see functions stay on their stack, since one of them may be entered or left meanwhile.
+    Function modes stay on their stack, since one of them may be entered or left meanwhile.
     """
     with without_modes(), functions_unseen():
         yield
@@ -95,7 +94,7 @@ def nobody_looks() -> Iterator[None]:
 
 @contextmanager
 def functions_unseen() -> Iterator[None]:
-    """Has nobody see calls of torch's functions in this thread."""
+    """Disables function modes and ``__torch_function__`` in this block, for this thread."""
     state = function_state()
     set_function_state(NOBODY_IS_ASKED)
     try:
@@ -108,7 +107,7 @@ is_traced = torch.compiler.is_dynamo_compiling
 
 
 class _Paused(threading.local):
-    """Who was asked about calls of functions before they were no longer seen."""
+    """What intercepted torch functions before it was disabled."""
 
     state: Any = None
 
@@ -117,7 +116,7 @@ _paused = _Paused()
 
 
 def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose calls of torch's functions nobody sees, but for what is ``function_modes_resumed`` in it."""
+    """Wraps a function so that nothing intercepts its torch functions, except within ``function_modes_resumed``."""
 
     def paused(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_traced():
@@ -135,7 +134,7 @@ def function_modes_paused(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the user's run that is called in one that is ``function_modes_paused``, seen as without it."""
+    """Wraps a function of the user that is called within ``function_modes_paused``, and undoes the pause for it."""
 
     def resumed(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_traced() or _paused.state is None:
@@ -151,10 +150,9 @@ def function_modes_resumed(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def without_user_modes() -> Iterator[None]:
-    """Turns off what looks on at all operations or all modules, and on again.
+    """Disables the modes of this thread and global module hooks in this block; a default device stays.
 
-    These are the modes of this thread, but for default devices, which decide where tensors lie, and hooks on every
-    module, as of a tracker of modules, which may keep what it is shown.
+    Module trackers use global hooks, and may keep the tensors that they get.
     """
     kept = [(hooks, dict(hooks)) for hooks in hooks_on_all_modules()]
     for hooks, _ in kept:
@@ -179,11 +177,11 @@ def without_user_modes() -> Iterator[None]:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose operations no mode sees, such as one that counts operations for the user."""
+    """Wraps a function so that no mode sees its operations, such as a FLOP counter of the user."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not (number_of_modes() or number_of_function_modes()):  # in each step of a run: no call more than it needs
+        if not (number_of_modes() or number_of_function_modes()):  # the fast path: this runs in each step
             return function(*args, **kwargs)
         with nobody_looks():
             return function(*args, **kwargs)
@@ -192,9 +190,9 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def item_of(tensor: torch.Tensor) -> Any:
-    """The number in a tensor, read without a mode that sees it.
+    """``tensor.item()`` with modes disabled.
 
-    Modes are given a Python number in the place of a tensor that was made of one, and torch then fails to read it:
+    For a tensor that was made from a Python number, a mode gets the number instead of the tensor, and torch fails with
     ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``.
 
     Example:

@@ -1,16 +1,16 @@
 """Dropout whose masks do not depend on how a batch is split.
 
-Torch draws a mask from a stream of random numbers, so that what a sample gets depends on the samples before it. Here an
-element is dropped as a function of the seed, the call, the sample and the position in the sample. Beside this each call
-draws one number from torch's generator for the CPU, by which it is known again: a forward that is computed for the
-second time has the random state of the first and draws the same one.
+Torch draws masks from a stream of random numbers, so that the mask of a sample depends on the samples before it. Here
+it is a function of the seed, the call, the sample and the position in the sample. Each call also draws one number from
+torch's CPU generator as its id: a forward that is recomputed starts from the same random state, draws the same number,
+and so gets the same masks.
 
 Every sample of a call has two random 64-bit numbers ``a`` and ``b``, ``b`` odd, and every position in a sample has a
-fixed one, ``x``. The element is kept if ``((x ^ a) * b) mod 2^64``, read as a signed number, is below a threshold. A
-product with a random odd multiplier whose high bits count is the multiply-shift hash of Dietzfelbinger, Hagerup,
-Katajainen and Penttonen 1997, "A reliable randomized algorithm for the closest-pair problem"; the ``xor`` takes the
-linear relation between the rows away. All three numbers come from the finalizer of SplitMix64 (Steele, Lea and Flood
-2014, "Fast splittable pseudorandom number generators"). Integers wrap around in the same way on every device.
+fixed number ``x``. An element is kept if ``((x ^ a) * b) mod 2^64``, read as a signed integer, is below a threshold.
+The high bits of a product with a random odd multiplier are the multiply-shift hash of Dietzfelbinger, Hagerup,
+Katajainen and Penttonen 1997, "A reliable randomized algorithm for the closest-pair problem"; the ``xor`` removes the
+linear relation between rows. All three numbers come from the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast
+splittable pseudorandom number generators"). Integers wrap around in the same way on every device.
 """
 
 import math
@@ -37,7 +37,7 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, the increment of SplitMix64
 _SHIFTS = (30, 27, 31)
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_AT_ONCE_ON_CPU = 2**15  # elements, whose words of 256 KiB a core has in its cache
+_AT_ONCE_ON_CPU = 2**15  # elements; their int64 words take 256 KiB and stay in a core's cache
 _AT_ONCE = 2**19
 
 
@@ -55,7 +55,7 @@ def mixed(number: int) -> int:
 
 
 def _mix_(numbers: torch.Tensor) -> torch.Tensor:
-    """The same in place, for a tensor of int64 whose bits are those of the number."""
+    """``mixed`` in place, for an int64 tensor read as unsigned."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         numbers.bitwise_xor_(torch.bitwise_right_shift(numbers, shift).bitwise_and_(2 ** (64 - shift) - 1))
         numbers.mul_(_signed(factor))
@@ -63,10 +63,16 @@ def _mix_(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers ``a`` and ``b`` of samples in a call, of shape ``[2, samples]``.
+    """The numbers ``a`` and ``b`` of each sample in a call.
 
     Args:
-        samples: their positions in the logical batch; -1 stands for what all samples share.
+        seed: of the logical batch.
+        call: number of the dropout call in the micro-batch.
+        samples: indices in the logical batch; -1 for a mask that all samples share.
+        device: where the result is.
+
+    Returns:
+        int64 of shape ``[2, samples]``.
     """
     if isinstance(samples, range):
         own = torch.arange(samples.start, samples.stop, samples.step, dtype=torch.int64, device=device)
@@ -80,10 +86,15 @@ def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) 
 
 
 def mask_of(shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tensor:
-    """A mask of ones and zeros as uint8, made for some positions at a time.
+    """A dropout mask of ones and zeros, made in chunks of positions.
 
     Args:
-        shape: of the mask; the samples lie in dim 0, where each may have several entries, one behind the other.
+        shape: of the mask; samples are in dim 0, where each may have several consecutive rows.
+        keys: from ``keys_of``.
+        keep: the probability of a one.
+
+    Returns:
+        uint8 of the given shape.
     """
     device, rows = keys.device, keys.shape[1]
     sizes = ((shape[0] if shape else 1) // rows, *shape[1:])  # of a sample
@@ -94,13 +105,13 @@ def mask_of(shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tens
     for start in range(0, places, step):
         words = _positions(range(start, min(start + step, places)), sizes, device).bitwise_xor(keys[0, :, None])
         words.mul_(keys[1, :, None])
-        # On the CPU a comparison that gives bool is many times slower.
+        # On the CPU a comparison with a bool output is many times slower.
         mask[:, start : start + step] = torch.lt(words, threshold, out=words)
     return mask.view(*shape)
 
 
 def _positions(numbers: range, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """What positions in a sample are known by, which is made of those along each dimension."""
+    """The number ``x`` of each position in a sample, computed from its index in each dimension."""
     rest = torch.arange(numbers.start, numbers.stop, dtype=torch.int64, device=device)
     found = torch.zeros_like(rest)
     for dim in reversed(range(len(sizes))):
@@ -110,18 +121,18 @@ def _positions(numbers: range, sizes: Sequence[int], device: torch.device) -> to
     return found.bitwise_xor_(torch.bitwise_right_shift(found, 29))
 
 
-_CALLS = 2**32  # in a stage of a micro-batch, at most
+_CALLS = 2**32  # the most calls in a stage of a micro-batch
 _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural networks": scale times alpha
 
 
 class _Kind(NamedTuple):
-    """What a class of modules does.
+    """What a class of dropout modules does.
 
     Args:
-        check: raises or warns about the tensor's dimensions, as torch's function does at a rate of 0.
+        check: torch's function, called with a rate of 0 for its errors and warnings about dimensions.
         features: drops whole channels.
-        alpha: keeps mean and variance of self-normalizing networks.
-        unbatched: the number of dimensions that a sample alone has, if the module takes one.
+        alpha: preserves mean and variance, as self-normalizing networks need.
+        unbatched: the number of dimensions of an input without a batch dimension, if the module accepts one.
     """
 
     check: Callable[..., Any] | None = None
@@ -143,7 +154,7 @@ _set_aside: ContextVar[bool] = ContextVar("anybatch_masks_set_aside", default=Fa
 
 @contextmanager
 def masks_set_aside() -> Iterator[None]:
-    """Lets torch draw the masks in this block, which only measures: no call is counted or remembered."""
+    """Lets torch draw the masks in this block, which only measures; its calls are not counted."""
     token = _set_aside.set(True)
     try:
         yield
@@ -152,7 +163,7 @@ def masks_set_aside() -> Iterator[None]:
 
 
 class _Draw(NamedTuple):
-    """A mask that was drawn, so that it can be drawn again."""
+    """What a mask is computed from."""
 
     samples: Sequence[int]
     call: int
@@ -162,16 +173,15 @@ class _Draw(NamedTuple):
 class SampleDropout:
     """Draws the masks of ``nn.Dropout*`` as a function of the seed, the call, the sample and the position in it.
 
-    It is on for one logical batch, forwards and backwards. A call is known by its module and by how often that ran in
-    the micro-batch before. The position is that along each dimension, so that padding behind a sample does not change
-    its mask. The samples lie in dim 0, where one may have several entries, one behind the other. A parameter, and a
-    tensor with no such dimension, gets the same mask in all micro-batches. What drops elements out without such a
-    module, ``F.dropout`` and fused attention among others, is refused. In a compiled model dropout runs between two
-    graphs.
+    The context is active for one logical batch, forward and backward. A call is identified by its module and the number
+    of times that it ran in the micro-batch before. Positions are indices in each dimension, so that padding after a
+    sample does not change its mask. Samples are in dim 0, where each may have several consecutive rows. Parameters, and
+    tensors without a sample dimension, get the same mask in all micro-batches. Dropout outside of these modules, such
+    as ``F.dropout`` and fused attention, is refused. In a compiled model dropout is a graph break.
 
     Args:
         seed: of the logical batch.
-        models: whose modules drop out.
+        models: the modules that are run.
 
     Example:
         >>> model = torch.nn.Dropout(0.5)
@@ -194,7 +204,7 @@ class SampleDropout:
         self._drawn: dict[int, list[_Draw]] = {}
         self._entries: dict[int, tuple[int, torch.Size]] = {}
         self._refusing = _Refusing()
-        with without_modes():  # fakes have no numbers
+        with without_modes():  # within a fake mode it would have no value
             self._ticket = torch.empty((), dtype=torch.int64, device="cpu")
 
     def __enter__(self) -> Self:
@@ -211,11 +221,14 @@ class SampleDropout:
             module.__dict__.pop("forward", None)
 
     def begin(self, samples: Sequence[int], *, stage: int = 0) -> None:
-        """Begins a micro-batch, or goes through one again.
+        """Begins a micro-batch, or runs one again.
 
         Args:
-            samples: the indices of its samples in the logical batch, in the micro-batch's order.
-            stage: another one for another function of the same samples, whose calls are counted apart.
+            samples: the indices of its samples in the logical batch, in the order of the micro-batch.
+            stage: number of the function that runs on these samples; calls are counted separately in each.
+
+        Raises:
+            BatchError: an index or the stage is negative.
         """
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
@@ -258,7 +271,7 @@ class SampleDropout:
         return torch.empty_like(tensor, dtype=torch.uint8).copy_(mask)  # channels last
 
     def _is_own(self, module: nn.Module, draw: _Draw, tensor: torch.Tensor) -> bool:
-        """Whether each sample has entries of its own in dim 0; weights, and what has others, share the mask."""
+        """Whether each sample has its own rows in dim 0; other tensors, such as weights, share one mask."""
         if tensor.dim() == 0 or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         rows, size = len(draw.samples), tensor.shape[0]
@@ -278,7 +291,7 @@ class SampleDropout:
         return is_own and was_own
 
     def _known_draw(self, module: nn.Module, tensor: torch.Tensor) -> _Draw:
-        """What this call draws: if it runs for the second time, what it drew then."""
+        """What this call draws; the same as before if it is recomputed."""
         current = self._samples
         if current is None:
             raise AnyBatchError("dropout ran before begin(); expected begin(samples) at the start of each micro-batch")
@@ -295,7 +308,7 @@ class SampleDropout:
         elif known.shape != tensor.shape:
             raise self._refused(
                 module,
-                f"got a tensor of shape {tuple(tensor.shape)} when it ran for the second time and of shape "
+                f"got a tensor of shape {tuple(tensor.shape)} when it was recomputed and of shape "
                 f"{tuple(known.shape)} before; expected a forward that computes the same when it runs again",
             )
         self._times[module] += not in_backward()
@@ -310,20 +323,20 @@ class SampleDropout:
     def _refused(self, module: nn.Module, what: str) -> NotSplittable:
         name = self._names[module]
         return NotSplittable(
-            f"{name}, a {type(module).__name__}, {what}. With dropout='per-sample' apply it where the samples lie in "
-            "dim 0, or to a parameter itself; or let the masks depend on the split: dropout='native'",
+            f"{name}, a {type(module).__name__}, {what}. With dropout='per-sample' apply it to a tensor with the "
+            "samples in dim 0, or to a parameter; or let the masks depend on the split: dropout='native'",
             modules=[name],
         )
 
 
 _NOT_REPLAYED = (
-    "ran in a backward, where a forward is computed again, but not with the random state of the first forward, so that "
-    "it would drop other elements; use torch.utils.checkpoint with preserve_rng_state=True, its default"
+    "was recomputed in a backward without the random state of the first forward, so that it would drop other elements; "
+    "use torch.utils.checkpoint with preserve_rng_state=True, its default"
 )
 
 
 def _kind_of(module: nn.Module) -> _Kind | None:
-    """What a module does; ``None`` for one that is no dropout of torch's, or has a forward of its own."""
+    """The kind of a dropout module; ``None`` for other modules, and for subclasses with their own forward."""
     for base, kind in _KINDS.items():
         if isinstance(module, base):
             return kind if type(module).forward is base.forward else None
@@ -331,7 +344,10 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Refuses a model, before anything runs, of which a module would drop elements where nothing else sees it.
+    """Refuses a model with dropout inside fused functions or scripts, where masks can't be replaced.
+
+    Raises:
+        NotSplittable: such a module is in training mode.
 
     Example:
         >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())
@@ -375,7 +391,7 @@ _SLOPES = ("slopes are drawn within the function, so that they depend on the spl
 
 
 class _Refusing(TorchFunctionMode):
-    """Refuses functions that drop elements out by themselves, where no module is asked."""
+    """Refuses dropout functions that are called without a module."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -389,12 +405,12 @@ class _Refusing(TorchFunctionMode):
         if 0 < rate < 1 and not _set_aside.get():
             raise NotSplittable(
                 f"got {func.__name__} at a rate of {rate} (in {_line_of_call()}), whose masks depend on the split. "
-                f"With dropout='per-sample' {remedy}; or let them: dropout='native'"
+                f"With dropout='per-sample' {remedy}; or let the masks depend on the split: dropout='native'"
             )
         return func(*args, **kwargs)
 
 
-# With whether they drop out where nobody says so.
+# Functions, each with its default for training=.
 _FUNCTIONS: dict[Any, bool] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_), True),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), False),

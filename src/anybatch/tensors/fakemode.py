@@ -1,6 +1,6 @@
-"""A mode for fake tensors that remembers what operations gave for the shapes that they were given.
+"""A fake tensor mode with a fast cache of output layouts by input layouts.
 
-Torch's own mode remembers that, too, but asking it takes longer than most operations. This is the one file that names
+Torch's mode has a cache, too, but a lookup there takes longer than most operations. This is the only file that imports
 torch's private module for fake tensors.
 """
 
@@ -16,7 +16,7 @@ from anybatch.torch_private import refuse_pointers, warn_of_pointers
 
 Fake = FakeTensor
 _UNKNOWN = object()
-"""Stands for the result of an operation that nothing is remembered of."""
+"""The result of a lookup that is not in the cache."""
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -26,7 +26,7 @@ _DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, t
 
 
 class _Known(NamedTuple):
-    """A tensor that an operation gave; ``aliases`` says that it is a view of the first argument."""
+    """The layout of an output; ``aliases``: it is a view of the first argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Known(NamedTuple):
 
 
 class Remembered:
-    """What operations gave for the layouts that they were given, in one mode or in several."""
+    """The cache: outputs of operations by the layouts of their inputs. Modes may share one."""
 
     def __init__(self) -> None:
         self.results: dict[tuple[Any, ...], tuple[type | None, tuple[_Known | None, ...]]] = {}
@@ -45,7 +45,7 @@ class Remembered:
         self._kinds: dict[Any, str] = {}
 
     def kind_of(self, func: Any) -> str:
-        """What may be remembered of an operation; see ``_kind_of``."""
+        """What may be cached of an operation, see ``_kind_of``."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
@@ -53,16 +53,16 @@ class Remembered:
 
 
 class QuickFakeMode(FakeTensorMode):
-    """Torch's mode for fake tensors, which it asks about each operation on the same shapes only once.
+    """Torch's ``FakeTensorMode``, asked only once about each operation on the same layouts.
 
-    Remembered are operations of torch that depend on nothing but the layouts of their arguments and change none of
-    them; what they give is new, or a view of the first argument. Of operations that write to their first argument, and
-    give it back, it is remembered that they may do so. All others go to torch each time.
+    Cached are aten operations that depend only on the layouts of their arguments, write to none of them, and return new
+    tensors or views of the first argument; and operations that write to their first argument and return it. All others
+    go to torch each time.
 
     Attributes:
-        is_over: whether nothing may be done any more with tensors of this mode that something still refers to.
-        remembered: what is remembered, which modes may share.
-        constants: what was made of nothing but the program.
+        is_over: whether operations on tensors of this mode raise, as the trace has ended.
+        remembered: the cache, which modes may share.
+        constants: the log of operations on constants.
 
     Example:
         >>> with QuickFakeMode(allow_non_fake_inputs=True):
@@ -86,28 +86,28 @@ class QuickFakeMode(FakeTensorMode):
         return list(found.values())
 
     def made_real(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a tensor that something still refers to and of what it stands for; nothing is made after this."""
+        """Pairs of a fake tensor that something still refers to and its real value; the mode is not used after this."""
         alive = self.alive()
         pairs = self.constants.made_real(alive)
-        # Beside weak references no tensor is exchanged.
+        # torch.utils.swap_tensors refuses a tensor with weak references.
         self.fake_tensor_converter: Any = None
         exchanged = {id(fake) for fake, _ in pairs}
         self._given = [weakref.ref(one) for one in alive if id(one) not in exchanged]
         return pairs
 
     def stays(self, fake: torch.Tensor) -> None:
-        """Notes a tensor that could not be exchanged."""
+        """Keeps track of a tensor that could not be swapped."""
         self._given.append(weakref.ref(fake))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Gives what is remembered, else what torch says."""
+        """Runs an operation on fake tensors, from the cache if possible."""
         if func is _DEVICE and type(args[0]) is FakeTensor and not self.in_kernel_invocation:
             return args[0].fake_device
         if self.is_over:
-            raise RuntimeError(f"{func} is to run on a tensor without numbers of a trace that is over")
-        if self._is_within:  # of an operation that torch makes of others
+            raise RuntimeError(f"got {func} on a fake tensor of a trace that has ended; expected real tensors")
+        if self._is_within:  # torch decomposes an operation into others
             return self._result(func, types, args, kwargs)
         self._is_within = True
         try:
@@ -145,7 +145,7 @@ class QuickFakeMode(FakeTensorMode):
         return args[0] if key in self.remembered.checked else _UNKNOWN
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-        """What the result depends on; ``None`` if that is more than layouts."""
+        """The cache key; ``None`` if the result depends on more than layouts."""
         if not args or type(args[0]) not in (FakeTensor, list, tuple):
             return None
         parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
@@ -158,7 +158,7 @@ class QuickFakeMode(FakeTensorMode):
         return tuple(parts)
 
     def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
-        """Adds the layouts of tensors and the values of everything else; says whether it knows them all."""
+        """Appends layouts of tensors and plain values to a key; false if a value can't be described."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -191,7 +191,7 @@ class QuickFakeMode(FakeTensorMode):
         return self._fake(bare, known.device)
 
     def _fake(self, bare: torch.Tensor, device: torch.device) -> Any:
-        """What torch's constructor makes of a tensor on meta; all that it sets is the same for each on a device."""
+        """A ``FakeTensor``, without the cost of its constructor: its attributes are the same for all of a device."""
         attributes = self._attributes.get(device)
         if attributes is None:
             made = FakeTensor(self, bare, device)
@@ -202,7 +202,7 @@ class QuickFakeMode(FakeTensorMode):
         )  # fmt: skip
         (warn_of_pointers if self._allow_unsafe_data_ptr_access else refuse_pointers)(made)
         vars(made).update(attributes)
-        made.fake_mode = self  # is not kept among the attributes, since that would be a cycle
+        made.fake_mode = self  # not in the saved attributes, where it would be a reference cycle
         return made
 
     def _remember(
@@ -221,7 +221,7 @@ class QuickFakeMode(FakeTensorMode):
             storage, aliases = _storage(one), _storage(one) == first
             layout = (tuple(one.shape), tuple(one.stride()), one.storage_offset())
             if aliases:
-                if given.count(storage) != 1:  # which of them it is a view of is not known
+                if given.count(storage) != 1:  # a view of the first argument or of another on the same storage
                     return
             elif storage in given or storage in new or one.untyped_storage().nbytes() != _nbytes(one):
                 return
@@ -236,7 +236,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _kind_of(func: Any) -> str:
-    """What an operation does with its arguments, if it is one of torch's own that looks at no values; else nothing."""
+    """``_MAKES`` or ``_WRITES`` for an aten operation that can be cached, else an empty text."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return ""
     name, schema = func.overloadpacket.__name__, func._schema
@@ -256,7 +256,7 @@ def _storage(tensor: Any) -> int:
 
 
 def _nbytes(tensor: Any) -> int:
-    """The bytes of a storage that is made for a tensor; -1 if it begins within a storage."""
+    """The bytes that a tensor's layout needs, from the start of its storage; -1 if it has an offset."""
     if tensor.storage_offset():
         return -1
     if tensor.numel() == 0:

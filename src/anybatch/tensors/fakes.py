@@ -1,7 +1,7 @@
-"""Fake tensors: shapes without numbers, in the place of a model's own tensors for a while.
+"""Fake tensors in place of a model's own: shapes without elements.
 
-They lie on the CPU whatever device they stand for: torch can't go backward through fake CUDA tensors on a machine
-without a GPU (pytorch issue 160532).
+They are CPU tensors for every device: torch can't run a backward through fake CUDA tensors on a machine without a GPU
+(pytorch issue 160532).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +17,13 @@ from anybatch.tensors.modules import modules_of
 
 
 class Fakes:
-    """Makes fake tensors, one for each tensor and one storage for each storage.
+    """Makes fake tensors: one per tensor, on one storage per storage.
 
     Args:
-        remembered: what operations gave for other fake tensors; ``None`` to ask torch about each.
+        remembered: results of operations on earlier fake tensors; ``None`` to start without.
 
     Attributes:
-        mode: the mode in which operations on them run; also what is not fake becomes so there.
+        mode: the fake mode in which to run operations on them; it makes other tensors fake, too.
 
     Example:
         >>> fakes = Fakes()
@@ -43,13 +43,13 @@ class Fakes:
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor: its shape, strides and dtype; the same one for the same tensor.
+        """A fake tensor of the same shape, strides and dtype; the same one for the same tensor.
 
         Args:
-            tensor: dense, on any device, also on ``meta``, or a fake one of another mode.
+            tensor: dense, on any device, ``meta`` included, or a fake tensor of another mode.
 
         Raises:
-            TypeError: it is of a kind that has no fake here, such as a sparse one or a subclass.
+            TypeError: it is not strided, or of another subclass.
         """
         known = self._made.get(id(tensor))
         if known is not None:
@@ -66,27 +66,27 @@ class Fakes:
                     fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         finally:
             self._constants.is_off = False
-        self._made[id(tensor)] = (tensor, fake)  # the tensor is kept, so that its id stays its own
+        self._made[id(tensor)] = (tensor, fake)  # kept alive, so that no other tensor gets its id
         return fake
 
     def let_go(self) -> None:
-        """Forgets what was made; whatever is still done with what others kept of it is an error from now on."""
+        """Releases the fake tensors; from now on operations on those that others still hold raise."""
         self.mode.is_over = True
         self._made.clear()
         self._storages.clear()
 
     def alive(self) -> list[torch.Tensor]:
-        """The fake tensors, made here or by operations on them, that something still refers to."""
+        """The fake tensors of the mode that something still refers to."""
         found: list[torch.Tensor] = self.mode.alive()
         return found
 
     def make_real(self, device: torch.device) -> None:
-        """Makes real tensors, in place, of the fake ones that something else refers to, as far as that can be done."""
+        """Replaces fake tensors that something still refers to by real ones, in place, where that is possible."""
         with unwatched(), torch.no_grad():
             for fake, real in self.mode.made_real():
                 try:
                     torch.utils.swap_tensors(fake, real.to(device))
-                except RuntimeError:  # something refers to it that can't follow
+                except RuntimeError:  # a weak reference to it prevents the swap
                     self.mode.stays(fake)
 
     def _part_of_storage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,10 +101,10 @@ class Fakes:
 
 @contextmanager
 def swapped(fakes: Fakes, modules: Iterable[torch.nn.Module]) -> Iterator[Mapping[int, torch.Tensor]]:
-    """Puts fakes in the place of all parameters and buffers of modules, and puts the tensors themselves back.
+    """Replaces all parameters and buffers of modules by fake tensors in this block.
 
-    Returns:
-        A context whose value are the fake parameters by the ``id`` of the real ones.
+    Yields:
+        The fake parameters, by the ``id`` of the real ones.
     """
     places: list[tuple[Any, dict[str, Any]]] = []
     parameters: dict[int, Any] = {}

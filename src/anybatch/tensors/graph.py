@@ -12,7 +12,7 @@ from anybatch.torch_private import in_transform, number_of_backward
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that a backward from a tensor would give a gradient to.
+    """The leaves that get a gradient in a backward from a tensor.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -23,7 +23,7 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] = ()) -> list[Any]:
-    """The nodes that would put a gradient on a leaf, each once and without those that are known."""
+    """The ``AccumulateGrad`` nodes behind some tensors, each once, without known ones."""
     found: list[Any] = []
     waiting: list[Any] = list(dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
     seen = {*known, *waiting}
@@ -34,23 +34,22 @@ def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] =
                 continue
             seen.add(following)
             kind = type(following)
-            if kind not in accumulates:  # asked of the type, since a node of the user's own may have any attribute
+            if kind not in accumulates:  # asked of the type, since a node of the user may have any attribute
                 accumulates[kind] = hasattr(kind, "variable")
             (found if accumulates[kind] else waiting).append(following)
     return found
 
 
 def is_transformed() -> bool:
-    """Whether what runs now is differentiated in another way than by a backward through its graph.
+    """Whether a ``torch.func`` transform or forward-mode AD is active.
 
-    A transform of ``torch.func`` is running, or a level of forward-mode differentiation is open. Hooks on saved tensors
-    and functions with nothing but a backward do not work there.
+    Hooks on saved tensors, and autograd functions with only a backward, do not work there.
     """
     return in_transform() or forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread, as it is while a checkpoint recomputes its forward."""
+    """Whether a backward runs in this thread, as it does while a checkpoint recomputes its forward."""
     return number_of_backward() != -1
 
 
@@ -59,7 +58,7 @@ _second_time: ContextVar[bool] = ContextVar("anybatch_second_time", default=Fals
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Tells what counts forwards that the ones in this block run for the second time."""
+    """Marks the forwards in this block as repeated, for what counts forwards."""
     token = _second_time.set(True)
     try:
         yield
@@ -68,35 +67,35 @@ def recomputing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether a forward runs for the second time: in a backward, for a checkpoint, or in a second pass."""
+    """Whether a forward that runs now is repeated: for a checkpoint, or in a second pass."""
     return _second_time.get() or in_backward()
 
 
 class OutsideLeaves:
-    """Leaves that get a gradient though nobody named them, such as a temperature that a loss function closes over.
+    """Leaves that are in no list of parameters but get a gradient, such as a temperature in a closure of the loss.
 
-    Their gradients are taken off when they are found, so that the new ones are alone until they are added.
+    When one is found, its ``.grad`` is saved and set to ``None``, so that the new gradient stays apart.
 
     Args:
-        known: the leaves that are cared for elsewhere.
+        known: leaves that are handled elsewhere.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self._known = {id(leaf) for leaf in known}
-        self._accumulators: set[Any] = set()  # held, so that the graph of the next micro-batch has the same ones
+        self._accumulators: set[Any] = set()  # kept alive, so that the next micro-batch's graph has the same nodes
         self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     @property
     def found(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """What was found, each with the gradient that it had."""
+        """The leaves found so far, each with its saved gradient."""
         return self._found
 
     def know(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Names more leaves that are cared for elsewhere."""
+        """Adds leaves that are handled elsewhere."""
         self._known.update(id(leaf) for leaf in leaves)
 
     def look_behind(self, tensors: Iterable[torch.Tensor], *, ignoring: Iterable[torch.Tensor] = ()) -> None:
-        """Finds the leaves behind some tensors and takes their gradients off."""
+        """Finds new leaves behind some tensors, and saves and clears their gradients."""
         ignored = {id(leaf) for leaf in ignoring}
         for node in _accumulators_behind(tensors, self._accumulators):
             leaf = node.variable

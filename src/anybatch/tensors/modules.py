@@ -1,4 +1,4 @@
-"""The modules of a model, found quickly enough to be looked through at every step."""
+"""The modules, devices and parameters of a model, found fast enough for every step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 
 
 def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
-    """The modules that a step runs through: the model, and the loss function if it is one or a method of one.
+    """The root modules of a step: the model, and the loss function if it is a module or a method of one.
 
     Args:
-        loss_fn: a function, a module, a method, or one that is made of several (its ``user_functions``).
+        model: anything; what is not a module is left out.
+        loss_fn: a function, a module, a method, or an object that has several of them as ``user_functions``.
 
     Example:
         >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
@@ -25,10 +26,9 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
 
 
 def modules_of(*models: Any) -> list[torch.nn.Module]:
-    """All modules of some models, each once, without their names.
+    """All modules of some models, each once.
 
-    ``torch.nn.Module.modules`` builds every name on its way, which for hundreds of small layers takes longer than one
-    of them does.
+    ``torch.nn.Module.modules`` also builds every name, which takes longer for hundreds of layers than a small layer.
 
     Example:
         >>> [type(module).__name__ for module in modules_of(torch.nn.Sequential(torch.nn.ReLU()))]
@@ -51,12 +51,12 @@ SCRIPTED = (torch.jit.ScriptModule,)
 
 
 def is_scripted(module: Any) -> bool:
-    """Whether a module was compiled by ``torch.jit``, which runs it without Python."""
+    """Whether a module is TorchScript, which runs without Python."""
     return isinstance(module, SCRIPTED)
 
 
 def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
-    """Where the parameters of some modules lie, without those of their children.
+    """The devices of the parameters of some modules, without those of their children.
 
     Example:
         >>> devices_among([torch.nn.Linear(1, 1)])
@@ -66,13 +66,13 @@ def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the first parameter lies; the CPU for a model without any."""
+    """The device of the first parameter; the CPU for a model without parameters."""
     first = _first_parameter(model)
     return torch.device("cpu") if first is None else first.device
 
 
 def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """The first of ``module.parameters()``, which takes as long for one as a small layer does."""
+    """``next(module.parameters())`` without the time of a small layer."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
@@ -84,5 +84,5 @@ def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def devices_of(model: torch.nn.Module) -> list[torch.device]:
-    """Where the parameters lie."""
+    """The devices of all parameters."""
     return devices_among(modules_of(model))

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer holds besides its parameters."""
+"""The tensors of an optimizer besides its parameters and their gradients."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,9 +9,10 @@ _DEPTH = 4
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state, also those in lists, and those that it holds as attributes.
+    """The tensors in an optimizer's state, parameter groups and attributes, also within containers.
 
     Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead, or a learning rate.
+    Optimizers that it wraps are included; parameters and gradients are not.
 
     Example:
         >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
@@ -57,10 +58,12 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH) -> Any:
-    """A copy of an attribute of an optimizer with other tensors, which are keys as well.
+    """A copy of a value with each tensor replaced, dictionary keys included.
 
     Args:
-        value: a tensor, or plain containers of them; anything else stays what it is.
+        value: a tensor, or nested lists, tuples, dicts and sets of them; anything else is returned as it is.
+        put: gives the new tensor.
+        depth: how many levels of containers are copied.
 
     Example:
         >>> with_tensors({"slow": [torch.ones(2)], "k": 5}, torch.neg)

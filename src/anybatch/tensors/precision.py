@@ -1,4 +1,4 @@
-"""What gradients are added up in, and in which precision."""
+"""The precision in which gradients are accumulated."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -14,14 +14,16 @@ AccumulatePolicy = Literal["auto", "fp32", "native"]
 def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy: AccumulatePolicy) -> bool:
     """Whether gradients are to be accumulated in float32.
 
-    A sum of N bfloat16 gradients in bfloat16 is off by about 2^-10 sqrt(N) where they are noise and up to N 2^-11 where
-    they agree; up to 8 addends cost about one more rounding.
+    The sum of N bfloat16 gradients in bfloat16 has a relative error of about 2^-10 sqrt(N) if they are independent, and
+    up to N 2^-11 if they agree; for up to 8 of them this is about one more rounding.
 
     Args:
-        policy: ``"auto"`` from the ninth micro-batch on, ``"fp32"`` always, ``"native"`` never.
+        parameters: whose gradients are accumulated.
+        micro_batches: how many gradients are added.
+        policy: ``"auto"`` for nine micro-batches or more, ``"fp32"`` for two or more, ``"native"`` never.
 
     Returns:
-        True if a parameter is of low precision and the policy asks for it.
+        True if a parameter is bfloat16 or float16 and the policy asks for it.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -37,16 +39,16 @@ def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torc
     """What ``GradScaler.unscale_`` found in the gradients of an optimizer.
 
     Returns:
-        For each device with gradients a tensor without dimensions, 1.0 if one is infinite or NaN there.
+        A 0-dim tensor for each device with gradients: 1.0 if any of them is infinite or NaN, else 0.0.
     """
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def forget_unscaling(scaler: Any) -> None:
-    """Lets a ``GradScaler`` begin an update anew, at the same scale.
+    """Resets a ``GradScaler`` to before ``unscale_``, at the same scale.
 
     Args:
-        scaler: may have unscaled gradients, or have been made ready only in part.
+        scaler: may also be only partly initialized, as after running out of memory.
     """
     if scaler._growth_tracker is None:
         scaler._scale = None
@@ -55,17 +57,16 @@ def forget_unscaling(scaler: Any) -> None:
 
 
 class GradientSums:
-    """What gradients are added up in beside ``.grad``: float32 for low precision, each row once for sparse ones.
+    """Accumulates gradients beside ``.grad``: low-precision ones in float32, and sparse ones coalesced.
 
-    Autograd would append each sparse gradient to the one before, so that the sum grows with the indices of all
-    micro-batches however small the table is.
+    Autograd concatenates sparse gradients, so that their sum would grow with the indices of all micro-batches.
 
     Args:
-        parameters: whose ``.grad`` is taken over after each micro-batch; dense ones of full precision are left alone.
-        in_float32: whether what is of low precision is added up in float32, and rounded once at the end.
+        parameters: their ``.grad`` is moved here after each micro-batch; dense gradients of full precision stay.
+        in_float32: whether low-precision gradients are accumulated in float32, and rounded once at the end.
 
     Attributes:
-        bytes: what the float32 buffers take.
+        bytes: size of the dense buffers.
 
     Example:
         >>> table = torch.nn.Embedding(5, 1, sparse=True)
@@ -86,7 +87,7 @@ class GradientSums:
         self.bytes = 0
 
     def take_(self) -> bool:
-        """Takes the gradients off the parameters, as far as they are added up here; says if any may be from now on."""
+        """Moves gradients from the parameters to the sums; returns whether there are sums, or may be some later."""
         sums, gradients, left = [], [], []
         for parameter in self._open:
             gradient = parameter.grad
@@ -103,7 +104,7 @@ class GradientSums:
             else:
                 sums.append(known)
                 gradients.append(gradient)
-            del gradient  # before the next one is added
+            del gradient  # frees it before the next one is converted
         if sums:
             torch._foreach_add_(sums, gradients)
         self._open = left
@@ -111,21 +112,28 @@ class GradientSums:
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         known = self._sums.pop(id(parameter), None)
-        if known is not None:  # of a dense and a sparse one the dense one has to come first
+        if known is not None:  # torch adds a sparse tensor to a dense one only with the dense one first
             gradient = known + gradient if gradient.layout is not torch.strided else gradient + known
         elif gradient.layout is torch.strided:
             self.bytes += gradient.nbytes
         self._sums[id(parameter)] = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
 
     def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Adds what was summed elsewhere for a copy of a parameter, on any device, and takes it off there."""
+        """Moves the sum for a copy of a parameter, on any device, to this one.
+
+        Args:
+            parameter: the parameter here.
+            other: has the sum of the copy; loses it.
+            copy: the copy of the parameter.
+            factor: what the sum is multiplied by.
+        """
         found = other._sums.pop(id(copy), None)
         if found is not None:
             moved = found.to(parameter.device, non_blocking=True)
             self._add(parameter, moved if factor == 1 else moved * factor)
 
     def give_(self, scale: float | None = None) -> None:
-        """Puts the sums, multiplied by the scale, on the parameters as gradients in the precision of these."""
+        """Moves the sums, times ``scale``, to ``.grad``, in the dtype of each parameter or its ``grad_dtype``."""
         for parameter in self._parameters:
             found = self._sums.pop(id(parameter), None)
             if found is not None:
@@ -134,13 +142,13 @@ class GradientSums:
 
 
 def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """The parameter's own, unless its ``grad_dtype`` says otherwise, which newer versions of torch have."""
+    """``parameter.grad_dtype``, which newer versions of torch have, or the parameter's dtype."""
     wanted: torch.dtype | None = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return wanted or parameter.dtype
 
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds to the gradient of a parameter, as autograd does.
+    """Adds to ``parameter.grad``, as autograd does.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -159,7 +167,7 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor in another precision; complex numbers have parts of it, and integers stay.
+    """A tensor in another precision; ``dtype`` is that of the parts of a complex tensor, and integers stay.
 
     Example:
         >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype

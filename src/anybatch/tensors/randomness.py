@@ -1,4 +1,4 @@
-"""Random state: saved, and put back."""
+"""Saving and restoring random state."""
 
 import ctypes
 import random
@@ -10,11 +10,10 @@ import torch
 
 
 class RandomState:
-    """The state of every random generator that a loss may draw from: torch on all devices, Python, ``numpy.random``
-    if it is loaded.
+    """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded.
 
     Args:
-        devices: the accelerators beside the CPU whose generators count.
+        devices: the accelerators whose generators are saved, besides that of the CPU.
 
     Example:
         >>> state = RandomState()
@@ -29,7 +28,7 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
-        # Since NumPy 2 loaded only by those who draw from it; not as a tuple, which takes twice as long.
+        # NumPy 2 loads it on first use. The legacy tuple would take twice as long.
         numpy_random = sys.modules.get("numpy.random")
         self._numpy = None if numpy_random is None else numpy_random.get_state(legacy=False)
         self._devices: dict[torch.device, torch.Tensor] = {}
@@ -38,7 +37,7 @@ class RandomState:
                 self._devices[device] = _generators(device).get_rng_state(device)
 
     def restore(self) -> None:
-        """Puts every generator back to where it was."""
+        """Restores every saved generator."""
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -47,23 +46,22 @@ class RandomState:
             _generators(device).set_rng_state(state, device)
 
     def is_now(self) -> bool:
-        """Whether nothing was drawn since, see ``moved``."""
+        """Whether nothing was drawn since this was saved, see ``moved``."""
         return self.moved() == (False, False)
 
     def moved(self) -> tuple[bool, bool]:
-        """Whether torch's generators were drawn from since, and whether those of Python and NumPy were.
+        """Whether torch's generators, and whether Python's or NumPy's, were drawn from since this was saved.
 
-        It is found out by no operation of torch, which a trace of operations would show. What was drawn in the meantime
-        from accelerators beside those that were named does not count.
+        Compares bytes, without a torch operation that a trace would show. Ignores accelerators that were not named.
         """
         now = RandomState(self._devices)
         pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
         of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
-        is_new = self._numpy is None and now._numpy is not None  # loaded by who draws from it for the first time
+        is_new = self._numpy is None and now._numpy is not None  # the first draw loads numpy.random
         return of_torch, is_new or self._python != now._python or not _is_same(self._numpy, now._numpy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values that ``load_state_dict`` takes; safe for ``torch.load(weights_only=True)``."""
+        """Tensors and plain values for ``load_state_dict``; ``torch.load(weights_only=True)`` accepts them."""
         version, words, gauss = self._python
         state: dict[str, Any] = {
             "cpu": self._cpu,
@@ -76,7 +74,7 @@ class RandomState:
 
     @staticmethod
     def load_state_dict(state: Mapping[str, Any]) -> None:
-        """Sets the generators to a saved state; accelerators that are not here are left alone."""
+        """Sets the generators to a saved state; skips accelerators that this machine does not have."""
         torch.set_rng_state(state["cpu"].cpu())
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -92,7 +90,7 @@ class RandomState:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's default generator of a device."""
+    """The state of torch's default generator on a device."""
     if device.type in ("cpu", "meta"):
         return torch.get_rng_state()
     state: torch.Tensor = _generators(device).get_rng_state(device)
@@ -104,7 +102,7 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy are equal, whichever kind the generator is; it may have been imported in between."""
+    """Whether two states of NumPy's global generator, of any bit generator, are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
     return one is None or bool(sys.modules["numpy"].array_equal(one, other))

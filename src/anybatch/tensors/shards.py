@@ -1,4 +1,4 @@
-"""Tensors of which each process has a part, as FSDP2 and tensor parallelism leave them."""
+"""Sharded tensors: the ``DTensor``s of FSDP2 and tensor parallelism."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``; nothing is imported for the question.
+    """Whether a tensor is a ``DTensor``, without an import of ``torch.distributed``.
 
     Example:
         >>> is_sharded(torch.zeros(2))
@@ -17,7 +17,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies on this process, in the same storage; a plain tensor is its own part.
+    """The local shard of a ``DTensor``, in the same storage; a plain tensor itself.
 
     Example:
         >>> plain = torch.zeros(2)
@@ -29,7 +29,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined_norm(tensors: Sequence[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
-    """The Euclidean norm of whole tensors from that of the parts on each process; all of them call it together."""
+    """The Euclidean norm of sharded tensors; a collective call.
+
+    Args:
+        tensors: ``DTensor``s of one mesh.
+        norm: the norm of the local shards, a 0-dim tensor.
+    """
     import torch.distributed as dist
 
     mesh: Any = tensors[0].device_mesh  # type: ignore[attr-defined]

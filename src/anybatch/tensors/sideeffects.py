@@ -1,7 +1,7 @@
-"""What a run changes in Python: attributes, closures, globals, containers, tensors and generators that a loss reaches.
+"""Side effects of a run: changed attributes, closures, globals, containers, tensors and random generators.
 
-Everything that can be reached from the model and the loss is remembered; what differs afterwards was changed. Code is
-not read for it but for the names of globals, so that too much is looked at rather than too little.
+The values of everything reachable from the model and the loss are saved, and compared afterwards. Of code only the
+names of globals are read, so that rather too much is looked at than too little.
 """
 
 import collections
@@ -22,10 +22,10 @@ import torch
 
 from anybatch.tensors.dispatch import unseen
 
-LARGEST_COPY = 2**28  # bytes of a tensor that is not copied to be safe, such as a whole data set
+LARGEST_COPY = 2**28  # bytes; a larger tensor, such as a whole data set, is not saved
 _MOST_HOLDERS = 20_000
-_MOST_ITEMS = 10_000  # of a container that are looked into
-INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward"}  # which isolations and steps look after
+_MOST_ITEMS = 10_000  # a larger container is not looked into
+INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward"}  # saved elsewhere
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (
     dict,
@@ -41,47 +41,47 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Place:
-    """Where something lies."""
+    """Where a value is."""
 
-    code: str  # how it is written where it is used, such as ``self.steps``
-    owner: str  # whose it is, to be written behind it, such as `` of Warmup``
+    code: str  # the expression in the user's code, such as ``self.steps``
+    owner: str  # a text that follows it, such as `` of Warmup``
 
     def at(self, suffix: str) -> "Place":
-        """The place of something that lies in this."""
+        """The place of a value within this one."""
         return Place(self.code + suffix, self.owner)
 
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One thing that was changed."""
+    """A value that was changed."""
 
-    place: Place  # where it lies
-    before: Any  # what was there
-    after: Any  # what is there now
-    is_generator: bool  # whether it is the state of a random generator
-    is_iterator: bool  # whether it went on and can't be put back
+    place: Place
+    before: Any
+    after: Any
+    is_generator: bool  # the state of a random generator
+    is_iterator: bool  # an iterator that advanced, which can't be undone
     _holder: "_Holder"
     _key: Any
 
     @property
     def is_number(self) -> bool:
-        """Whether it was a number and is one."""
+        """Whether both values are numbers."""
         return all(
             isinstance(value, (int, float)) and not isinstance(value, bool) for value in (self.before, self.after)
         )
 
     def set(self, value: Any) -> None:
-        """Puts something else there."""
+        """Sets another value."""
         self._holder.write({**self._holder.read(), self._key: value})
 
     def again(self) -> Any:
-        """What is there now."""
+        """The value now."""
         return self._holder.read().get(self._key)
 
 
 @dataclass(eq=False)
 class _Holder:
-    """Something that can be changed: what it held, how to read it and how to put that back."""
+    """A mutable object: its saved values, and how to read and to write them."""
 
     read: Callable[[], dict[Any, Any]]
     write: Callable[[Mapping[Any, Any]], None]
@@ -105,11 +105,11 @@ def _accessors(holder: _Holder) -> tuple[Callable[[], Any], Callable[[Any], obje
 
 
 class SideEffects:
-    """Remembers what a model and a loss function reach.
+    """Saves everything that a model and a loss function can reach.
 
     Args:
-        roots: modules, and functions of the user's.
-        tensors: whether the values of tensors are remembered too; else where those of parameters lie.
+        roots: modules and functions of the user.
+        tensors: whether to save the values of tensors; else only which storage each has, parameters included.
 
     Example:
         >>> __name__, calls = "__main__", [0]  # as in a script
@@ -130,7 +130,7 @@ class SideEffects:
     def __init__(self, roots: Iterable[Any], *, tensors: bool = True) -> None:
         self._tensors = tensors
         self._holders: list[_Holder] = []
-        self._seen: dict[int, Any] = {}  # with what was seen, so that no other object gets its id
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no other one gets the same id
         self._classes: set[type] = set()
         self._globals: set[tuple[int, str]] = set()
         with contextlib.suppress(RecursionError):
@@ -139,7 +139,7 @@ class SideEffects:
 
     @unseen
     def found(self) -> list[Effect]:
-        """What was changed since, in the order in which it is reached."""
+        """The changes since this was made, in the order in which they are reached."""
         return [
             Effect(holder.place(key), before, after, holder.is_generator, holder.is_iterator, holder, key)
             for holder in self._holders
@@ -148,27 +148,33 @@ class SideEffects:
 
     @unseen
     def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
-        """Puts everything back."""
+        """Restores the saved values.
+
+        Args:
+            keep: changes that stay.
+            generators: whether random generators are restored, too.
+        """
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
             if holder.is_generator and not generators:
                 continue
-            now = holder.read()
-            wanted = {key: value for key, value in holder.saved.items() if (id(holder), key) not in kept}
-            wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
+            now, wanted = holder.read(), holder.saved
+            if kept:
+                wanted = {key: value for key, value in wanted.items() if (id(holder), key) not in kept}
+                wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
             if now.keys() != wanted.keys() or any(now[key] is not value for key, value in wanted.items()):
                 holder.write(wanted)
 
     def generators(self) -> list[Any]:
-        """The states of the random generators that are reached."""
+        """The states now of the random generators that were reached."""
         return [holder.read()[""] for holder in self._holders if holder.is_generator]
 
     def accessors(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-        """What reads and what sets the state of each of these generators."""
+        """Pairs of functions that get and set the state of each generator that was reached."""
         return [_accessors(holder) for holder in self._holders if holder.is_generator]
 
     def drew(self) -> tuple[bool, bool]:
-        """Whether a generator of torch that is not a default one has moved, and whether another one has."""
+        """Whether a reached ``torch.Generator``, and whether one of Python or NumPy, was drawn from."""
         held = [holder for holder in self._holders if holder.is_generator]
         moved = [isinstance(before, torch.Tensor) for holder in held for _, before, _ in holder.changed()]
         return any(moved), not all(moved)
@@ -179,7 +185,7 @@ class SideEffects:
         return holder.saved
 
     def _hold_each(self, read: Any, write: Any, place: Callable[[Any], Place]) -> None:
-        """Holds something, and what is in it."""
+        """Saves an object, and what it contains."""
         for key, value in self._hold(read, write, place).items():
             self._visit(value, place(key))
 
@@ -208,7 +214,7 @@ class SideEffects:
         elif inspect.isfunction(value):
             self._visit_function(value)
         elif isinstance(value, types.ModuleType):
-            pass  # what is read of it is looked at where it is read
+            pass  # its names are visited with the function that reads them
         elif isinstance(value, type):
             self._visit_class(value)
         elif not inspect.isroutine(value) and not isinstance(value, torch.jit.ScriptModule):
@@ -221,7 +227,7 @@ class SideEffects:
         if value.requires_grad or value.is_meta or value.is_inference() or value.layout is not torch.strided:
             return
         if value.numel() * value.element_size() <= LARGEST_COPY:
-            known = value.detach().to("cpu", copy=True)  # and not on the device, whose bytes are counted
+            known = value.detach().to("cpu", copy=True)  # on the CPU: the device's memory is budgeted
             version = value._version
 
             def read() -> dict[str, torch.Tensor]:
@@ -312,7 +318,7 @@ class SideEffects:
         self._hold_each(read, write, lambda _: place)
 
     def _visit_names(self, home: dict[str, Any], names: list[str], prefix: str) -> None:
-        """The globals of those names, also of those that are not there yet."""
+        """Saves the globals of some names, also of those that do not exist yet."""
 
         def read() -> dict[str, Any]:
             return {name: home[name] for name in names if name in home}
@@ -325,7 +331,7 @@ class SideEffects:
         self._hold_each(read, functools.partial(_write, home, read), place)
 
     def _visit_class(self, kind: type) -> None:
-        """What a class of the user holds for all its objects, and what its methods read."""
+        """Saves the class attributes of a class of the user, and what its methods read."""
         for base in kind.__mro__:
             if not is_users(base.__module__) or base in self._classes:
                 continue
@@ -353,7 +359,7 @@ class SideEffects:
 
     def _visit_object(self, value: Any) -> None:
         kind, attributes = type(value), getattr(value, "__dict__", None)
-        if kind.__module__.partition(".")[0] == "anybatch":  # whose own state steps look after
+        if kind.__module__.partition(".")[0] == "anybatch":  # its own state is saved elsewhere
             for inner in getattr(value, "user_functions", ()):
                 self._visit(inner, Place("loss_fn", ""))
             return
@@ -416,7 +422,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and of attributes that some code reads, that of its inner functions included."""
+    """The names of globals and attributes in a code object and its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -424,19 +430,19 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The arguments of a function that have a default, and the default."""
+    """The arguments of a function that have a default, with the default."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 
 
 def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to read and to set the state of a random generator, ``None`` for anything else."""
+    """Functions that get and set the state of a random generator; ``None`` for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    drawing = sys.modules.get("numpy.random")  # which numpy loads when somebody asks for it
+    drawing = sys.modules.get("numpy.random")  # loaded on first use
     if drawing is not None and isinstance(value, drawing.Generator):
         return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
     if drawing is not None and isinstance(value, drawing.RandomState):
@@ -445,7 +451,7 @@ def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are as good as the same one.
+    """Whether two values have the same type and are equal; NaN equals NaN.
 
     Example:
         >>> same([1, torch.ones(2)], [1, torch.ones(2)]), same(1, True)
@@ -473,14 +479,14 @@ def same(one: Any, other: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own code, and not a library's.
+    """Whether a module, by name, is the user's own code and not a library.
 
     Example:
         >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")
         (True, False, False)
     """
     name = module or ""
-    if name == "__main__":  # whoever runs it
+    if name == "__main__":
         return True
     if name.partition(".")[0] in {"anybatch", *sys.stdlib_module_names}:
         return False

@@ -1,4 +1,4 @@
-"""Spectral norms, whose vectors each forward moves: once for a logical batch, as with the whole batch at once."""
+"""Spectral norm: one power iteration per logical batch, although each forward in training mode does one."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,14 +11,14 @@ _PARAMETRIZATION: Any = parametrizations._SpectralNorm
 
 
 class PowerIterations:
-    """The vectors of the power iterations of spectral norms, as they are before a logical batch.
+    """The power iteration vectors of spectral norms, saved before a logical batch.
 
-    A forward in training mode goes on iterating (Miyato et al. 2018, "Spectral Normalization for Generative Adversarial
-    Networks", algorithm 1), whatever the batch. Each micro-batch has to begin where the first one did, so that all
-    compute with the same weights, and the vectors are moved as far as the whole batch would have moved them.
+    Each forward in training mode does one iteration (Miyato et al. 2018, "Spectral Normalization for Generative
+    Adversarial Networks", algorithm 1). Each micro-batch has to start from the saved vectors: then all of them use the
+    same weights, and the vectors end where the whole batch would have left them.
 
     Args:
-        modules: all of a model.
+        modules: all modules of a model.
 
     Example:
         >>> layer = parametrizations.spectral_norm(torch.nn.Linear(20, 20))
@@ -35,23 +35,23 @@ class PowerIterations:
         self._saved = [(vector, vector.clone()) for module in modules for vector in power_iteration(module)]
 
     def again_(self) -> None:
-        """Puts the vectors back to what they were."""
+        """Restores the saved vectors."""
         with torch.no_grad():
             for vector, value in self._saved:
                 vector.copy_(value)
 
 
 def power_iterations(modules: Iterable[torch.nn.Module]) -> PowerIterations | None:
-    """What moves the weights in each forward, if anything can: a quick look at all modules of a model."""
+    """Saves the vectors of some modules; ``None``, quickly, if none of them can have a spectral norm."""
     may_move = [one for one in modules if one._forward_pre_hooks or type(one) is _PARAMETRIZATION]
     return PowerIterations(may_move) if may_move else None
 
 
 def power_iteration(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The buffers that a spectral norm moves in each forward, in training mode; empty for other modules.
+    """The buffers that a spectral norm in training mode updates in each forward; empty for other modules.
 
     Args:
-        module: of ``parametrizations.spectral_norm``, or one that ``nn.utils.spectral_norm`` was applied to.
+        module: a parametrization of ``parametrizations.spectral_norm``, or a module with ``nn.utils.spectral_norm``.
     """
     if type(module) is _PARAMETRIZATION:
         found = [module._buffers.get("_u"), module._buffers.get("_v")]

@@ -1,4 +1,4 @@
-"""Parts of a model that are not trained."""
+"""``freeze``: excludes parts of a model from training."""
 
 import fnmatch
 import logging
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Frozen:
-    """What ``freeze`` froze; ``remove()`` puts it back. Also a context manager.
+    """The result of ``freeze``; ``remove()`` undoes it. Also a context manager.
 
     Attributes:
-        parameters: names of the parameters that get no gradient any more.
-        modules: names of the BatchNorm modules that were put in evaluation mode.
-        gradient_bytes: what their gradients would take.
-        optimizer_bytes: what two moments a parameter, as in Adam, would take.
+        parameters: names of the frozen parameters.
+        modules: names of the BatchNorm modules in evaluation mode.
+        gradient_bytes: the bytes that the gradients of these parameters would take.
+        optimizer_bytes: the bytes of two moments per parameter, as in Adam.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
@@ -49,7 +49,7 @@ class Frozen:
             module.training = False
 
     def remove(self) -> None:
-        """Lets the parameters learn again and puts the BatchNorm modules back in the mode of the model."""
+        """Makes the parameters trainable again, and sets the BatchNorm modules to the mode of the model."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():
@@ -73,23 +73,23 @@ class Frozen:
 
 
 def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
-    """Stops parameters from being trained: no gradient, no memory for it, BatchNorm by its running statistics.
+    """Freezes parameters: ``requires_grad=False``, no gradient memory, and BatchNorm with its running statistics.
 
-    A BatchNorm module is put in evaluation mode, and stays in it when ``model.train()`` is called, if it lies in a part
-    that a pattern matches. Dropout is left as it is. Activations upstream of the first trained parameter are not kept
-    either. Give the optimizer only what is trained: it skips parameters without gradient, but keeps state that it made
-    before.
+    A BatchNorm module that a pattern matches is put in evaluation mode, and its forward stays in evaluation mode after
+    ``model.train()``. Dropout does not change. Activations upstream of the first trained parameter are no longer saved,
+    either. Pass only trained parameters to the optimizer: it skips parameters without a gradient, but keeps the state
+    that it has for them.
 
     Args:
         model: the model.
-        *patterns: shell-style patterns of qualified parameter or module names: ``"encoder"`` and ``"encoder.*"`` are
+        *patterns: shell-style patterns of qualified parameter or module names: ``"encoder"`` and ``"encoder.*"`` match
             the whole encoder, ``"*.bias"`` every bias.
 
     Returns:
-        A handle with ``remove()`` that also says what is saved.
+        A handle with ``remove()`` and the bytes saved.
 
     Raises:
-        BatchError: a pattern matches nothing; nothing is frozen then.
+        BatchError: there is no pattern, or one is not a string or matches nothing. Nothing was frozen.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))

@@ -109,7 +109,7 @@ STEPS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         for value in (0, -1.0, NAN, True, "1")
     },
     "sparse and clipped": (stepped(Lookup, clip_norm=1.0), ("table", "sparse", "leave clip_norm out", "sparse=False")),
-    "a hook after accumulation": (stepped(hooked), ("post-accumulate-grad hook", "remove the hook")),
+    "a hook after accumulation": (stepped(hooked), ("post-accumulate-grad hook", "Remove the hook")),
     "float16 and a scaler": (
         stepped(lambda: Noisy().half(), scaler=torch.amp.GradScaler("cpu")), ("float16", "float32", "autocast="),
     ),
@@ -165,11 +165,11 @@ OTHERS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "unknown blocks in a plan": (
         lambda: anybatch.plan(Noisy(), good, batch_of(), memory="1GiB", blocks="linear"), ("blocks=['linear']",),
     ),
-    "an optimizer twice": (twice, ("optimizer[1] is there twice",)),
-    "a scheduler twice": (schedules_twice, ("StepLR is there twice",)),
+    "an optimizer twice": (twice, ("optimizer[1] is given twice",)),
+    "a scheduler twice": (schedules_twice, ("StepLR is given twice",)),
     "a scheduler of another optimizer": (
         stepped(scheduler=lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1)),
-        ("a StepLR of another optimizer", "that the step is given"),
+        ("a StepLR of another optimizer", "passed to TrainStep"),
     ),
     "freezing nothing": (lambda: anybatch.freeze(Noisy()), ("no pattern", "freeze(model, 'encoder.*')")),
 }  # fmt: skip
@@ -281,7 +281,9 @@ def test_data_parallel_without_devices_is_told_what_to_pass() -> None:
     with pytest.warns(anybatch.AnyBatchWarning, match=r"TrainStep\(model.module, ..., devices=model.device_ids\)"):
         anybatch.TrainStep(wrapped, lambda model, batch: model(batch).mean(), optimizer)
     wrapped.device_ids = []
-    with pytest.warns(anybatch.AnyBatchWarning, match=r"does nothing here; pass the model in it: model.module") as seen:
+    with pytest.warns(
+        anybatch.AnyBatchWarning, match=r"does nothing here; pass the wrapped model: model.module"
+    ) as seen:
         anybatch.TrainStep(wrapped, lambda model, batch: model(batch).mean(), optimizer)
     assert seen[0].filename == __file__
     anybatch.TrainStep(wrapped.module, lambda model, batch: model(batch).mean(), optimizer)(torch.ones(3, 4))

@@ -326,7 +326,7 @@ def test_the_hooks_come_off() -> None:
         fail()
     assert not leaves[0]._post_accumulate_grad_hooks
     assert model.passes == 0
-    with pytest.raises(AnyBatchError, match="not ended well"):
+    with pytest.raises(AnyBatchError, match="not ended without an error"):
         cut.norms  # noqa: B018
 
 

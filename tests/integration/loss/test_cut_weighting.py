@@ -74,7 +74,7 @@ def test_a_square_matrix_needs_a_shape_that_says_what_the_result_is() -> None:
         assert w.grad is not None
         return [float(value) for value in w.grad]
 
-    with pytest.raises(LossError, match=r"\(1, 2\) for the row, or \(2, 1\)"):
+    with pytest.raises(LossError, match=r"\(1, 2\) for the gradient, or \(2, 1\)"):
         arriving(lambda matrix: torch.ones(2))
     assert arriving(lambda matrix: torch.tensor([[7.0, 9.0]])) == [7.0, 9.0]
     assert arriving(lambda matrix: torch.tensor([[1.0], [10.0]])) == [31.0, 52.0]

@@ -138,11 +138,11 @@ def test_what_can_not_be_cut_and_raw_samples_are_shown_too() -> None:
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ({"x": 2}, r"samples of batch\['x'\] lie in dimension 2, and it has the shape \(3, 4\)"),
+        ({"x": 2}, r"puts the samples of batch\['x'\] in dimension 2, and it has the shape \(3, 4\)"),
         ({"z": 1}, "layout names .*'z'.* not in the batch; it has"),
         ({"x": 1}, r"batch\['y'\] has 3 rows, batch\['x'\] has 4"),
-        ({"x": "1"}, r"layout\['x'\] is '1'; expected the dimension"),
-        ({"x": True}, "expected the dimension"),
+        ({"x": "1"}, r"layout\['x'\] is '1'; expected the sample dimension"),
+        ({"x": True}, "expected the sample dimension"),
         ({1: 0}, "dotted path"),
         ([("x", 1)], "layout is a list; expected a mapping"),
     ],
@@ -155,7 +155,7 @@ def test_what_can_not_be_meant_is_refused(layout: Any, text: str) -> None:
 
 def test_it_does_not_go_with_what_says_otherwise() -> None:
     model, batch = nn.Linear(4, 1), [torch.zeros(4)] * 3
-    with pytest.raises(BatchError, match="broadcast names it too"):
+    with pytest.raises(BatchError, match="broadcast names the path, too"):
         anybatch.backward(model, lambda m, b: m(b["x"]).mean(), {"x": batch}, broadcast=("x",), layout={"x": 1})
     with pytest.raises(BatchError, match=r"layout= and collate= were given"):
         anybatch.backward(model, lambda m, b: m(b).mean(), batch, collate=torch.stack, layout={"x": 1})

@@ -119,7 +119,7 @@ def test_vectors_that_are_taken_for_one_sequence(dim: int, *, first: bool) -> No
 
 def test_labels_that_say_where_the_samples_lie() -> None:
     batch = {"x": torch.randn(12, 5, 4).double(), "y": torch.randint(3, (5,))}
-    with pytest.raises(BatchError, match=r"samples of batch\['x'\] lie in dimension 1, pass layout=\{'x': 1\}"):
+    with pytest.raises(BatchError, match=r"samples of batch\['x'\] are in dimension 1, pass layout=\{'x': 1\}"):
         anybatch.backward(net("GRU"), loss_fn, batch, micro_batch_size=2)
 
     def last(model: Any, batch: Any) -> Any:

@@ -210,7 +210,7 @@ def test_when_memory_runs_out_the_text_says_why_it_was_not_cut() -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         raise torch.OutOfMemoryError(f"out of memory, says {type(model).__name__}")
 
-    with pytest.raises(DoesNotFit, match="batch, a Graphs, holds no tensor"):
+    with pytest.raises(DoesNotFit, match="batch, a Graphs, has no tensor"):
         anybatch.backward(model_of(), loss_fn, Graphs(0))
 
 

@@ -119,7 +119,7 @@ case(
 for mended in (partial(same, boxed, Known(vectors())), partial(same, ce, raw(), **AS_RAW)):
     case(
         "layout._count_rows",
-        "register_pytree_node. Where rows of several samples",
+        "register_pytree_node. If rows of several samples",
         lambda: cut(boxed, Box(vectors())),
         mended,
     )
@@ -144,7 +144,7 @@ for mended in (
 ):
     case(
         "layout._lone_leaf",
-        "or pass broadcast=('box',) to give it whole",
+        "or pass broadcast=('box',) to pass it whole",
         lambda: cut(beside, {**vectors(), "box": Box(torch.rand(5).double())}),
         mended,
     )
@@ -209,7 +209,7 @@ case(
 )
 case(
     "questions.mismatch",
-    "pass collate=, what joins them",
+    "pass collate=, the function that joins them",
     lambda: cut(scaled, shared()),
     lambda: same(ce, raw(), **AS_RAW),
 )

@@ -33,6 +33,8 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
+    "class weights": {"most_targets": 60, "most_weight": 8, "least_targets": 4, "least_weight": 1},
+    "rates": {"op": "softplus"},
     "several classes": {"rows": 64, "least": 0, "most": 4},
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
@@ -312,3 +314,16 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
 )
 def test_what_is_weighed_is_asked_too(probe: str, name: str, severity: str) -> None:
     both(probe, name, severity)
+
+
+def test_class_weights_swapped_fires_and_gives_both_classes() -> None:
+    assert "60 targets" in fires(asked("class weights", "yes").run(), "CLASS_WEIGHTS_SWAPPED", "warning").message
+
+
+def test_class_weights_swapped_is_quiet_without_an_answer() -> None:
+    both("class weights", "CLASS_WEIGHTS_SWAPPED")
+
+
+def test_double_activation_fires_on_rates_that_are_taken_as_logarithms() -> None:
+    assert "softplus" in fires(asked("rates", "yes").run(), "DOUBLE_ACTIVATION", "error").message
+    both("rates", "DOUBLE_ACTIVATION", "error")

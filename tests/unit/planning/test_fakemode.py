@@ -262,7 +262,7 @@ def test_nothing_is_done_after_the_end() -> None:
     with mode:
         left = torch.empty(3)
     mode.is_over = True
-    with pytest.raises(RuntimeError, match="a trace that is over"):
+    with pytest.raises(RuntimeError, match="a trace that has ended"):
         left + torch.ones(3)
     assert left.shape == (3,)
     assert str(left.device) == "cpu"

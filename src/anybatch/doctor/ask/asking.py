@@ -6,6 +6,7 @@ from typing import Any
 
 from anybatch.doctor.ask import (
     adversaries,
+    arguments,
     axes,
     copies,
     fitting,
@@ -38,6 +39,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("punished", weighing.punished), ("signs", axes.unsigned),
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
+    ("rates", arguments.rates), ("class weights", arguments.class_weights),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

@@ -36,6 +36,8 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         if not moved & state.weights:
             if equal is not None:
                 yield _frozen(states, run, equal, state)
+            elif fresh := _fresh_statistics(state, online):
+                yield _of_copy("copied buffers", state, online, buffers=len(fresh), first=fresh[0])
             continue
         share = _share_taken(state, online) or _kept_up(run, state, online)
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
@@ -191,6 +193,12 @@ def _frozen(states: list[State], run: Run, online: State, state: State) -> Probe
         answer = "no"
     seen = {"steps": run.steps, "looked_at": len(both), "other_inputs": apart}
     return _of_copy("frozen copy", state, online, answer=answer, detail=why, **seen)
+
+
+def _fresh_statistics(state: State, online: State) -> list[str]:
+    """Running means of a net that is only evaluated which are the zeros of a new one, while another net's moved."""
+    names = (state.buffers & _moved(online)) - _moved(state) if state.modes == {False} else ()
+    return [one for one in sorted(names) if one.endswith(_STATISTICS[0]) and state.values[one][1:] == (0.0,)]
 
 
 def _alike(one: State, two: State) -> bool:

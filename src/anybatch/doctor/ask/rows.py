@@ -18,6 +18,7 @@ from anybatch.records.lossfacts import Probed
 
 MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "rsub"})
+_CUTTING = frozenset({"__getitem__", "narrow"})
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 Pattern = tuple[int, int]
@@ -128,12 +129,33 @@ def _guilty(
                 if (0, 1) in given and rows in leading:
                     return None  # it makes groups of rows, which have roles then
                 return operation, "a view puts entries of several rows into one"
+            if _is_of_cut_table(tape, operation, first, rows, patterns):
+                return operation, "row i of the batch gets entry i of a table, whatever is in it"
             given -= {None, (-1, 0)}
             aligned = {pattern for pattern in given if pattern is not None and pattern[0] == 0}
             if len(aligned) > 1 and operation.name not in ("matmul", "mm", "bmm", "einsum", "__matmul__", "cdist"):
                 return operation, "rows of two tensors stand in another order"
             return None
     return None
+
+
+def _is_of_cut_table(
+    tape: Tape, operation: Operation, run: Replay, rows: int, patterns: Mapping[Slot, Pattern | None]
+) -> bool:
+    """Whether a sum has a side that is a table, as of positions, cut to as many entries as there are rows."""
+    given = list(slots(operation.args))
+    sides = [run.values[one] for one in given]
+    if operation.name not in _ADDING or len(given) != 2 or any(one.dim() < 3 or one.shape[1] == rows for one in sides):
+        return False
+    cuts = {
+        slot: next(iter(slots(one.args)), slot) for one in tape.operations if one.name in _CUTTING for slot in one.outs
+    }
+    for slot, other, side in zip(given, reversed(given), sides, strict=True):
+        table = run.values.get(cuts[slot]) if slot in cuts else None
+        is_cut = table is not None and len(table) > rows == len(side)
+        if is_cut and patterns.get(slot) == (-1, 0) and patterns.get(other) == (0, 1):
+            return not bool((side == side[:1]).all())
+    return False
 
 
 def _pattern(one: torch.Tensor, two: torch.Tensor, order: torch.Tensor, rows: int) -> Pattern | None:

@@ -42,6 +42,15 @@ def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterato
         yield replace(one, text=one.text + more)
     if not first:
         yield from _again_by_hand(run, batches)
+    for probed in answers(run, "rates"):
+        yield Found(
+            text=f"poisson_nll_loss{near(probed)} gets rates ({probed.evidence['op']}) where it takes their "
+            "logarithms.",
+            fix="nn.PoissonNLLLoss(log_input=False), or give it the output of the model without the "
+            f"{probed.evidence['op']}",
+            cause="By default it takes the exponential itself, so that the model learns the logarithm of the rate.",
+            since=probed,
+        )
     for probed in answers(run, "evaluated scores"):
         function = probed.evidence["function"]
         yield Found(
@@ -442,11 +451,15 @@ def loss_mixed_reduction(run: Run) -> Iterator[Found]:
 def rows_torn(run: Run) -> Iterator[Found]:
     """Views that mix samples between the model and the loss."""
     for probed in answers(run, "rows")[:1]:
-        seen = probed.evidence
+        seen, is_table = probed.evidence, "table" in probed.detail
         yield Found(
             text=f"Rows and labels are torn apart by {seen['op']}{near(probed)}: permuted together, they give a loss "
             f"of {seen['permuted']:.4g} instead of {seen['loss']:.4g} ({probed.detail}).",
-            fix="bring the dims into order before the view: scores.movedim(1, -1).reshape(-1, scores.shape[1])",
-            cause="A view reads memory in its order, whatever the dims mean.",
+            fix="pe[:, : x.size(1)]  # of the shape (1, length, width): entry i belongs to place i of each row"
+            if is_table
+            else "bring the dims into order before the view: scores.movedim(1, -1).reshape(-1, scores.shape[1])",
+            cause="The table is cut along the batch, as is right where the length of the rows comes first."
+            if is_table
+            else "A view reads memory in its order, whatever the dims mean.",
             since=probed,
         )

@@ -115,6 +115,21 @@ def field_unread(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB617", "CLASS_WEIGHTS_SWAPPED", "warning", needs=(Probed,))
+def class_weights_swapped(run: Run) -> Iterator[Found]:
+    """Weights that make frequent classes count more."""
+    for probed in answers(run, "class weights"):
+        seen = probed.evidence
+        yield Found(
+            text=f"The class with {seen['most_targets']:.0f} targets in a batch has the weight "
+            f"{seen['most_weight']:.3g}{near(probed)}, and that with {seen['least_targets']:.0f} the weight "
+            f"{seen['least_weight']:.3g}: rare classes count even less than without weights.",
+            fix="weight = len(targets) / (classes * torch.bincount(targets, minlength=classes))  # in order of classes",
+            cause="The weights are in another order than the classes, or are frequencies and not their inverse.",
+            since=probed,
+        )
+
+
 @rule("AB614", "TARGET_GIVEN", "warning", needs=(Probed,))
 def target_given(run: Run) -> Iterator[Found]:
     """Targets that are among the inputs."""

@@ -1,0 +1,127 @@
+"""Arguments of loss functions, tables of positions and statistics of averages: each fault beside its healthy twin."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Rate = Callable[[torch.Tensor], torch.Tensor]
+
+
+def counts(rate: Rate, *, is_log: bool) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.poisson_nll_loss(rate(net(torch.randn(16, 4))).squeeze(-1), torch.ones(16), log_input=is_log).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rate", [F.softplus, torch.exp, lambda made: F.relu(made) + 1e-3])
+def test_a_rate_where_its_logarithm_is_taken_is_told(rate: Rate) -> None:
+    assert answer(lambda: counts(rate, is_log=True), "rates") == "yes"
+    assert answer(lambda: counts(rate, is_log=False), "rates") == "no"
+
+
+def test_the_logarithm_of_a_rate_is_what_a_poisson_loss_takes() -> None:
+    assert answer(lambda: counts(lambda made: made, is_log=True), "rates") == "no"
+    assert answer(lambda: counts(torch.tanh, is_log=True), "rates") == "no"
+
+
+def weighed(weight: list[float], share: float) -> None:
+    net, weights = nn.Linear(4, 2), torch.tensor(weight)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        y = (torch.arange(64) < share * 64).long()
+        optimizer.zero_grad()
+        F.cross_entropy(net(torch.randn(64, 4)), y, weight=weights).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("weight", "share", "expected"),
+    [
+        ([8.0, 1.1], 0.12, "yes"),
+        ([1.1, 8.0], 0.12, "no"),
+        ([1.1, 8.0], 0.88, "yes"),
+        ([8.0, 1.1], 0.5, "no"),  # which class is rare can't be told
+        ([1.3, 1.0], 0.12, "no"),
+    ],
+)
+def test_weights_that_grow_with_the_number_of_targets_are_told(
+    weight: list[float], share: float, expected: str
+) -> None:
+    assert answer(lambda: weighed(weight, share), "class weights") == expected
+
+
+class Placed(nn.Module):
+    """Tokens with a table of places, cut along the batch or along the tokens."""
+
+    table: torch.Tensor
+
+    def __init__(self, *, along_batch: bool, rows: int | None = None) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
+        self.along_batch = along_batch
+        self.register_buffer("table", torch.randn(rows or 64, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.tokens(x)
+        places = self.table[: len(x)] if self.along_batch else self.table[: x.shape[1]].transpose(0, 1)
+        made: torch.Tensor = self.head((tokens + places).tanh().mean(1))
+        return made
+
+
+def places(net: nn.Module) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(net(torch.randint(0, 9, (12, 5))), torch.randint(0, 3, (12,))).backward()
+        optimizer.step()
+
+
+def test_a_table_that_is_cut_along_the_batch_is_told() -> None:
+    assert answer(lambda: places(Placed(along_batch=True)), "rows") == "yes"
+    assert answer(lambda: places(Placed(along_batch=False)), "rows") == "no"
+
+
+def test_a_table_with_an_entry_for_each_row_may_be_meant() -> None:
+    assert answer(lambda: places(Placed(along_batch=True, rows=12)), "rows") != "yes"
+
+
+class Averaged:
+    """A net and its average, which is evaluated once, at the end; both live as long as this does."""
+
+    def __init__(self, *, with_buffers: bool) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.average = copy.deepcopy(self.net)
+        self.with_buffers = with_buffers
+
+    def __call__(self) -> None:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        for _ in range(50):  # at a step that is measured, the evaluation is seen
+            x = torch.randn(16, 4) + 2
+            optimizer.zero_grad()
+            F.cross_entropy(self.net(x), (x[:, 0] > 2).long()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mine, its in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                    mine.lerp_(its, 0.1)
+        if self.with_buffers:
+            for old, new in zip(self.average.buffers(), self.net.buffers(), strict=True):
+                old.copy_(new)
+        self.average.eval()
+        with torch.no_grad():
+            self.average(torch.randn(16, 4) + 2)
+
+
+def test_an_average_that_is_evaluated_with_the_statistics_of_a_new_net_is_told() -> None:
+    assert answer(Averaged(with_buffers=False), "copied buffers") == "yes"
+    assert answer(Averaged(with_buffers=True), "copied buffers") == ""
