@@ -1,4 +1,4 @@
-"""Two records side by side: what was found in which, and what both measured, on the same axes."""
+"""The comparison page of two records: findings of each, and the measurements of both on the same axes."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from anybatch.report.tables import TextTable, clean, number_text
 class Recorded(NamedTuple):
     """A record with its diagnosis."""
 
-    name: str  # by which the page calls it
-    diagnosis: Diagnosis  # of the run
-    run: Run  # its facts
+    name: str  # its name on the page
+    diagnosis: Diagnosis
+    run: Run
 
 
 def comparison_page(first: Recorded, second: Recorded) -> str:
-    """Renders the page of two records; the same facts give the same text.
+    """Renders the comparison page of two records; deterministic.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -53,7 +53,7 @@ def comparison_page(first: Recorded, second: Recorded) -> str:
 
 
 def _findings(both: Sequence[Recorded]) -> TextTable:
-    """A row for each finding, and where each of the two records has it."""
+    """A row for each finding, with the step at which each record has it."""
     found: dict[tuple[str, str], list[str]] = {}
     for side, one in enumerate(both):
         for finding in one.diagnosis.findings:
@@ -65,7 +65,7 @@ def _findings(both: Sequence[Recorded]) -> TextTable:
 
 
 def _calls(both: Sequence[Recorded], series: Sequence[Series]) -> TextTable:
-    """A row for each thing that a loop does, and how often it did it for each step."""
+    """A row for each call of the loop, with its number per step in each record."""
     times: dict[str, list[int]] = {}
     for side, shown in enumerate(series):
         for call in shown.calls:
@@ -75,7 +75,7 @@ def _calls(both: Sequence[Recorded], series: Sequence[Series]) -> TextTable:
         for what, counts in times.items()
     ]
     marked = (index for index, row in enumerate(rows) if row[1] != row[2])
-    header = ("for each step", *(one.name for one in both))
+    header = ("calls per step", *(one.name for one in both))
     return TextTable(header, tuple(rows), frozenset(marked))
 
 
@@ -90,8 +90,8 @@ def _pictures(both: Sequence[Recorded], series: Sequence[Series], axis: Axis) ->
     levels = [(f"{one.name}: constant guess", shown.guess) for one, shown in zip(both, series, strict=True)
               if shown.guess is not None]  # fmt: skip
     return [
-        *curve_picture("Loss", curves(lambda one: one.losses[:1]), axis, "What was given to backward.", levels),
-        *curve_picture("Norm of the gradient", curves(lambda one: one.norms), axis, "Of all parameters together."),
+        *curve_picture("Loss", curves(lambda one: one.losses[:1]), axis, "The loss passed to backward.", levels),
+        *curve_picture("Norm of the gradient", curves(lambda one: one.norms), axis, "Over all parameters."),
         *curve_picture("Update over weight", curves(_middles), axis, "The median of the weight matrices.", log=True),
         *curve_picture("Learning rate", curves(lambda one: one.rates), axis, "Of the groups of the optimizers."),
     ]

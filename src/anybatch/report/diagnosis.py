@@ -1,4 +1,4 @@
-"""A diagnosis in words: the verdict, findings with their consequences, evidence, and what changed in which layers."""
+"""The texts of a diagnosis: verdict, findings with their consequences, evidence, and which parameters changed."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ _NOUNS = {"error": "error", "warning": "warning", "info": "note"}
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """A finding and what follows from it."""
+    """A node of the tree of findings."""
 
-    finding: Finding  # the finding
-    follows: tuple["Knot", ...] = ()  # its consequences, in order of rank
+    finding: Finding
+    follows: tuple["Knot", ...] = ()  # its consequences, ranked
 
 
 def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
-    """Hangs each finding under the one that it follows from; none is lost and none comes twice.
+    """Arranges findings as trees, consequences below their cause; each finding appears exactly once.
 
     Example:
         >>> found = Finding("a", name="A"), Finding("b", name="B", consequence_of="A"), Finding("c", name="C")
@@ -68,7 +68,7 @@ def _circles(start: int, parents: Mapping[int, int]) -> bool:
 
 
 def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
-    """One sentence without its full stop: is the run healthy, and if not, what comes first.
+    """One sentence without its full stop: whether the run is healthy, and if not, its first cause.
 
     Example:
         >>> verdict_of(Diagnosis(steps=200, verdict="learning", reason="the loss fell from 2 to 1"), Run([]))
@@ -106,13 +106,13 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
 
 
 def _suppressed(diagnosis: Diagnosis) -> str:
-    """What was found and is not reported, so that nobody takes its silence for a finding of its own."""
+    """Names the suppressed errors and warnings, so that a silent report is not taken for a clean run."""
     codes = dict.fromkeys(one.finding.code for one in diagnosis.suppressed if one.finding.severity != "info")
     return f" (not reported: {', '.join(codes)})" if codes else ""
 
 
 def mood_of(diagnosis: Diagnosis, run: Run) -> str:
-    """What the verdict is: ``"error"``, ``"warning"``, ``"unknown"`` or ``"healthy"``."""
+    """The style of the verdict: ``"error"``, ``"warning"``, ``"unknown"`` or ``"healthy"``."""
     if diagnosis.faulty:
         return "error" if any(one.severity == "error" for one in diagnosis.causes) else "warning"
     if crash_of(run) is not None or diagnosis.exit_code not in (None, 0, INTERRUPTED):
@@ -121,7 +121,7 @@ def mood_of(diagnosis: Diagnosis, run: Run) -> str:
 
 
 def crash_of(run: Run) -> Crashed | None:
-    """The exception that ended the script, if one did."""
+    """The exception that ended the script; ``None`` if there was none."""
     return next(iter(list(run.of(Crashed))[-1:]), None)
 
 
@@ -134,33 +134,36 @@ def _is_grave(knot: Knot) -> bool:
 
 
 def grave_and_notes(diagnosis: Diagnosis) -> tuple[tuple[Knot, ...], tuple[Knot, ...]]:
-    """The roots that are errors or warnings or lead to one, and the notes; a crash is no note to itself."""
+    """Root findings in two groups: those that are, or lead to, an error or a warning; and the notes.
+
+    An unclassified crash without consequences is in neither group: the verdict reports it.
+    """
     knots = tuple(knot for knot in knots_of(diagnosis) if knot.finding.name != _UNEXPLAINED or knot.follows)
     return tuple(filter(_is_grave, knots)), tuple(knot for knot in knots if not _is_grave(knot))
 
 
 def noun_of(finding: Finding) -> str:
-    """Its severity as it is shown: an ``info`` is a note."""
+    """The severity of a finding as it is shown; ``info`` is shown as ``note``."""
     return _NOUNS.get(finding.severity, finding.severity)
 
 
 def label_of(finding: Finding) -> str:
-    """Its severity, code and name on one line."""
+    """The severity, code and name of a finding on one line."""
     return " ".join(text for text in (noun_of(finding), finding.code, finding.name) if text)
 
 
 def fix_term(finding: Finding) -> str:
-    """What its fix is called: one that nobody has applied is a suggestion."""
+    """The heading of a fix: ``"suggestion"`` if it was neither tried nor tested, else ``"fix"``."""
     return "suggestion" if finding.fix_kind == "suggestion" else "fix"
 
 
 def place_of(finding: Finding) -> str:
-    """Where it is, with the step from which it was known."""
+    """The place of a finding: module, optimizer or parameters, and the user's line."""
     return str(finding.place)
 
 
 def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
-    """Its evidence: pairs of a term and its text; of a crash without what its traceback and its place say."""
+    """The evidence of a finding, as pairs of a term and its text; for a crash, without what its traceback shows."""
     evidence = dict(finding.evidence)
     if evidence.keys() >= _CRASHED:
         evidence = {name: value for name, value in evidence.items() if name not in _IN_TRACEBACK}
@@ -170,7 +173,7 @@ def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def value_text(value: Any) -> str:
-    """A value of JSON in few characters; long lists end with how many there are.
+    """A short text of a JSON value; after 8 entries of a list, the others are counted.
 
     Example:
         >>> value_text([1, 0.000123456, "nan", None]), value_text({"lr": 0.1}), value_text(list(range(100)))
@@ -194,7 +197,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def cost_of(diagnosis: Diagnosis, run: Run) -> str:
-    """What the doctor itself took, as a sentence without its full stop; empty if that is not known."""
+    """The overhead of the doctor and the gaps of the record, without a final full stop; empty if unknown."""
     ended = next(run.of(Ended), None)
     said = []
     if ended is not None and ended.seconds > 0:
@@ -205,23 +208,23 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
         said.append(f"the doctor took {diagnosis.overhead:.1%} of the run's own time")
     short = diagnosis.steps < _SHORT_RUN or (ended is not None and ended.seconds < _FEW_SECONDS)
     if said and (diagnosis.overhead or 0.0) > _DEAR and short:
-        said.append("the first steps are all measured, so it costs most in short runs")
+        said.append("it measures every one of the first steps, so the overhead is largest in short runs")
     if ended is not None and ended.thinned:
-        said.append("to stay cheap, it measured more rarely")
+        said.append("to limit the overhead, it measured fewer steps")
     if ended is not None and ended.dropped:
-        said.append(f"{_count(ended.dropped, 'line')} of the record left out, it had reached its greatest size")
+        said.append(f"{_count(ended.dropped, 'line')} left out because the record had reached its size limit")
     if ended is not None and ended.failure:
-        said.append(f"the recorder had an internal error, so something may be missing: {ended.failure}")
+        said.append(f"the recorder had an internal error, so facts may be missing: {ended.failure}")
     return "; ".join(said)
 
 
 def tool_of(diagnosis: Diagnosis) -> str:
-    """The command that the findings are of."""
+    """The command that made the findings."""
     return "anybatch check" if diagnosis.verdict == "checked" else "anybatch doctor"
 
 
 def title_of(diagnosis: Diagnosis) -> str:
-    """What was run: the script and its arguments."""
+    """The script and its arguments on one line."""
     return title_of_run(diagnosis.script, diagnosis.arguments)
 
 
@@ -239,7 +242,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence without its full stop; a point within a name, and a colon, end none."""
+    """The first sentence without its full stop; a dot within a name, or a colon, does not end it."""
     line = " ".join(text.strip().split("\n")[:1])
     head = next((line[:i] for i in _ends(line) if line[i + 2 : i + 3].isupper()), line)
     return head.strip().rstrip(".")
@@ -250,7 +253,7 @@ def _ends(line: str) -> Iterable[int]:
 
 
 def cells_table(diagnosis: Diagnosis) -> TextTable:
-    """Lays out which gradients and parameters change: a row for all modules of which the same is true."""
+    """The table of which gradients and parameters change: one row for all modules with the same state."""
     groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
     for cell in diagnosis.cells:
         groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
@@ -271,13 +274,13 @@ def cells_table(diagnosis: Diagnosis) -> TextTable:
 
 
 class _Names:
-    """Names of cells: the module, or its parameters where others of the same module are in another cell."""
+    """Names of cells: the module, or the parameters if the module is split over several cells."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         self._cells = Counter(cell.module for cell in diagnosis.cells)
 
     def __call__(self, cell: Cell) -> tuple[str, ...]:
-        """The names for one."""
+        """The names for one cell."""
         if self._cells[cell.module] > 1 and cell.parameters:
             return cell.parameters
         return (cell.module or _WHOLE,)
@@ -293,7 +296,15 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 
 
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """Lays out each module's gradients and changes, those that are not as they should be first."""
+    """The table of gradients and updates per module, conspicuous modules first.
+
+    Args:
+        diagnosis: the diagnosis.
+        most: the largest number of rows.
+
+    Returns:
+        The table, and the number of modules left out.
+    """
     order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
     rows = tuple(
         (
@@ -306,7 +317,7 @@ def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
         )
         for cell in order[:most]
     )
-    header = ("module", "gradients", "parameters", "norm of gradient", "change / weight", "elements", "why")
+    header = ("module", "gradients", "parameters", "gradient norm", "update / weight", "elements", "why")
     marked = (index for index, cell in enumerate(order[:most]) if _is_odd(cell))
     return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
 
@@ -315,13 +326,13 @@ def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
 class Square:
     """One of the four cells."""
 
-    names: str  # of its modules, empty where it has none
+    names: str  # the names of its modules; empty if it has none
     reasons: str  # why they are in it
-    odd: bool  # whether that is not as it should be for some of them
+    odd: bool  # whether one of them is conspicuous
 
 
 def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
-    """Each of the four cells, and as number 0 that of which too little was seen."""
+    """The four cells by number; number 0 has the modules of which too little was seen."""
     names_of = _Names(diagnosis)
     among = [name for cell in diagnosis.cells for name in names_of(cell)]
     squares = {}
@@ -356,7 +367,11 @@ def _from_to(first: float | None, last: float | None) -> str:
 
 
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:
-    """Lists modules.
+    """Lists modules: all parts of a container, and runs of numbered modules, are shown as one entry.
+
+    Args:
+        names: the modules to list; at most 12 entries are shown, the others are counted.
+        among: all modules.
 
     Example:
         >>> modules_joined(["a.0", "a.1", "b.0", "c"], ["a.0", "a.1", "b.0", "b.1", "c"])
@@ -377,13 +392,13 @@ def modules_joined(names: Collection[str], among: Collection[str]) -> str:
 
 
 def _parts(name: str) -> Iterator[str]:
-    """The parts of a model that a module is in, the largest first."""
+    """The containers of a module, the outermost first."""
     pieces = name.split(".")
     return (".".join(pieces[:length]) for length in range(1, len(pieces)))
 
 
 def _rows(texts: Sequence[str]) -> Iterator[str]:
-    """The texts; three or more that count on by one become the first and the last."""
+    """The texts; three or more with consecutive numbers become ``first to last``."""
     start = 0
     while start < len(texts):
         end, place = start + 1, -1
@@ -402,7 +417,7 @@ def _rows(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _counted(first: str, second: str) -> int:
-    """Which piece of the second name is the number after that in the first, all else equal; -1 for none."""
+    """The index of the only differing piece of two names if it counts up by one; -1 otherwise."""
     pieces, others = first.split("."), second.split(".")
     if len(pieces) != len(others):
         return -1

@@ -1,4 +1,4 @@
-"""A diagnosis as workflow commands of GitHub Actions, which become annotations of lines in a pull request."""
+"""A diagnosis as workflow commands of GitHub Actions, which annotate lines of a pull request."""
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run
@@ -10,7 +10,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
-    """A command for each finding, and one for the verdict.
+    """One command per finding, one for the verdict, and one per note of the diagnosis.
 
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])), end="")

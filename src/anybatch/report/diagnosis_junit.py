@@ -1,4 +1,4 @@
-"""A diagnosis as JUnit's XML, which test reports of CI systems read: the verdict and each finding are test cases."""
+"""A diagnosis as JUnit XML, for the test reports of CI systems: the run and each finding are test cases."""
 
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -12,7 +12,7 @@ from anybatch.report.tables import clean
 
 
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
-    """The XML. Errors and warnings fail; a script that failed without a finding is an error of the run itself.
+    """The XML: an error or a warning is a failed case; a script that failed without one is an error of case ``run``.
 
     Example:
         >>> print(text_of(Diagnosis(script="train.py"), Run([])).splitlines()[1])

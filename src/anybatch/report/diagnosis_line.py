@@ -1,4 +1,4 @@
-"""A diagnosis as a line for each finding, which editors read: ``path:line:column: severity code message``."""
+"""A diagnosis as one line per finding, a format that editors parse: ``path:line:column: severity code message``."""
 
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run
@@ -7,7 +7,7 @@ from anybatch.report.spots import one_line, spot_of
 
 
 def text_of(diagnosis: Diagnosis, run: Run) -> str:
-    """A line for each finding; nothing where nothing was found.
+    """One line per finding; empty without findings.
 
     Example:
         >>> from anybatch.records.findings import Finding

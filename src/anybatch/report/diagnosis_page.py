@@ -1,4 +1,4 @@
-"""A diagnosis as one page: what to change first, then everything that was measured, as pictures and tables."""
+"""A diagnosis as an HTML page: first what to change, then all measurements as charts and tables."""
 
 import math
 import textwrap
@@ -38,19 +38,19 @@ _RATIOS = (1e-5, 1e-4, 1e-2, 1e-1, 1.0)
 class Card:
     """A finding as the page shows it."""
 
-    finding: Finding  # the finding
+    finding: Finding
     label: str  # its severity, code and name
-    place: str  # where
+    place: str
     evidence: tuple[tuple[str, str], ...]  # terms and their texts
-    fix: str  # what to change
-    is_code: bool  # whether that is code; otherwise it is a sentence
-    follows: tuple["Card", ...]  # what follows from it
+    fix: str
+    is_code: bool  # whether the fix is code; otherwise it is a sentence
+    follows: tuple["Card", ...]  # its consequences
     source: Source | None  # the user's line, if it is known
-    link: str  # opens it in an editor; empty if its path is not known
+    link: str  # the address that opens the line in an editor; empty if its path is unknown
 
 
 def page(diagnosis: Diagnosis, run: Run) -> str:
-    """Renders the page of a diagnosis; the same facts give the same text.
+    """Renders the page of a diagnosis; deterministic.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -89,7 +89,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
 
 
 def axis_of_run(*runs: Series) -> Axis:
-    """The axis of steps that all charts of a page have in common."""
+    """The axis of steps that all charts of a page share."""
     last = [step for one in runs for step in (*one.flow.steps, *(step for curve in one.losses for step in curve.steps))]
     return Axis(0, max(1, *last, 1))
 
@@ -105,7 +105,7 @@ def _card(knot: words.Knot, run: Run) -> Card:
 
 
 def _loop_of(loop: StepOfLoop | None) -> dict[str, object] | None:
-    """What the template needs to draw a step."""
+    """The values with which the template draws a step."""
     if loop is None or len(loop.moments) < _FEWEST_MOMENTS:
         return None
     links = [link_to(Place(file=one.file, line=one.line)) for one in loop.moments]
@@ -113,7 +113,7 @@ def _loop_of(loop: StepOfLoop | None) -> dict[str, object] | None:
 
 
 def facts_of(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
-    """What was run, in terms and texts."""
+    """Facts about the run, as pairs of a term and its text."""
     started = run.started
     trained = [one for one in run.parameters.values() if one.root >= 0]
     numel = sum(one.numel for one in trained)
@@ -138,20 +138,26 @@ def _remarks(diagnosis: Diagnosis, run: Run) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    """A text with a capital and a full stop."""
+    """A text with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
-    """The gradient of each layer, and how far each one moved, over the same steps; nothing where nothing was seen."""
+    """Heat maps of the gradient norm and of the update-to-weight ratio, layers by steps; empty without samples.
+
+    Args:
+        flow: the norms to draw.
+        axis: the axis of steps.
+        others: further norms that the range of shades must cover, so that maps can be compared.
+    """
     if not flow.rows or not flow.steps:
         return []
     caption = (
-        "One row for each layer, in the order of the forward; a cell for each step that was sampled, on the axis that "
-        "all charts share. Equal shades are equal powers of ten."
+        "One row per layer, in forward order; one cell per sampled step, on the axis that all charts share. "
+        "The shades are logarithmic."
     )
     if flow.layers > len(flow.rows):
-        caption += f" {flow.layers} layers were put together into {len(flow.rows)} rows."
+        caption += f" {flow.layers} layers are merged into {len(flow.rows)} rows."
     if flow.total > len(flow.steps):
         caption += f" {len(flow.steps)} of {flow.total} sampled steps are shown."
     low, high = decades_of(value for one in (flow, *others) for row in one.rows for value in row.values)
@@ -195,17 +201,17 @@ def _moves_picture(flow: Flow, axis: Axis) -> Picture:
         ends = f"least in {lowest} ({ratio_text(low)}), most in {highest} ({ratio_text(high)})"
         least = f" At the last sampled step: {ends}."
     still = [row.name for row in flow.rows if not any(row.ratios) and any(value == 0 for value in row.ratios)]
-    said = f"How far each of {len(flow.rows)} layers moved in a step, relative to its weights.{least}"
-    said += f" Never moved: {words.value_text(still)}." if still else ""
-    caption = f"Norm of the change of a step over the norm of the weights. About 0.001 is usual.{least}"
+    said = f"The size of each of {len(flow.rows)} layers' update relative to its weights.{least}"
+    said += f" Never updated: {words.value_text(still)}." if still else ""
+    caption = f"Norm of an update over the norm of the weights. About 0.001 is usual.{least}"
     named = {0: "below 1e-5", 2: "usual", len(_RATIOS): "above 1"}
     legend = [(f"r{shade}", named.get(shade, "")) for shade in range(len(_RATIOS) + 1)]
-    legend += [("zero", "does not move"), ("none", "unknown")]
+    legend += [("zero", "not updated"), ("none", "unknown")]
     return Picture("Update over weight", svg, caption, said, tuple(legend))
 
 
 def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
-    """The powers of ten at which the shades of some norms begin and end."""
+    """The lowest and the highest power of ten of the shades for some norms, at least 6 apart."""
     found = [value for value in norms if value is not None and 0 < value < math.inf]
     if not found:
         return -_LEAST_DECADES, 0
@@ -214,10 +220,12 @@ def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
 
 
 def shade_of(value: float | None, low: int, high: int) -> str:
-    """The class of a cell.
+    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite).
 
     Args:
-        value: the norm, ``None`` where there was no gradient.
+        value: the norm; ``None`` without a gradient.
+        low: the power of ten of the first shade.
+        high: the power of ten at which the last shade ends.
 
     Example:
         >>> [shade_of(value, -6, 0) for value in (1e-6, 0.9, 0.0, None, float("nan"), float("inf"))]
@@ -230,7 +238,7 @@ def shade_of(value: float | None, low: int, high: int) -> str:
 
 
 def shade_of_ratio(value: float | None) -> str:
-    """The class of a cell: by how much a layer moved relative to its weights."""
+    """The CSS class of a cell for an update-to-weight ratio."""
     odd = _odd_shade(value)
     return odd if odd or not value else f"r{sum(value >= limit for limit in _RATIOS)}"
 
@@ -242,13 +250,13 @@ def _odd_shade(value: float | None) -> str:
 
 
 def norm_text(value: float | None) -> str:
-    """A norm in words: no gradient and exactly zero are told apart."""
+    """A norm in words; a missing gradient differs from one that is exactly zero."""
     return "no gradient" if value is None else "exactly 0" if value == 0 else number_text(value)
 
 
 def ratio_text(value: float | None) -> str:
-    """A relative change in words."""
-    return "unknown" if value is None else "does not move" if value == 0 else number_text(value)
+    """An update-to-weight ratio in words."""
+    return "unknown" if value is None else "not updated" if value == 0 else number_text(value)
 
 
 def _flow_numbers(flow: Flow) -> TextTable | None:
@@ -264,25 +272,35 @@ def _flow_numbers(flow: Flow) -> TextTable | None:
 def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[Picture]:
     levels = [("the best constant guess", series.guess)] if series.guess is not None else []
     marks = [(f"{one.code or one.name} from here", one.step) for one in findings[:_MOST_MARKS] if one.step <= axis.last]
-    caption = "What was given to backward, for each line that did, and what evaluations gave; the mean within a step."
-    caption += " A dashed upright line is where a finding was first seen." if marks else ""
+    caption = "The loss passed to each call of backward, and the loss of evaluations; the mean within a step."
+    caption += " A dashed vertical line marks the step at which a finding was first seen." if marks else ""
     drawn = curve_picture("Loss", series.losses, axis, caption, levels, marks)
     changing = [one for one in series.rates if len(set(one.values)) > 1]
-    drawn += curve_picture("Learning rate", changing, axis, "Of each group of the optimizers that differs from others.")
+    drawn += curve_picture("Learning rate", changing, axis, "One curve per distinct schedule of a parameter group.")
     clips = [(f"clipped to {limit:g}", limit) for limit in series.clips]
-    drawn += curve_picture("Norm of the gradient", series.norms, axis, "Of all parameters together.", clips, marks)
+    drawn += curve_picture("Norm of the gradient", series.norms, axis, "Over all parameters.", clips, marks)
     drawn += _memory_picture(series.memory, axis)
     if any(any(curve.values) for curve in series.graphs):
-        caption = "Losses of earlier steps whose graph could not be freed."
+        caption = "The number of earlier steps whose graph was still alive."
         drawn += curve_picture("Graphs kept alive", series.graphs, axis, caption)
-    return drawn + curve_picture("Watched modules", series.watched, axis, "Norms of what was asked for with watch.")
+    return drawn + curve_picture("Watched modules", series.watched, axis, "Norms of the modules given to watch.")
 
 
 def curve_picture(
     title: str, curves: Sequence[Curve], axis: Axis, caption: str, levels: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[str, float]] = (), *, log: bool | None = None,
 ) -> list[Picture]:  # fmt: skip
-    """A picture of curves over steps; nothing without curves."""
+    """A chart of curves over steps; empty without curves.
+
+    Args:
+        title: its heading.
+        curves: the curves.
+        axis: the axis of steps.
+        caption: its caption.
+        levels: names and values of horizontal lines.
+        marks: names and steps of vertical lines.
+        log: whether the vertical axis is logarithmic; ``None`` decides by the values.
+    """
     if not curves:
         return []
     svg = line_chart(curves, x_label="step", axis=axis, is_logarithmic=log, levels=levels, marks=marks)
@@ -298,7 +316,7 @@ def _memory_picture(curves: Sequence[Curve], axis: Axis) -> list[Picture]:
     factor, unit = unit_of_bytes(max((value for curve in curves for value in curve.values), default=0.0))
     scaled = [Curve(one.name, one.steps, tuple(value / factor for value in one.values)) for one in curves]
     said = [f"{curve.name}: {_course(curve, format_bytes)}." for curve in curves]
-    caption = f"Of the process, and of the device if there is one, in {unit}."
+    caption = f"Memory of the process, and of the device if there is one, in {unit}."
     svg = line_chart(scaled, x_label="step", axis=axis, least_span=0.1)
     return [Picture(f"Memory, {unit}", svg, caption, " ".join([f"Memory, {unit}", *said]))]
 
@@ -347,9 +365,10 @@ def _outputs_table(outputs: Sequence[Output], axis: Axis) -> tuple[TextTable, li
 
 def _outputs_caption(series: Series) -> str:
     caption = (
-        "What the modules put out on sampled steps. Dead units were zero in every sample; saturated entries lie within "
-        "0.001 of a limit; spread is how much the output differs over the batch; percentiles are the 5th, 25th, "
-        "50th, 75th and 95th over the steps; as numbers the 5th, 50th and 95th at the last sampled one."
+        "Outputs of modules on sampled steps. Dead units were zero in every sample; saturated entries are within "
+        "0.001 of a limit; spread is the standard deviation over the batch, relative to the mean absolute value; the "
+        "chart has the 5th, 25th, 50th, 75th and 95th percentile over the steps, the numbers are the 5th, 50th and "
+        "95th at the last sampled step."
     )
     rest = series.modules - len(series.outputs)
     return f"{caption} {rest} modules are not shown." if rest else caption
@@ -361,4 +380,4 @@ def _calls_table(calls: Sequence[Call], steps: int) -> TextTable | None:
     rows = [
         (call.what, call.where, str(call.times), number_text(call.times / steps) if steps else "-") for call in calls
     ]
-    return TextTable(("what", "line", "times", "for each step"), tuple(rows))
+    return TextTable(("call", "line", "times", "per step"), tuple(rows))

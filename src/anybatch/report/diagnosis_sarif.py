@@ -1,4 +1,4 @@
-"""A diagnosis as SARIF 2.1.0, which code scanning and editors read."""
+"""A diagnosis as SARIF 2.1.0, for code scanning and editors."""
 
 import hashlib
 import json
@@ -20,7 +20,12 @@ _KINDS = {"line": "inSource", "settings": "external", "baseline": "external"}
 
 
 def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
-    """The log: all rules of the doctor, its findings, and what the user did not want to hear of as suppressed.
+    """The SARIF log: the rules, the findings, and the suppressed findings marked as such.
+
+    Args:
+        diagnosis: the diagnosis.
+        run: the facts of its run.
+        rules: all rules of the doctor, with ``code``, ``name``, ``title``, ``page`` and ``severity``.
 
     Example:
         >>> values = json.loads(text_of(Diagnosis(script="train.py"), Run([])))

@@ -1,4 +1,4 @@
-"""A diagnosis for the terminal: the verdict, what to change, what changed where; plain text where output is piped."""
+"""A diagnosis for the terminal: the verdict, what to change, which parameters changed; plain text in a pipe."""
 
 import textwrap
 
@@ -26,7 +26,7 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan", "healt
 
 
 def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
-    """Writes a diagnosis: a few lines for a healthy run, about a page for another."""
+    """Writes a diagnosis: a few lines for a healthy run, about a page for a faulty one."""
     screen = _Screen(console, run.started.time)
     verdict = words.verdict_of(diagnosis, run)
     screen.words(f"{words.title_of(diagnosis)}: {verdict}.", style=_STYLES[words.mood_of(diagnosis, run)])
@@ -39,7 +39,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     screen.others(grave[_MOST_FULL:])
     screen.notes(notes)
     if diagnosis.cells:
-        screen.heading("Do gradients change, do parameters change?")
+        screen.heading("Which gradients and parameters change?")
         screen.table(words.cells_table(diagnosis))
     cost = words.cost_of(diagnosis, run)
     code = grave[0].finding.code if grave else ""
@@ -50,7 +50,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
 
 
 class _Screen:
-    """Writes lines that can be copied: words are wrapped, code and tables are not."""
+    """Writes lines that can be copied: sentences are wrapped, code is not."""
 
     def __init__(self, console: Console, since: float) -> None:
         self._console, self._since = console, since
@@ -59,7 +59,7 @@ class _Screen:
         self._tee, self._corner, self._bar = ("|- ", "`- ", "|  ") if ascii_only else ("├─ ", "└─ ", "│  ")
 
     def finding(self, knot: words.Knot, number: int, verdict: str) -> None:
-        """Writes all of a finding; what the verdict above it has said already is not said again."""
+        """Writes a finding in full; its message is left out if the verdict has it already."""
         finding = knot.finding
         place = words.place_of(finding)
         self._console.print()
@@ -84,7 +84,7 @@ class _Screen:
             self._branches(knot.follows, "   ")
 
     def _source(self, finding: Finding) -> None:
-        """Writes the user's line with carets below what is meant."""
+        """Writes the user's line with carets below the faulty part."""
         source = source_of(finding, self._since)
         for line in source.marked.splitlines() if source is not None else ():
             self.line(f"   {line}")
@@ -112,7 +112,7 @@ class _Screen:
             self._branches(knot.follows, indent + rest)
 
     def others(self, knots: tuple[words.Knot, ...]) -> None:
-        """Writes findings on a line each."""
+        """Writes findings in short, one paragraph each."""
         if not knots:
             return
         self.heading("Further findings")
@@ -132,13 +132,13 @@ class _Screen:
         self.rest(len(knots) - _MOST_NOTES)
 
     def crash(self, crash: Crashed) -> None:
-        """Writes what ended the script."""
+        """Writes the exception that ended the script."""
         self._console.print()
         where = f"  {crash.file}:{crash.line}" if crash.file else ""
         self.line(f"{crash.error}{where}", _STYLES["error"])
         if crash.code:
             self.line(f"       {crash.code.strip()}", "bold")
-        if crash.message:  # of one without, the verdict and the traceback tell all
+        if crash.message:  # without one, the verdict has the text of the exception
             self.words(crash.message, indent="   ", first="   ")
         for name, text in (("why", crash.cause), ("tensor", crash.tensor)):
             if text:
@@ -146,23 +146,23 @@ class _Screen:
         self._fix(crash.fix)
 
     def heading(self, text: str) -> None:
-        """Writes the head of a part."""
+        """Writes the heading of a section."""
         self._console.print()
         self.line(text, "bold")
 
     def blank_once(self) -> None:
-        """Parts what stands at the end from the rest."""
+        """Writes one blank line before the closing remarks."""
         if not self._parted:
             self._console.print()
             self._parted = True
 
     def rest(self, count: int) -> None:
-        """Says how many were left out."""
+        """Says how many entries were left out."""
         if count > 0:
             self.line(f"and {count} more: --json or --output")
 
     def term(self, name: str, text: str, style: str = "") -> None:
-        """Writes a term and what is said of it."""
+        """Writes a term and its text."""
         start = f"   {name:<{_TERM_WIDTH}}"
         self.words(text, first=start, indent=" " * len(start), style=style)
 
@@ -177,7 +177,7 @@ class _Screen:
             self.words(row[-1], first=start, indent=" " * len(start), style=style)
 
     def words(self, text: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
-        """Writes a sentence in as many lines as it takes; names are never cut."""
+        """Writes wrapped text; names are never broken."""
         width = min(self._console.width, max(_TEXT_WIDTH, len(indent) + 50))
         start = indent if first is None else first
         text = " ".join(clean(text).split())
@@ -194,7 +194,7 @@ class _Screen:
 
 
 def _clipped(text: str) -> str:
-    """A long list loses its last entries, and no number a part of its digits."""
+    """Shortens a long list at an entry, so that no number is cut."""
     if len(text) <= _LONGEST_VALUE:
         return text
     head = text[:_LONGEST_VALUE]

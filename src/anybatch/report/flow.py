@@ -1,4 +1,4 @@
-"""How much gradient arrived in each layer over a run, and how far it moved: rows in forward order, columns of steps."""
+"""Gradient and update norms of each layer over a run: rows in forward order, a column per sampled step."""
 
 import itertools
 import math
@@ -13,27 +13,27 @@ from anybatch.records.samples import Activations, Norms
 MOST_ROWS = 64
 MOST_COLUMNS = 48
 _LEAST_ROWS = 12  # fewer would not show where in the model the gradient is lost
-_FIRST_COLUMNS = 10  # causes show in the first steps, so these stay
+_FIRST_COLUMNS = 10  # causes show in the first steps, so these are always kept
 STD_OF_ZERO = 1e-3
-"""A weight whose root mean square is below this has just begun at zero: its ratio says nothing."""
+"""A weight with a smaller root mean square is near its zero initialization: its update-to-weight ratio is undefined."""
 Cell = tuple[float | None, float | None, float | None]
 _NOTHING: Cell = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class FlowRow:
-    """One layer, or several that were put together."""
+    """One layer, or several merged layers; the tuples have one entry per step of the ``Flow``."""
 
-    name: str  # of the module, with ``.*`` where it stands for all in it
-    # norms of the gradient, ``None`` where no parameter had one; exactly 0.0, ``inf`` and ``nan`` as seen
+    name: str  # the name of the module; ``.*`` at the end stands for all modules in it
+    # norms of the gradient; ``None`` if no parameter had one
     values: tuple[float | None, ...]
-    parameters: int = 1  # how many it has
-    updates: tuple[float | None, ...] = ()  # norms of the changes, ``None`` where no step was sampled
-    weights: tuple[float | None, ...] = ()  # norms of the parameters before them
+    parameters: int = 1  # the number of its parameters
+    updates: tuple[float | None, ...] = ()  # norms of the updates; ``None`` if no step was sampled
+    weights: tuple[float | None, ...] = ()  # norms of the parameters before the updates
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Changes relative to the parameters; ``None`` for those that begin at zero, whose ratio says nothing."""
+        """Update-to-weight ratios; ``None`` if unknown, or if the weights are near a zero initialization."""
         pairs = zip(self.updates, self.weights, strict=True)
         return tuple(update / weight if update is not None and weight else None for update, weight in pairs)
 
@@ -42,10 +42,10 @@ class FlowRow:
 class Flow:
     """Norms of gradients over layers and steps."""
 
-    steps: tuple[int, ...] = ()  # of the optimizers, one for each column
-    rows: tuple[FlowRow, ...] = ()  # the layers, the first of the forward first
-    total: int = 0  # how many steps were sampled, of which these are some
-    layers: int = 0  # how many layers there are, which the rows may put together
+    steps: tuple[int, ...] = ()  # optimizer steps, one per column
+    rows: tuple[FlowRow, ...] = ()  # the layers in forward order
+    total: int = 0  # the number of sampled steps, which ``steps`` may thin out
+    layers: int = 0  # the number of layers, which ``rows`` may merge
 
     def to_dict(self) -> dict[str, Any]:
         """The flow as plain values for JSON; ``None`` is no gradient."""
@@ -56,7 +56,7 @@ class Flow:
 
 
 def flow_of(run: Run) -> Flow:
-    """Gathers the gradients of a run."""
+    """Collects the gradient and update norms of a run."""
     cells = _cells(run)
     steps = sorted({step for by_step in cells.values() for step in by_step})
     odd = {step for by_step in cells.values() for step, (norm, *_) in by_step.items() if not math.isfinite(norm or 0.0)}
@@ -79,7 +79,7 @@ def _joined(members: Sequence[FlowRow], name: str) -> FlowRow:
 
 
 def _cells(run: Run) -> dict[int, dict[int, Cell]]:
-    """For each parameter the norms at each sampled step of the optimizer that has it, or of any if none has."""
+    """For each parameter, its norms at each sampled step of its optimizer; of any optimizer if it is in none."""
     owner = {
         number: optimizer.optimizer
         for optimizer in run.optimizers.values()
@@ -114,7 +114,7 @@ def _columns(steps: Sequence[int], odd: set[int]) -> list[int]:
 
 
 def _forward_order(run: Run, parameters: Iterable[int]) -> list[int]:
-    """In the order in which their modules ended in a forward, as far as that was seen; else as they were found."""
+    """Parameters in the order in which their modules returned in a forward; unseen ones after their predecessor."""
     seen: dict[tuple[int, str], int] = {}
     for one in run.of(Activations):
         for module in one.modules:
@@ -146,19 +146,19 @@ def _layer(run: Run, number: int) -> str:
 
 
 def _combined(values: Sequence[tuple[float | None, ...]]) -> tuple[float | None, ...]:
-    """The norm over several tensors, ``None`` where none of them has a gradient."""
+    """The norm over several tensors, per column; ``None`` if none of them has one."""
     return tuple(_norm([one for one in column if one is not None]) for column in zip(*values, strict=True))
 
 
 def _norm(norms: Sequence[float]) -> float | None:
-    # The square of a norm such as 1e-170 would be zero, and zero means something else here.
+    # hypot, because the square of a norm such as 1e-170 underflows, and a zero would mean a vanished gradient.
     if not norms:
         return None
     return math.hypot(*norms) if all(map(math.isfinite, norms)) else sum(map(abs, norms))
 
 
 def _fitted(rows: list[FlowRow]) -> list[FlowRow]:
-    """Rows put together until they are few enough: by a common prefix, or neighbours where that leaves too few."""
+    """Merges rows until they are few enough: by common prefix, or neighbours if prefixes leave too few or many."""
     if len(rows) <= MOST_ROWS:
         return rows
     for depth in range(max(row.name.count(".") for row in rows), 0, -1):
@@ -171,7 +171,7 @@ def _fitted(rows: list[FlowRow]) -> list[FlowRow]:
 
 
 def _neighbours(rows: list[FlowRow]) -> list[FlowRow]:
-    """Rows put together with those beside them; as long as it works, only with those that are in the same state."""
+    """Merges neighbouring rows; only rows in the same state, unless there are too many changes of state."""
     runs = [list(members) for _, members in itertools.groupby(rows, key=_state)]
     if len(runs) > MOST_ROWS // 2:
         runs = [rows]
@@ -181,13 +181,13 @@ def _neighbours(rows: list[FlowRow]) -> list[FlowRow]:
 
 
 def _from_to(first: str, last: str) -> str:
-    """Two names as a range; what both begin with is written once."""
+    """Two names as a range; their common prefix is written once."""
     prefix = first.rpartition(".")[0]
     return f"{first} to {last.removeprefix(f'{prefix}.') if prefix else last}"
 
 
 def _state(row: FlowRow) -> str:
-    """Says of a row that never had a gradient; such rows are not hidden among others."""
+    """Whether a row never had a gradient or only zeros; such rows are not merged with others."""
     if all(value is None for value in row.values):
         return "no gradient"
     return "zero" if all(value is None or value == 0 for value in row.values) else ""

@@ -1,4 +1,4 @@
-"""A plan as sentences, tables and a page: what was chosen, from what, and what the memory is for."""
+"""A plan as sentences, tables and a page: the chosen configuration, its alternatives, and the memory by category."""
 
 import json
 import re
@@ -16,16 +16,16 @@ from anybatch.units import format_bytes, format_seconds
 
 _CONFIDENCES: dict[Confidence, str] = {
     "predicted": "the bytes follow from the shapes of the tensors",
-    "measured": "the bytes were extrapolated from steps that were measured",
-    "estimated": "some of the bytes can't be seen; they are bounded, or left out",
+    "measured": "the bytes are extrapolated from measured steps",
+    "estimated": "some bytes can't be seen; they are bounded or left out",
 }
 _UNITS_OF_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _LEAST_CHOICE = 2
-_FAR = 4.0  # a budget that is this many times what any way needs would press the ways together in a picture
+_FAR = 4.0  # a budget this many times larger than every peak would squeeze the dots of the chart together
 
 
 def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
-    """All configurations of a plan, each once: the chosen, others within the budget, the fastest first, the rest."""
+    """All configurations of a plan, each once: the chosen one, those within the budget (fastest first), the others."""
     rows: dict[PlanRow, PlanRow] = {}
     for row in (plan.chosen, *plan.alternatives):
         rows.setdefault(replace(row, peak_bytes=0, reserved_bytes=0, seconds=None, confidence="estimated"), row)
@@ -33,7 +33,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
 
 
 def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The memory optimizations and costs of a plan: pairs of a term and its text."""
+    """The memory optimizations and the costs of a plan, as pairs of a term and its text."""
     chosen = plan.chosen
     facts = [(verb, names_text(names)) for verb, names in _blocks(chosen) if names]
     if chosen.loss_chunks > 1:
@@ -51,7 +51,7 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     if plan.whole_bytes:
         facts.append(("", f"{format_bytes(plan.whole_bytes)} for the whole batch at once without memory optimizations"))
     if plan.smallest_bytes:
-        facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the smallest budget that a plan can be made for"))
+        facts.append(("", f"{format_bytes(plan.smallest_bytes)} is the smallest budget with a plan"))
     if chosen.seconds is not None and not plan.relative_time:
         facts.append(("time", f"{format_seconds(chosen.seconds)} for a logical batch, without the optimizer"))
     facts.append(("confidence", f"{chosen.confidence}: {_CONFIDENCES[chosen.confidence]}"))
@@ -59,7 +59,7 @@ def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
-    """Lays out ways, one a row; the chosen one is marked."""
+    """The table of configurations, one per row; the chosen one is marked."""
     kind, text = _own_column(plan)
     header = ("", "micro-batches", "recompute", "offload", kind, "peak", time_header(plan), "confidence")
     cells = tuple(
@@ -79,7 +79,7 @@ def rows_table(plan: Plan, rows: Sequence[PlanRow]) -> TextTable:
 
 
 def _own_column(plan: Plan) -> tuple[str, Callable[[PlanRow], str]]:
-    """The column that only this kind of loss has: its name, and its text in a row."""
+    """The column specific to the kind of loss: its header, and the function that gives its cells."""
     if plan.chosen.kept_graphs is not None:
         return "kept", lambda row: "-" if row.kept_graphs is None else str(row.kept_graphs)
     if plan.chosen.chunk_length is not None:
@@ -88,30 +88,30 @@ def _own_column(plan: Plan) -> tuple[str, Callable[[PlanRow], str]]:
 
 
 def rows_notes(plan: Plan, rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Says what the marks in a table of ways mean, and what its times are."""
+    """The legend of the table of configurations: its marks, columns and times."""
     marks = {_mark(row, plan) for row in rows}
     notes = [f"* is chosen, the fastest within {format_bytes(plan.budget)}"]
     if "~" in marks:
         room = "" if plan.device == "cpu" else "leaves less room than the allocator may need, or "
         notes.append(f"~ may be faster, but {room}its time was only predicted")
     if "!" in marks:
-        notes.append("! needs more than that")
+        notes.append("! exceeds the budget")
     if plan.chosen.kept_graphs is not None:
-        notes.append("kept: micro-batches whose graph waits for the loss; the others are encoded twice")
+        notes.append("kept: micro-batches whose graph is kept for the loss; the others are encoded twice")
     if plan.chosen.chunk_length is not None:
-        notes.append("steps: of time in a chunk")
+        notes.append("steps: time steps in a chunk")
     if plan.relative_time:
         notes.append("times are estimated, relative to the chosen one")
     return tuple(notes)
 
 
 def time_header(plan: Plan) -> str:
-    """The name of a column of times."""
+    """The header of the column of times."""
     return "relative" if plan.relative_time else "time"
 
 
 def time_text(plan: Plan, seconds: float | None) -> str:
-    """A time of a plan as text; a factor where its times are only good for comparing."""
+    """A time of a plan as text; a factor if its times are only relative."""
     if seconds is None:
         return "unknown"
     if not plan.relative_time:
@@ -120,7 +120,7 @@ def time_text(plan: Plan, seconds: float | None) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Writes names of blocks, runs of numbered ones as one.
+    """Joins names of blocks; three or more with consecutive numbers become ``first to last``.
 
     Example:
         >>> names_text(["h.0", "h.1", "h.2", "h.5", "head"])
@@ -136,14 +136,14 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def shares_of(plan: Plan) -> tuple[tuple[str, int, float], ...]:
-    """What the memory at the peak is for, the largest first: names, bytes, and parts of the whole."""
+    """The memory at the peak by category, the largest first: name, bytes, and share of the total."""
     total = sum(plan.at_peak.values()) or 1
     largest = sorted(plan.at_peak.items(), key=lambda item: -item[1])
     return tuple((name, count, count / total) for name, count in largest if count)
 
 
 def modules_table(plan: Plan, most: int) -> TextTable:
-    """Lays out the blocks of the model that hold the most, one a row."""
+    """The table of the ``most`` blocks of the model with the most parameter and activation bytes."""
     held = sorted(plan.modules, key=lambda share: -(share.parameter_bytes + share.activation_bytes))
     timed = any(share.seconds is not None for share in held)
     header = ("block", "parameters", "activations", *(["forward"] if timed else []), "optimized")
@@ -163,7 +163,7 @@ def modules_table(plan: Plan, most: int) -> TextTable:
 
 
 def time_of_block(plan: Plan, seconds: float) -> str:
-    """The time of one block as text; a part of all blocks where times are only good for comparing."""
+    """The time of one block as text; its share of all blocks if times are only relative."""
     if not plan.relative_time:
         return format_seconds(seconds)
     return f"{seconds / (sum(share.seconds or 0.0 for share in plan.modules) or 1.0):.0%}"
@@ -172,7 +172,13 @@ def time_of_block(plan: Plan, seconds: float) -> str:
 def plan_page(
     plan: Plan, script: str, notes: Iterable[str] = (), steps: Mapping[str, Timeline] = MappingProxyType({})
 ) -> str:
-    """Renders the page of a plan; the same plan gives the same text.
+    """Renders the page of a plan; deterministic.
+
+    Args:
+        plan: the plan.
+        script: what the title names.
+        notes: sentences below the title.
+        steps: live bytes over the operations of a step, by the name of the configuration.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -191,7 +197,7 @@ def plan_page(
         shares=_shares_picture(plan),
         steps=timeline_pictures(steps),
         modules=modules_table(plan, len(plan.modules)),
-        modules_caption="The blocks of the model, the largest first; activations of one micro-batch.",
+        modules_caption="The blocks of the model, the largest first; activations are those of one micro-batch.",
         fingerprint=[(name, value) for name, value in plan.fingerprint.items()],
     )
 
@@ -201,7 +207,7 @@ def _timed(plan: Plan) -> list[PlanRow]:
 
 
 def frontier_picture(plan: Plan) -> Picture | None:
-    """Draws the least time that each amount of memory allows, and what was chosen; none where no time is known."""
+    """The chart of time against memory, with the Pareto front; ``None`` if the time of the plan is unknown."""
     timed = _timed(plan)
     if plan.chosen.seconds is None:
         return None
@@ -216,11 +222,11 @@ def frontier_picture(plan: Plan) -> Picture | None:
         names=[str(row) for row in timed],
         level=None if is_far else (f"budget, {format_bytes(plan.budget)}", plan.budget / factor),
     )  # fmt: skip
-    caption = "The least time, measured or predicted, for each amount of memory; the large dot is the plan. "
+    caption = "The shortest time, measured or predicted, for each amount of memory; the large dot is the plan. "
     caption += (
-        f"The budget, {format_bytes(plan.budget)}, is far to the right of the picture."
+        f"The budget, {format_bytes(plan.budget)}, is far to the right of this chart."
         if is_far
-        else "What lies left of the dashed line is predicted to fit."
+        else "Configurations left of the dashed line are predicted to fit."
     )
     ends = (min(timed, key=lambda row: row.peak_bytes), min(timed, key=_speed))
     said = " and ".join(
@@ -235,7 +241,7 @@ def frontier_picture(plan: Plan) -> Picture | None:
 
 
 def _explorer(plan: Plan) -> dict[str, Any] | None:
-    """What the page's script needs to choose among the ways by another budget; nothing where there is no choice."""
+    """The data with which the page picks a configuration for another budget; ``None`` if there is no choice."""
     timed = _timed(plan)
     if plan.chosen.seconds is None or len(timed) < _LEAST_CHOICE:
         return None
@@ -259,7 +265,7 @@ def _said(plan: Plan, row: PlanRow) -> str:
 
 
 def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]]:
-    """What steps hold from operation to operation, all to one scale, and for each place what is largest there."""
+    """Charts of live bytes over operations, on one scale, and the details of each point as JSON."""
     most = max((timeline.peak_bytes for timeline in steps.values()), default=0)
     factor, unit = unit_of_bytes(most)
     found = []
@@ -268,8 +274,8 @@ def timeline_pictures(steps: Mapping[str, Timeline]) -> list[tuple[Picture, str]
         layers = {kind: [count / factor for count in timeline.layers.get(kind, nothing)] for kind in CATEGORIES}
         svg = stack_chart(layers, x_label="operations", y_label=unit, along=timeline.operations, most=most / factor)
         caption = (
-            f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by what they are for; a place "
-            "that is pointed at shows what is largest there, with the line that allocated it."
+            f"{format_bytes(timeline.peak_bytes)} at the peak. Bytes of live tensors by category; point at the chart "
+            "to see the largest tensors at that operation, with the lines that allocated them."
         )
         details = [_details(timeline, place) for place in range(len(timeline.moments))]
         said = f"{name}: at the peak {'; '.join(details[timeline.peak]) if details else 'nothing'}."
@@ -281,12 +287,12 @@ def _details(timeline: Timeline, place: int) -> list[str]:
     moment = timeline.moments[place]
     where = f" at {moment.line}" if moment.line else ""
     where += f", in {moment.module}" if moment.module else ""
-    held = (f"{format_bytes(count)} {kind}, {line or 'there before'}" for count, kind, line in moment.largest)
+    held = (f"{format_bytes(count)} {kind}, {line or 'from before'}" for count, kind, line in moment.largest)
     return [f"{format_bytes(timeline.totals[place])} after {moment.operation}{where}", *held]
 
 
 def summary_of(plan: Plan) -> str:
-    """One sentence without its full stop: the batch, the budget and the way."""
+    """One sentence without its full stop: the batch, the budget and the configuration."""
     optimizations = f", {plan.chosen.optimizations}" if plan.chosen.optimizations else ""
     return (
         f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {_micro_batches(plan.chosen)}"
@@ -316,7 +322,7 @@ def _fits(row: PlanRow, plan: Plan) -> bool:
 
 
 def _covers(blocks: Iterable[str], name: str) -> bool:
-    """Whether a block is among others, in a run of children such as ``"net.2:5"``, or in one of them."""
+    """Whether a block is one of ``blocks``, is inside one, or is in a run of children such as ``"net.2:5"``."""
     for block in blocks:
         run = re.fullmatch(r"(.*?)(\d+):(\d+)", block)
         members = [f"{run[1]}{index}" for index in range(int(run[2]), int(run[3]))] if run else [block]
@@ -330,7 +336,7 @@ def _speed(row: PlanRow) -> tuple[bool, float, int]:
 
 
 def _reference(plan: Plan) -> float:
-    """The time that the others are compared with."""
+    """The time that relative times are divided by."""
     known = (row.seconds for row in (plan.chosen, *plan.alternatives) if row.seconds)
     return next(known, 1.0)
 
@@ -341,16 +347,16 @@ def _follows(name: str, after: str) -> bool:
 
 
 def _shares_picture(plan: Plan) -> Picture | None:
-    """The picture of what the memory is for; none where that is not known."""
+    """The chart of memory at the peak by category; ``None`` if that is unknown."""
     shares = shares_of(plan)
     if not shares:
         return None
     factor, unit = unit_of_bytes(max(count for _, count, _ in shares))
     svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
     said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
-    return Picture("", svg, "What the tensors are for that are alive at the predicted peak.", f"At the peak: {said}.")
+    return Picture("", svg, "Live tensors at the predicted peak, by category.", f"At the peak: {said}.")
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit in which a value is at least one."""
+    """The largest unit in which a value is at least 1."""
     return next(((factor, name) for factor, name in units if largest >= factor), units[-1])

@@ -1,4 +1,4 @@
-"""The loop as it ran: which lines did what and how often, and one step of it, event by event."""
+"""The training loop as it ran: its calls with their counts, and one step event by event."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ _ROWS = ("clear", "forward", "loss", "backward", "clip", "step", "schedule", "ev
 
 @dataclass(slots=True)
 class Call:
-    """One line of the user's that did something."""
+    """A call by a line of the user's loop."""
 
-    what: str  # in words, such as ``"backward"``
-    file: str  # of the line, empty if unknown
+    what: str  # the call in words, such as ``"backward"``
+    file: str  # the file of the line; empty if unknown
     line: int
-    times: int = 0  # how often in the run
-    first: int = 0  # the number of the event when it was first seen
+    times: int = 0  # the number of calls in the run
+    first: int = 0  # the number of the event of its first call
 
     @property
     def where(self) -> str:
@@ -44,7 +44,7 @@ class Call:
 
 
 def calls_of(run: Run) -> tuple[Call, ...]:
-    """The lines of the loop in the order in which they first ran.
+    """The 30 most frequent calls of the loop, in the order of their first call.
 
     Example:
         >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
@@ -94,7 +94,7 @@ def _what(fact: Any, run: Run) -> str:
 
 
 def root_name(run: Run, number: int) -> str:
-    """What the user's code calls a model, or its class."""
+    """The variable of a model in the user's code, or its class."""
     root = run.roots.get(number)
     return (root.variable or root.cls if root else "") or f"model {number}"
 
@@ -106,16 +106,16 @@ def _optimizer(run: Run, number: int) -> str:
 
 @dataclass(slots=True)
 class Moment:
-    """What happened at one place of a step; repetitions of the same line are one moment.
+    """An event of a step; consecutive repetitions by the same line are one moment.
 
     Args:
-        row: what it belongs to, such as ``"backward"``.
-        what: in words.
-        file: of the line, empty if unknown.
-        line: its number.
+        row: the row of the page it is in, such as ``"backward"``.
+        what: the call in words.
+        file: the file of the line; empty if unknown.
+        line: the number of the line.
         at: the number of its first event.
-        times: how often it happened on end.
-        codes: of the findings that are there.
+        times: the number of consecutive repetitions.
+        codes: the codes of the findings at it.
     """
 
     row: str
@@ -137,17 +137,17 @@ class StepOfLoop:
     """One step of the loop."""
 
     step: int
-    rows: tuple[str, ...] = ()  # kinds of what a step does, in the order of a usual loop; some may have no moment
+    rows: tuple[str, ...] = ()  # kinds of events, in the order of a usual loop; some may have no moment
     moments: tuple[Moment, ...] = ()  # in order
-    more: int = 0  # how many moments of the step are left out
-    elsewhere: tuple[str, ...] = ()  # findings that lie on no line of the step, with their lines
+    more: int = 0  # the number of moments left out
+    elsewhere: tuple[str, ...] = ()  # findings at no line of the step, with their lines
 
 
 def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
-    """One step, event by event: that at which the first finding was seen, or the last whole one.
+    """One step, event by event: the step of the first finding, or the last complete step without findings.
 
     Returns:
-        The step; ``None`` where nothing happened.
+        The step; ``None`` if the run has no events.
 
     Example:
         >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
@@ -158,9 +158,7 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
     if not seen:
         return None
     last = max((one.step for one in seen if isinstance(one, Stepped)), default=seen[-1].step)
-    wanted = (
-        min(max(findings[0].step, 1), last) if findings else last
-    )  # what follows a step is seen before the next one
+    wanted = min(max(findings[0].step, 1), last) if findings else last  # a finding about a step is recorded after it
     step = min({fact.step for fact in seen}, key=lambda number: (abs(number - wanted), number))
     moments: list[Moment] = []
     for fact in (one for one in seen if one.step == step):
@@ -177,7 +175,7 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
 
 
 def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Marks findings on their lines; gives those that lie on none of them."""
+    """Adds findings to the moments of their lines; returns the findings whose line is not in the step."""
     elsewhere = []
     for finding in findings:
         here = [one for one in moments if finding.place.file and one.where and one.file == finding.place.file]

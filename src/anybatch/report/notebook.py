@@ -1,4 +1,4 @@
-"""What a notebook shows of a plan, a diagnosis and other results: a page in a frame, so that no style gets out."""
+"""HTML of plans, diagnoses and other results for notebooks: a page in an iframe, so that its style stays inside."""
 
 import math
 from collections.abc import Callable
@@ -26,10 +26,10 @@ _MOST_STOPS = 50
 
 
 def html_of(shown: Any) -> str | None:
-    """Makes what a notebook shows.
+    """The HTML that a notebook shows for a record.
 
     Returns:
-        Markup; ``None`` if jinja2 is not installed, so that the notebook shows the text.
+        The HTML; ``None`` if jinja2 is not installed, and the notebook then shows the text.
     """
     if find_spec("jinja2") is None:
         return None
@@ -38,14 +38,14 @@ def html_of(shown: Any) -> str | None:
 
 
 def framed(page: str) -> str:
-    """A page in a frame that is as tall as the page, up to a limit."""
+    """A page in an iframe as tall as the page, up to 720 pixels."""
     fit = f"this.style.height=Math.min({_TALLEST},this.contentDocument.documentElement.scrollHeight+4)+'px'"
     style = "width:100%;height:6rem;border:0;color-scheme:light dark"
     return f'<iframe srcdoc="{escape(page)}" style="{style}" onload="{fit}"></iframe>'
 
 
 def _small(title: str, facts: list[tuple[str, str]], table: TextTable | None = None, **more: Any) -> str:
-    """A page of terms, a table, and what else: ``caption``, ``verdict``, ``mood``, ``pictures`` and ``steps``."""
+    """A page of facts and a table; ``more`` may have ``caption``, ``verdict``, ``mood``, ``pictures``, ``steps``."""
     values = {"steps": [], "pictures": [], "mood": "", "verdict": "", "caption": ""} | more
     return render_page("small.html.j2", title=title, facts=facts, table=table, **values)
 
@@ -75,7 +75,7 @@ def _of_certificate(found: Certificate) -> str:
              ("samples", f"{found.samples} of {found.samples_in_batch}")]  # fmt: skip
     kinds = [("reason", one) for one in found.reasons] + [("note", one) for one in found.notes]
     rows = [(f"{kind}: {one.code}", one.where, one.message, "\n".join(one.remedies)) for kind, one in kinds]
-    table = TextTable(("", "where", "what", "what helps"), tuple(rows)) if rows else None
+    table = TextTable(("", "where", "what", "remedy"), tuple(rows)) if rows else None
     mood = "healthy" if found.exact else "error"
     return _small("anybatch check", facts, table, verdict=found.verdict, mood=mood)
 
@@ -108,22 +108,22 @@ def _of_paths(paths: Paths) -> str:
 
 
 def page_of_advice(found: BatchAdvice) -> str:
-    """Updates and samples to the same loss by the size of the batch, as a page."""
+    """The page of a recommended batch size: updates and samples to the same loss over the batch size."""
     facts = [("learning rate", f"{found.new_rate:.3g} (rule {found.rule}), {found.rate:g} of the run")]
     falls = [(f"{found.rate * factor:.3g}", number_text(fall) if fall is not None else "not finite")
              for factor, fall in found.rated]  # fmt: skip
-    table = TextTable(("learning rate", "how far the loss fell with your batch"), tuple(falls)) if falls else None
+    table = TextTable(("learning rate", "fall of the loss with your batch"), tuple(falls)) if falls else None
     pictures = []
     if found.pays is not None:
         places = [math.log2(size) for size in found.sizes]
         curves = [Curve(name, places, [found.cost(size)[which] for size in found.sizes])
                   for which, name in enumerate(("updates", found.unit))]  # fmt: skip
         svg = line_chart(
-            curves, x_label=f"batch, as a power of two; yours is {found.batch}", y_label="times the least",
+            curves, x_label=f"log2 of the batch size; yours is {found.batch}", y_label="relative to the minimum",
             axis=Axis(places[0], places[-1], is_even=True), is_logarithmic=True,
-            marks=[("pays", math.log2(found.pays))],
+            marks=[("pays off", math.log2(found.pays))],
         )  # fmt: skip
-        pictures = [Picture("What a batch costs to the same loss", svg, "After McCandlish et al. 2018.", str(found))]
+        pictures = [Picture("Updates and samples to the same loss", svg, "After McCandlish et al. 2018.", str(found))]
     return _small("anybatch tune", facts, table, verdict=str(found), pictures=pictures)
 
 

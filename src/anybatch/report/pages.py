@@ -1,4 +1,4 @@
-"""Pages from templates: one file each, which loads nothing from anywhere."""
+"""HTML pages from templates; each is one file that loads nothing else."""
 
 import json
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a page.
+    """A chart of a page.
 
     Args:
         title: its heading; empty for none.
-        svg: its markup.
-        caption: below it.
-        alternative: what it shows, in words, for those who can't see it.
-        legend: classes of cells with their names, which may be empty within a range.
+        svg: its SVG markup.
+        caption: the text below it.
+        alternative: a description for screen readers.
+        legend: CSS classes of cells with their labels; labels within a range may be empty.
     """
 
     title: str
@@ -32,20 +32,20 @@ class Picture:
 
 
 def unit_of_bytes(largest: float) -> tuple[float, str]:
-    """The largest unit in which a number of bytes is at least one."""
+    """The largest unit in which a number of bytes is at least 1: its size in bytes and its name."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
     return next((one for one in units if largest >= one[0]), units[-1])
 
 
 def missing_extra() -> str:
-    """Says what to install before a page can be written."""
+    """What to install before a page can be written; empty if nothing is missing."""
     if find_spec("jinja2") is not None:
         return ""
-    return f"The page needs jinja2. To install what is missing:\n  {install_command('report')}"
+    return f"The page needs jinja2, which is not installed. Install it:\n  {install_command('report')}"
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra from where anybatch itself was installed: an index, a clone or an address."""
+    """The pip command that installs an extra from the source of anybatch itself: an index, a clone or a URL."""
     try:
         origin = json.loads(distribution("anybatch").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
@@ -59,7 +59,7 @@ def install_command(extra: str) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Fills a template of this package.
+    """Renders a template of this package.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -77,6 +77,6 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def is_own_page(path: Path) -> bool:
-    """Whether a file is a page that anybatch wrote, so that it may be written anew."""
+    """Whether anybatch wrote this page, so that it may be overwritten."""
     with path.open("rb") as file:
         return _MARK.encode() in file.read(_HEAD_BYTES)

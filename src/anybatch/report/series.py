@@ -1,4 +1,4 @@
-"""What was measured over a run, as series that are short enough to draw, and as plain values for JSON."""
+"""The measurements of a run as series short enough to draw, and as plain values for JSON."""
 
 import math
 import statistics
@@ -26,37 +26,39 @@ MOST_MODULES = 64
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How far one step moved the weight matrices, each relative to its own norm."""
+    """The update-to-weight ratios of the weight matrices in one step."""
 
-    step: int  # of the optimizer
-    low: float  # the least of the matrices
+    step: int  # the optimizer step
+    low: float  # the smallest ratio
     middle: float  # the median
-    high: float  # the greatest
-    lowest: str = ""  # the name of the matrix that moved least
-    highest: str = ""  # the name of the one that moved most
+    high: float  # the largest ratio
+    lowest: str = ""  # the name of the matrix with the smallest ratio
+    highest: str = ""  # the name of the matrix with the largest ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one module put out, at the first and the last sampled step."""
+    """The output of one module over the sampled steps."""
 
     module: str  # its name; empty for the model itself
-    cls: str
+    cls: str  # the name of its class
     first_std: float  # the standard deviation of the output at the first sampled step
-    last_std: float  # at the last one
-    absmax: float  # the largest absolute value, over all sampled steps
-    zeros: float  # share of entries that are zero, last
+    last_std: float  # the standard deviation at the last sampled step
+    absmax: float  # the largest absolute value over all sampled steps
+    zeros: float  # share of entries that are zero at the last sampled step
     dead: float  # share of units that were zero in all samples
-    saturated: float | None  # share of entries at a limit, last; ``None`` where there are none
-    spread: float | None  # over the batch, relative to the mean absolute value, last; ``None`` for a batch of one
-    samples: int  # how many steps
-    steps: tuple[int, ...] = ()  # some of them
-    # at each of these, ``PERCENTILES`` of the entries; none in records that have none
+    saturated: float | None  # share of saturated entries at the last sampled step; ``None`` for other modules
+    # standard deviation over the batch relative to the mean absolute value, at the last sampled step; ``None`` for a
+    # batch of one
+    spread: float | None
+    samples: int  # the number of sampled steps
+    steps: tuple[int, ...] = ()  # sampled steps with percentiles, at most about 48
+    # ``PERCENTILES`` of the entries at each of ``steps``
     percentiles: tuple[tuple[float, ...], ...] = ()
 
     @property
     def stands_out(self) -> bool:
-        """Whether nearly all of it is dead or saturated, or some of it is not finite."""
+        """Whether more than 90 % of it is dead or saturated, or a value is not finite."""
         return self.dead > _NEARLY_ALL or (self.saturated or 0) > _NEARLY_ALL or not math.isfinite(self.absmax)
 
 
@@ -64,19 +66,19 @@ class Output:
 class Series:
     """All series of a run; each may be empty."""
 
-    flow: Flow  # norms of gradients, layer by layer
-    ratios: tuple[Ratio, ...]  # updates relative to weights
-    losses: tuple[Curve, ...]  # one curve for each line that called a backward
-    guess: float | None  # the loss of the best constant guess, where the first of the losses is one that has such
-    rates: tuple[Curve, ...]  # one curve for each learning rate that differs from the others
-    norms: tuple[Curve, ...]  # of the whole gradient
-    clips: tuple[float, ...]  # limits that gradients were clipped to
+    flow: Flow  # gradient and update norms of each layer
+    ratios: tuple[Ratio, ...]  # update-to-weight ratios
+    losses: tuple[Curve, ...]  # one curve per line that called backward, and per line that evaluated
+    guess: float | None  # the loss of the best constant guess for the first of ``losses``; ``None`` if unknown
+    rates: tuple[Curve, ...]  # one curve per distinct schedule of a learning rate
+    norms: tuple[Curve, ...]  # the norm of the whole gradient
+    clips: tuple[float, ...]  # the finite limits of gradient clipping by norm, at most 3
     memory: tuple[Curve, ...]  # in bytes
-    graphs: tuple[Curve, ...]  # losses of earlier steps whose graph was still alive
-    watched: tuple[Curve, ...]  # norms of outputs, and of their gradients, that were asked for
-    outputs: tuple[Output, ...]  # of modules, some where there are very many
-    modules: int  # of how many modules outputs were sampled
-    calls: tuple[Call, ...]  # lines of the loop
+    graphs: tuple[Curve, ...]  # the number of earlier steps whose graph was still alive
+    watched: tuple[Curve, ...]  # norms of the outputs of watched modules, and of their gradients
+    outputs: tuple[Output, ...]  # of at most 64 modules
+    modules: int  # the number of modules with sampled outputs
+    calls: tuple[Call, ...]  # the calls of the loop
 
     def to_dict(self) -> dict[str, Any]:
         """The series as plain values for JSON; numbers that are not finite are texts (``"nan"``, ``"inf"``)."""
@@ -88,12 +90,12 @@ class Series:
 
 
 def _limits(run: Run) -> list[float]:
-    """What norms were clipped to; an infinite limit is only there to measure."""
+    """The limits of clipping by norm; an infinite one only measures the norm."""
     return [one.limit for one in run.of(Clipped) if one.by == "norm"]
 
 
 def series_of(run: Run) -> Series:
-    """Gathers what was measured over a run; long series are thinned, and what stands out in them stays.
+    """Collects the series of a run; long ones are thinned, but keep their extremes and non-finite values.
 
     Example:
         >>> backwards = [Backward(value=1.0 / (step + 1), file="a.py", line=3, step=step) for step in range(3)]
@@ -131,7 +133,7 @@ def _curves(points: Mapping[str, Points]) -> tuple[Curve, ...]:
 
 
 def _guess(run: Run) -> float | None:
-    """What the loss would be for the best constant prediction, if backward was given what one loss function gave."""
+    """The loss of the best constant prediction, if the value passed to backward is that of a single loss function."""
     calls = {one.at: one for one in run.of(LossCall) if one.guess is not None and one.value is not None}
     passes = [one for one in run.of(Backward) if one.value is not None and one.function == "backward"]
     lines = Counter((one.file, one.line) for one in passes).most_common(1)
@@ -143,7 +145,7 @@ def _guess(run: Run) -> float | None:
 
 
 def _losses(run: Run) -> dict[str, Points]:
-    """The mean within a step for each line: the busiest backward, the evaluations, then other backwards."""
+    """The mean loss within a step, per line: the backward with the most steps, evaluations, other backwards."""
     sites: dict[str, dict[int, list[float]]] = {}
     for one in run.of(Backward):
         if one.value is not None and one.function == "backward":
@@ -154,7 +156,7 @@ def _losses(run: Run) -> dict[str, Points]:
     for found in run.of(Evaluated):
         name = f"evaluation, {PurePath(found.file).name}:{found.line}"
         held_out.setdefault(name, {}).setdefault(found.step, []).append(found.value)
-    ranked[1:1] = held_out.items()  # beside the busiest line
+    ranked[1:1] = held_out.items()
     return {name: [(step, sum(v) / len(v)) for step, v in steps.items()]
             for name, steps in ranked}  # fmt: skip
 
@@ -223,7 +225,7 @@ def _ratios(run: Run) -> list[Ratio]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Leaves points out so that a drawing of the others looks the same.
+    """Thins points to at most ``most``: first, last, extremes and the first non-finite one of each stretch are kept.
 
     Example:
         >>> len(thinned([(step, float(step % 7)) for step in range(5000)], 240)) <= 240
@@ -251,7 +253,7 @@ def _thinned_ratios(ratios: list[Ratio]) -> tuple[Ratio, ...]:
 
 
 def _merged(curves: dict[str, Points]) -> dict[str, Points]:
-    """Curves that are equal become one with the names of all."""
+    """Merges equal curves; the name says how many there are."""
     same: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for name, points in curves.items():
         same.setdefault(tuple(points), []).append(name)
@@ -266,7 +268,7 @@ def _all_finite(values: Iterable[float]) -> bool:
 
 
 def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
-    """What each module put out, in forward order."""
+    """The outputs of at most 64 modules in forward order (conspicuous ones first choice), and the number of all."""
     seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
     for one in run.of(Activations):
         for module in one.modules:

@@ -1,4 +1,4 @@
-"""The user's own line of a finding, with what is meant in it."""
+"""The user's line at a finding, with its faulty part marked."""
 
 import linecache
 import re
@@ -17,7 +17,7 @@ _CODE = re.compile(r"""(?:"[^"]*"|'[^']*'|[^#"'])*""")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A line of code.
+    """A line of code with a marked part.
 
     Example:
         >>> print(Source(7, "step(lr=3)", 5, 9).marked)
@@ -26,13 +26,13 @@ class Source:
     """
 
     line: int
-    text: str  # of it, without its indentation
-    start: int  # where in the text that begins which is meant
-    end: int  # and where it ends
+    text: str  # the line without its indentation
+    start: int  # the index in ``text`` at which the marked part begins
+    end: int  # the index after its end
 
     @property
     def marked(self) -> str:
-        """The line with its number, and carets below."""
+        """The line with its number, and carets below the marked part."""
         bar = " " * len(str(self.line)) + " | "
         carets = "^" * max(1, _width(self.text[self.start : self.end]))
         return f"{self.line} | {self.text}\n{bar}{' ' * _width(self.text[: self.start])}{carets}"
@@ -42,10 +42,12 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
     """Reads the line of a finding.
 
     Args:
-        since: seconds since the epoch; a file that was written later may have another line there.
+        finding: the finding.
+        since: the start of the run, in seconds since the epoch; a file changed later may have another line there. 0
+            accepts any file.
 
     Returns:
-        The line; ``None`` if it is not known, not here, or may have changed.
+        The line; ``None`` if it is unknown, too long, not on this machine, or may have changed.
     """
     file, number = finding.place.file, finding.place.line
     is_cell = file in linecache.cache and not Path(file).is_file()  # of a notebook
@@ -61,7 +63,7 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
 
 
 def link_to(place: Place) -> str:
-    """The address at which an editor opens a line; empty if the whole path is not known."""
+    """The ``vscode:`` address of a line; empty if the path is not absolute or the line is in a notebook cell."""
     path = place.file.replace("\\", "/")
     is_cell = place.file in linecache.cache and not Path(place.file).is_file()
     if not PurePath(place.file).is_absolute() or place.line <= 0 or is_cell:
@@ -81,7 +83,7 @@ def _is_older(file: str, since: float) -> bool:
 
 
 def _meant(text: str, finding: Finding) -> tuple[int, int]:
-    """What a patch changes; else an argument that the evidence names, or the module; else all but a comment."""
+    """The part to mark: what the patch changes, else an argument or module of the finding, else all but a comment."""
     removed = [line[1:].strip() for line in finding.patch.splitlines() if re.match(r"-(?!-- )", line)]
     added = [line[1:].strip() for line in finding.patch.splitlines() if re.match(r"\+(?!\+\+ )", line)]
     if text in removed and len(removed) == len(added):

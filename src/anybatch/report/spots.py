@@ -1,4 +1,4 @@
-"""Where a finding is, as other programs want it: a path from the working directory on, a line and a column from 1."""
+"""The place of a finding for other programs: a path relative to the working directory, line and column from 1."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from anybatch.records.sources import Sources
 class Spot(NamedTuple):
     """A place in a file."""
 
-    file: str  # from the working directory on where it is in it, with slashes; empty if there is none
+    file: str  # with slashes; relative to the working directory if inside it, else absolute; empty if there is none
     line: int = 1  # from 1
-    column: int = 1  # at which the line begins, from 1
-    text: str = ""  # of the line
+    column: int = 1  # of the first character of the line that is not a space, from 1
+    text: str = ""  # the line, stripped
 
 
 def spot_of(finding: Finding, script: str, sources: Sources) -> Spot:
-    """Where a finding is; one without a line is at the beginning of the script.
+    """The place of a finding; without a file, the beginning of the script.
 
     Example:
         >>> spot_of(Finding("no gradient"), "train.py", Sources())
@@ -34,7 +34,7 @@ def spot_of(finding: Finding, script: str, sources: Sources) -> Spot:
 
 
 def one_line(text: str) -> str:
-    """A text without breaks.
+    """A text with each run of white space replaced by one space.
 
     Example:
         >>> one_line("a  b\\n   c")

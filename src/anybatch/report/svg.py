@@ -1,7 +1,7 @@
-"""All charts: SVG text that takes its colours from the page, light or dark, and works without a script.
+"""Charts as SVG. The colours come from the style of the page, light or dark; no script is needed.
 
-A chart over steps says in ``data-x`` how a step becomes a place, and in ``data-values`` what it shows, so that the
-page's script can draw one cursor over all of them.
+A chart over steps has its scale in ``data-x`` and its values in ``data-values``, so that the script of the page can
+draw one cursor over all charts.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _DOTS_UP_TO = 40
 _FACTOR_OF_LOG = 30.0
 _LEAST_SHARE = 0.5
 _LONG = 60
-"""Steps from which on the first ones get more room than the others: causes show there."""
+"""Longer runs use a logarithmic axis of steps, because causes show in the first steps."""
 _FIRST = 10.0
 _TICK_ROOM = 0.075
 _COLOURS = 4
@@ -30,53 +30,53 @@ _TITLES_UP_TO = 1600
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values over steps, or over anything else that ascends."""
+    """Values over steps, or over another ascending quantity."""
 
-    name: str  # in the legend
-    steps: Sequence[float]  # ascending, not always distinct
-    values: Sequence[float]  # one for each step; some may not be finite
+    name: str  # its name in the legend
+    steps: Sequence[float]  # ascending; equal steps are allowed
+    values: Sequence[float]  # one per step; some may not be finite
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A range of values that is shaded."""
+    """A shaded range of values."""
 
-    low: float  # where it begins
-    high: float  # where it ends
-    name: str  # written in the legend
+    low: float
+    high: float
+    name: str  # its name in the legend
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where steps lie between the left (0) and the right (1): evenly, or in long runs the first ones with more room.
+    """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps.
 
     Example:
         >>> [round(Axis(0, 1000).part(step), 2) for step in (0, 10, 100, 1000)]
         [0.0, 0.15, 0.52, 1.0]
     """
 
-    first: float = 0.0  # step
-    last: float = 1.0  # step
-    is_even: bool = False  # whether no step has more room than another
+    first: float = 0.0  # the first step
+    last: float = 1.0  # the last step
+    is_even: bool = False  # whether it is linear for any number of steps
 
     @property
     def is_long(self) -> bool:
-        """Whether the first steps have more room."""
+        """Whether the axis is logarithmic."""
         return self.last - self.first > _LONG and not self.is_even
 
     def part(self, step: float) -> float:
-        """Where a step lies."""
+        """The position of a step, 0 to 1."""
         return self._warped(step) / (self._warped(max(self.last, self.first + 1e-9)) or 1.0)
 
     def _warped(self, step: float) -> float:
         return math.log1p((step - self.first) / _FIRST) if self.is_long else step - self.first
 
     def ticks(self) -> list[float]:
-        """Round steps that have room for their numbers."""
+        """Round steps with enough room for their labels."""
         span = self.last - self.first
         if not self.is_long:
             every = round_step(span / 5)
-            if not math.isfinite(every):  # of a single number
+            if not math.isfinite(every):  # the axis has a single step
                 return [self.first]
             every = every if self.is_even else max(1.0, every)
             start, end = math.ceil(self.first / every - 1e-9), math.floor(self.last / every + 1e-9)
@@ -89,12 +89,12 @@ class Axis:
 
 
 def axis_of(steps: Sequence[float]) -> Axis:
-    """The axis on which some steps lie."""
+    """The axis from the smallest to the largest of some steps."""
     return Axis(min(steps, default=0.0), max(max(steps, default=1.0), min(steps, default=0.0) + 1e-9))
 
 
 def text_of(text: str, most: int = 0) -> str:
-    """A text for markup; in the middle of a long one some is left out.
+    """Escapes a text for markup; a text longer than ``most`` characters is shortened in the middle.
 
     Example:
         >>> text_of("encoder.layers.11.attention.<b>", 15)
@@ -119,10 +119,20 @@ def line_chart(
     band: Band | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """Draws lines over steps; values that are not finite are gaps with a mark above them.
+    """Draws lines over steps; values that are not finite are gaps with a mark at the top.
 
     Args:
-        least_span: of an axis that is not logarithmic, relative to the largest value, so that noise stays small.
+        curves: the lines.
+        x_label: the label of the horizontal axis.
+        y_label: the label of the vertical axis.
+        axis: the horizontal axis; by default it covers all curves.
+        is_logarithmic: whether the vertical axis is logarithmic; ``None`` decides by the values.
+        least_span: the smallest span of a linear vertical axis, relative to the largest value, so that noise does not
+            fill the chart.
+        levels: names and values of horizontal lines.
+        area: two curves; the area between them is filled.
+        band: a shaded range of values.
+        marks: names and steps of vertical lines.
     """
     drawn = [*curves, *(area or ())]
     values = [value for curve in drawn for value in curve.values if math.isfinite(value)]
@@ -155,7 +165,7 @@ def line_chart(
 
 
 def cursor(axis: Axis, left: float, right: float, curves: Sequence[Curve] = ()) -> str:
-    """The attributes by which a chart takes part in the cursor that is common to all charts over steps."""
+    """The attributes with which a chart takes part in the cursor that all charts over steps share."""
     shown = {curve.name: [list(curve.steps), [number_text(value) for value in curve.values]] for curve in curves}
     place = json.dumps([axis.first, axis.last, _FIRST if axis.is_long else 0, left, right])
     return f' data-x="{place}" data-values="{escape(clean(json.dumps(shown)))}"'
@@ -169,7 +179,15 @@ def heat_chart(
     shade: Callable[[float | None], str],
     said: Callable[[float | None], str],
 ) -> str:
-    """Draws a row of cells for each layer; names stay readable at any width, for only the cells are stretched."""
+    """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width.
+
+    Args:
+        rows: names of layers with one value per step.
+        steps: the steps.
+        axis: the horizontal axis.
+        shade: gives the CSS class of a value.
+        said: gives the text of a value.
+    """
     places = [100 * axis.part(step) for step in steps]
     edges = [0.0, *((one + other) / 2 for one, other in itertools.pairwise(places)), 100.0]
     height = 17 if len(rows) <= 32 else 13
@@ -194,7 +212,7 @@ def heat_chart(
 
 
 def fan_chart(steps: Sequence[int], rows: Sequence[Sequence[float]], axis: Axis) -> str:
-    """Draws percentiles over steps, small enough for a cell of a table."""
+    """Draws percentiles over steps, small enough for a table cell; each row has an odd number of them, ascending."""
     finite = [value for row in rows for value in row if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     room = (high - low) or 1.0
@@ -222,7 +240,7 @@ def bar_chart(
     level: tuple[str, float] | None = None,
     is_logarithmic: bool = False,
 ) -> str:
-    """Draws horizontal bars, the first one on top."""
+    """Draws horizontal bars (dots if logarithmic), the first one on top, and an optional vertical line ``level``."""
     values = [value for _, value in bars] + ([level[1]] if level else [])
     scale = _scale(values if is_logarithmic else [0.0, *values], is_logarithmic, 0.0)
     left, top, height = 130, 24 if level else 6, 30
@@ -261,14 +279,23 @@ def dot_chart(
     y_label: str,
     level: tuple[str, float] | None = None,
 ) -> str:
-    """Draws ways to do something by two costs, and a line along those that no other is better than."""
+    """Draws configurations by two costs, and a line through the Pareto front.
+
+    Args:
+        dots: the costs of each configuration.
+        chosen: the index of the one to highlight.
+        names: a text for each.
+        x_label: the label of the first cost.
+        y_label: the label of the second cost.
+        level: name and value of a vertical line, the budget; dots to its right are greyed out.
+    """
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
     least = 0.0 if min(xs) < _LEAST_SHARE * max(xs) else 0.94 * min(xs)
     axis, scale = Axis(least, 1.04 * max(xs), is_even=True), _scale([0.0, *(y for _, y in dots)], False, 0.0)
     plane = _Plane(axis, _TOP + _LEGEND_LINE, _HEIGHT + 40, scale)
     parts = [f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>', *plane.axes(x_label)]
     best = best_of(dots)
-    # Between two ways the smaller one is the one that fits, so the line runs level and then down.
+    # A budget between two configurations has room for the smaller one only: the line is a staircase.
     path = "".join(f"H{plane.x(x):.1f}V{plane.y(y):.1f}" for x, y in best[1:])
     parts.append(f'<path class="curve c0" d="M{plane.x(best[0][0]):.1f} {plane.y(best[0][1]):.1f}{path}"/>')
     for row, ((x, y), name) in enumerate(zip(dots, names, strict=True)):
@@ -288,7 +315,7 @@ def dot_chart(
 
 
 def best_of(dots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other is better than in both costs, the smallest first cost first."""
+    """The Pareto front of two costs, in order of the first cost."""
     best: list[tuple[float, float]] = []
     for dot in sorted(dots):
         if not best or dot[1] < best[-1][1]:
@@ -299,7 +326,15 @@ def best_of(dots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def stack_chart(
     layers: Mapping[str, Sequence[float]], *, x_label: str, y_label: str, along: int = 0, most: float = 0.0
 ) -> str:
-    """Draws layers on top of each other, such as bytes by what they are for, at one place after another."""
+    """Draws a stacked area chart, such as bytes by category over operations.
+
+    Args:
+        layers: for each layer its value at each point.
+        x_label: the label of the horizontal axis.
+        y_label: the label of the vertical axis.
+        along: the number at the right end of the horizontal axis; by default the number of points.
+        most: a value that the vertical axis must reach.
+    """
     count = max((len(values) for values in layers.values()), default=0)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     axis = Axis(0.0, max(along, count, 1), is_even=True)
@@ -325,13 +360,13 @@ def stack_chart(
 
 
 def cursor_of_places(left: float, count: int) -> str:
-    """The attributes of a chart in which each place has its own row of details."""
+    """The attributes of a chart whose points each have a list of details."""
     return f' data-places="{json.dumps([left, _WIDTH - _RIGHT, count])}"'
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From values to parts of the height: 0 at the bottom, 1 at the top."""
+    """Maps values to the height of a chart: 0 at the bottom, 1 at the top."""
 
     low: float
     high: float
@@ -348,7 +383,7 @@ class _Scale:
     def ticks(self) -> list[float]:
         if not self.is_logarithmic:
             step = round_step((self.high - self.low) / 4)
-            if not math.isfinite(step):  # the ends are so far apart that their difference is no number
+            if not math.isfinite(step):  # the difference of the ends overflows
                 return []
             first = math.ceil(self.low / step - 1e-9)
             return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -383,7 +418,7 @@ def _scale(values: Sequence[float], is_logarithmic: bool | None, least_span: flo
 
 
 def round_step(step: float) -> float:
-    """The least of 1, 2, 5, 10, 20, ... and their tenths that is not below a step."""
+    """Rounds a step up to 1, 2 or 5 times a power of ten; infinite for a step that is not positive and finite."""
     if not 0 < step < math.inf:
         return math.inf
     power = 10.0 ** math.floor(math.log10(step))
@@ -392,7 +427,7 @@ def round_step(step: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """The plane of a chart, from steps and values to places."""
+    """The drawing area of a chart: maps steps and values to coordinates."""
 
     axis: Axis
     top: float
@@ -472,5 +507,5 @@ def _legend(names: Sequence[tuple[str, str]], down: float = 0) -> list[str]:
 
 
 def _svg(width: float, height: float, parts: Sequence[str], attributes: str = "") -> str:
-    # The figure around it has the alternative text.
+    # aria-hidden, because the figure around it has the alternative text.
     return f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true"{attributes}>{"".join(parts)}</svg>'

@@ -9,9 +9,9 @@ class TextTable:
     """A table of text.
 
     Args:
-        header: names of the columns.
-        rows: cells.
-        marked: positions of the rows that stand out.
+        header: the names of the columns.
+        rows: the cells, row by row.
+        marked: the indices of highlighted rows.
     """
 
     header: tuple[str, ...]
@@ -23,7 +23,7 @@ def number_text(value: float | None) -> str:
     """A number with three significant digits.
 
     Args:
-        value: of any size; ``None`` gives a dash.
+        value: a number of any size; ``None`` gives a dash.
 
     Example:
         >>> [number_text(value) for value in (0.0, 0.5, 12345.6, 3.2e-9, float("nan"), None)]
@@ -37,7 +37,7 @@ def number_text(value: float | None) -> str:
 
 
 def clean(text: str) -> str:
-    """A text without control characters and halves of characters, which no terminal or page should get.
+    """A text with control characters and lone surrogates escaped, so that it is safe for terminals and pages.
 
     Example:
         >>> clean("a\\x1b[31mb\\ud800")

@@ -138,7 +138,7 @@ def test_the_report_comes_when_a_signal_asks_for_it(folder: Path, handler: bool)
     assert json.loads((folder / "out.json").read_text(encoding="utf-8"))["exit_code"] == 0
     assert ("handled" in done.out) == handler
     assert "ended" in done.out
-    assert "Do gradients change" not in done.out + done.err  # quiet holds for both reports
+    assert "Which gradients and parameters change" not in done.out + done.err  # quiet holds for both reports
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a stream that can't be written to")

@@ -118,7 +118,8 @@ def test_the_verdict_comes_first_and_then_what_to_change() -> None:
         "gradient norm",
         MISSING.fix,
     ]
-    order += ["What follows from it", "LOSS_FLAT", "Notes", "AB210", "One step", "schedule", "Do gradients change"]
+    order += ["Consequences", "LOSS_FLAT", "Notes", "AB210", "One step", "schedule"]
+    order += ["Which gradients and parameters change"]
     order += [
         "in no optimizer",
         "The flow of the gradient",

@@ -293,7 +293,7 @@ def _poked(page: str, tmp_path: Path) -> list[str]:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
 def test_the_slider_takes_the_fastest_way_within_the_budget(tmp_path: Path) -> None:
     least, chosen, most, _ = _poked(plan_page(PLAN, "train.py"), tmp_path)
-    assert least.endswith("no way that was found fits //  // 0")
+    assert least.endswith("no configuration found fits //  // 0")
     taken = "2 micro-batches of 32, recompute 3 blocks, 23.0 MiB, 58.0 ms"
     assert chosen == f"budget 24.0 MiB: {taken} // 1 // 1"
     assert "50.0 ms" in most

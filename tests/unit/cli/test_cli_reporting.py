@@ -37,14 +37,14 @@ def test_several_formats_at_once(folder: Path) -> None:
 
 
 def test_the_terminal_gets_the_report_unless_standard_output_is_taken(folder: Path) -> None:
-    assert "Do gradients change" in report().stdout
-    assert "Do gradients change" in report("--format", "sarif=out.sarif").stdout
+    assert "Which gradients and parameters change" in report().stdout
+    assert "Which gradients and parameters change" in report("--format", "sarif=out.sarif").stdout
     taken = report("--format", "json")
     assert json.loads(taken.stdout)["kind"] == "anybatch diagnosis"
     assert taken.stderr == ""
     both = report("--format", "json", "--format", "terminal")
     assert json.loads(both.stdout)
-    assert "Do gradients change" in both.stderr
+    assert "Which gradients and parameters change" in both.stderr
 
 
 def test_quiet_is_quiet(folder: Path) -> None:

@@ -301,13 +301,13 @@ def test_what_is_piped_has_no_colours(diagnosis: Diagnosis, monkeypatch: pytest.
 
 def test_the_cost_of_a_short_run_is_put_in_its_place() -> None:
     dear = replace(HEALTHY, overhead=0.4)
-    assert "costs most in short runs" not in words.cost_of(dear, Run([Ended(seconds=90.0, own_seconds=4.0)]))
-    assert "costs most in short runs" in words.cost_of(dear, Run([Ended(seconds=2.0, own_seconds=0.4)]))
-    assert "costs most in short runs" in words.cost_of(replace(dear, steps=20), run_of())
+    assert "overhead is largest in short runs" not in words.cost_of(dear, Run([Ended(seconds=90.0, own_seconds=4.0)]))
+    assert "overhead is largest in short runs" in words.cost_of(dear, Run([Ended(seconds=2.0, own_seconds=0.4)]))
+    assert "overhead is largest in short runs" in words.cost_of(replace(dear, steps=20), run_of())
     assert words.cost_of(Diagnosis(overhead=0.02), Run([])) == "the doctor took 2.0% of the run's own time"
     ended = Ended(seconds=2.0, own_seconds=0.1, thinned=1, dropped=3, failure="KeyError: 3")
     said = words.cost_of(Diagnosis(), Run([ended]))
-    for piece in ("100.0 ms of 2.0 s", "measured more rarely", "3 lines", "may be missing: KeyError: 3"):
+    for piece in ("100.0 ms of 2.0 s", "measured fewer steps", "3 lines", "may be missing: KeyError: 3"):
         assert piece in said
 
 

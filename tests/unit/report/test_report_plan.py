@@ -180,7 +180,7 @@ def test_the_page_is_the_same_for_the_same_plan_and_loads_nothing() -> None:
 def test_a_budget_that_is_far_away_is_said_and_not_drawn() -> None:
     page = frontier.plan_page(replace(PLAN, budget=2**40), "train.py")
     assert ">budget, 1.0 TiB</text>" not in page
-    assert "The budget, 1.0 TiB, is far to the right of the picture." in page
+    assert "The budget, 1.0 TiB, is far to the right of this chart." in page
 
 
 def test_a_plan_without_times_has_a_table_and_no_picture_of_them() -> None:

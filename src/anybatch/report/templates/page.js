@@ -1,5 +1,5 @@
 "use strict";
-// One cursor over all charts that lie over steps; without a script the page shows all the same.
+// One cursor over all charts over steps; the page works without a script too.
 (() => {
   const charts = [...document.querySelectorAll("svg[data-x]")].map((svg) => {
     const [first, last, pivot, left, right] = JSON.parse(svg.dataset.x);
@@ -53,7 +53,7 @@ for (const explorer of document.querySelectorAll(".explorer[data-plan]")) {
     // What was not taken though it may be faster is not taken here either, as long as what was chosen fits.
     const taken = fits.some((row) => row.index === plan.chosen) ? fits.filter((row) => !row.untaken) : fits;
     const best = taken.sort((a, b) => a.seconds - b.seconds || a.peak - b.peak)[0];
-    output.textContent = best ? `${plan.text(budget)}: ${best.text}` : `${plan.text(budget)}: no way that was found fits`;
+    output.textContent = best ? `${plan.text(budget)}: ${best.text}` : `${plan.text(budget)}: no configuration found fits`;
     rows.forEach((row, index) => row.classList.toggle("marked", Boolean(best) && index === best.index));
     svg.querySelectorAll("circle").forEach((dot, index) => {
       dot.classList.toggle("chosen", Boolean(best) && plan.rows[index] === plan.rows.find((row) => row.index === best.index));
