@@ -75,7 +75,7 @@ def test_a_script_is_measured_for_some_steps_and_told_in_one_sentence_and_one_pi
     done, facts = tuned(text)
     assert done.returncode == 0, done.stderr + done.stdout
     assert not Path("ran to its end").exists()
-    assert done.stdout.replace("\n", " ").startswith("Your batch of 64 fits as it is, a batch of about ")
+    assert done.stdout.replace("\n", " ").startswith("Your batch of 64 fits as it is; a batch of about ")
     assert facts["answer"] in done.stdout.replace("\n", " ")
     assert (facts["batch"], facts["steps"], facts["rate"]) == (64, 24, 0.01)
     # The gradient of a row is 2 (error) x: its noise over its signal is known, and falls as the weights come nearer.
