@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch import Doctor
+from default_devices import default_device
 
 ATTRIBUTES = ("__doc__", "__module__", "__qualname__", "__name__", "__defaults__", "__kwdefaults__", "__annotations__")
 
@@ -291,12 +292,9 @@ def test_a_mode_that_sees_functions_sees_nothing_of_the_doctor(steps: int, whole
 
 def test_a_default_device_is_left_alone() -> None:
     with Doctor() as doctor:
-        torch.set_default_device("meta")
-        try:
+        with default_device("meta"):
             assert nn.Linear(4, 2)(torch.ones(3, 4)).is_meta
             train(nn.Linear(4, 2), 2)
-        finally:
-            torch.set_default_device(None)
         with torch.device("meta"):
             model = nn.Linear(4, 2)
         model.to_empty(device="cpu")

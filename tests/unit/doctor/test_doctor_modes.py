@@ -17,6 +17,7 @@ from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import Activations, Buffers, InputSample, NonFinite, Norms, Watched
 from anybatch.tensors.dispatch import TorchDispatchMode, is_watched, item_of, unseen, unwatched
+from default_devices import default_device
 from diagonals import diagonals
 from doctor_programs import PROGRAMS, gan
 from odd_loops import ODD, OF_SCALERS, Loop, Stopped
@@ -197,16 +198,13 @@ def test_a_default_device_and_an_iteration_that_is_followed() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, labels = torch.randn(6, 4), torch.randint(3, (6,))
-    torch.set_default_device("meta")
-    try:
+    with default_device("meta"):
         with Doctor() as doctor:
             for _ in range(12):
                 optimizer.zero_grad()
                 F.cross_entropy(model[2](model[1](model[0](inputs)).detach()), labels).backward()
                 optimizer.step()
         assert len(_get_current_function_mode_stack()) == 1
-    finally:
-        torch.set_default_device(None)
     assert not is_watched()
     assert doctor.failure == ""
     assert doctor.findings[0].name == "GRAPH_CUT"
@@ -218,17 +216,13 @@ def test_the_default_device_is_not_that_of_the_doctors_own_tensors() -> None:
     def run(device: str | None) -> list[str]:
         loop, draw = Loop({}), torch.Generator().manual_seed(0)
         inputs, labels = torch.randn(6, 4, generator=draw), torch.randint(3, (6,), generator=draw)
-        with Doctor() as doctor:
-            torch.set_default_device(device)
-            try:
-                for step in range(40):
-                    loop.optimizer.zero_grad()
-                    loss = F.cross_entropy(loop.model(inputs), labels) * (float("nan") if step == 35 else 0.5)
-                    loss.backward()
-                    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-                    loop.optimizer.step()
-            finally:
-                torch.set_default_device(None)
+        with Doctor() as doctor, default_device(device):
+            for step in range(40):
+                loop.optimizer.zero_grad()
+                loss = F.cross_entropy(loop.model(inputs), labels) * (float("nan") if step == 35 else 0.5)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+                loop.optimizer.step()
         assert doctor.failure == ""
         return [repr(fact) for fact in doctor.run.of(Norms, Activations, InputSample, NonFinite, Buffers, LossCall)]
 

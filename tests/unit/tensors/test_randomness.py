@@ -16,6 +16,7 @@ import anybatch
 import reference
 from anybatch import Mean
 from anybatch.tensors.randomness import RandomState
+from default_devices import forget_default_device
 
 Batch = dict[str, torch.Tensor]
 
@@ -238,8 +239,9 @@ def test_a_run_that_was_stopped_goes_on_bitwise(autocast: torch.dtype | None, st
     assert (step.updates, step.samples) == (4, 25)
 
 
-def test_forwards_run_again_and_elsewhere_after_a_default_device_was_taken_back() -> None:
+def test_forwards_run_again_and_elsewhere_after_a_default_device_was_taken_back(request: pytest.FixtureRequest) -> None:
     """torch 2.6 fails then when it is asked for the default device."""
+    request.addfinalizer(forget_default_device)
     torch.set_default_device("cpu")
     torch.set_default_device(None)
     model, batch = nn.Linear(3, 2).double(), {"x": torch.randn(6, 3, dtype=torch.float64)}
