@@ -12,7 +12,9 @@ from torch import nn
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
 
 ROWS = 12
 
@@ -277,6 +279,32 @@ def test_labels_without_relation_are_found(related: bool, expected: str) -> None
             optimizer.step()
 
     assert answer(train, "labels") == expected
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_policy_that_draws_its_actions_is_asked_of_no_other_rows(reads: bool) -> None:
+    """In the rows of others the actions of a good policy are as likely; and its loss may fall whatever it learns."""
+    net, right = nn.Sequential(nn.Embedding(12, 16), nn.Linear(16, 3)), torch.randint(3, (12,))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(150):
+            state = torch.randint(12, (64,))
+            likely = net(state).log_softmax(1)
+            action = torch.multinomial(likely.exp(), 1)
+            reward = (action.squeeze(1) == right[state]).float()
+            loss = -((likely.gather(1, action).squeeze(1) if reads else likely.sum(1)) * reward).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    with Doctor() as doctor:
+        train()
+    probed = run_probes(doctor)
+    assert [one.answer for one in probed if one.probe == "related"] == ["unknown"]
+    run = Run([*doctor.run.facts, *probed])
+    assert outcome(run).word == "undecided"
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,10 @@ _NOTHING = 0.01
 """A share of the loss that says nothing, however surely it is there."""
 
 
+_BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
+"""Operations that draw from what their arguments say; a policy's actions are drawn so."""
+
+_OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
                     "binary_cross_entropy", "binary_cross_entropy_with_logits"})  # fmt: skip
 
@@ -69,6 +73,9 @@ class Risen:
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows."""
     rows, loss = rows_of(tape), tape.losses[-1]
+    draw = _own_draw(tape, loss)
+    if draw is not None:  # in another row it is as likely, whatever was learned
+        return told("related", draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
     first = replayed(tape, loss, lambda one: one)
     found = _meetings(tape, loss, first, rows)
     end = min(until, time.perf_counter() + _SECONDS)
@@ -88,6 +95,17 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
                   if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
     }  # fmt: skip
     return told("related", operation, answer=answer, **evidence)
+
+
+def _own_draw(tape: Tape, loss: Loss) -> Operation | None:
+    """The draw from what the parameters made that the loss depends on, as that of a policy does on its actions."""
+    made, wanted = set(tape.parameters), slots_of(tape, loss)
+    for operation in tape.operations[: loss.before]:
+        if made & set(slots((operation.args, operation.kwargs))):
+            made |= set(operation.outs)
+            if operation.name in _BY_VALUE and wanted & set(operation.outs):
+                return operation
+    return None
 
 
 def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float) -> Probed:

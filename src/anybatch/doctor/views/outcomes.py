@@ -165,6 +165,8 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
+    if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
+        return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
     went = course(run, numbers[0] if numbers else None)
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
