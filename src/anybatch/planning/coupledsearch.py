@@ -60,6 +60,11 @@ class CoupledSearch(Search):
         """Not: of micro-batches that are alike few run, and count as often as there are."""
         return False
 
+    def share(self, other: Search) -> None:
+        """Takes over the traces of another search, whose step differs in its optimizers only."""
+        super().share(other)
+        self._traces.update(cast(CoupledSearch, other)._traces)
+
     def forget(self) -> None:
         """Lets go of what follows from traces that are not to be trusted any more."""
         super().forget()

@@ -314,7 +314,7 @@ class Planner:
             planner = type(self)(subject, self.target, allow=self._allow)
             if subject.optimizers is not self.subject.optimizers:  # nothing else differs then
                 for other, own in zip(planner._searches, self._searches, strict=True):
-                    other.profiles.share(own.profiles)
+                    other.share(own)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
         may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real

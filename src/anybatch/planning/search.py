@@ -109,6 +109,10 @@ class Search:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
         self._solved.clear()
 
+    def share(self, other: "Search") -> None:
+        """Takes over the traces of another search, whose step differs in its optimizers only."""
+        self.profiles.share(other.profiles)
+
     def exclude(self, run: str) -> bool:
         """Takes a block, or a run of them, out of the search, since it can't be recomputed.
 

@@ -99,6 +99,10 @@ class QuickFakeMode(FakeTensorMode):
         """Keeps track of a tensor that could not be swapped."""
         self._given.append(weakref.ref(fake))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # whoever is outside of it has torch keep its compiler away
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
