@@ -289,7 +289,7 @@ emb = nn.Embedding(10, 4, sparse=True)
 opt = torch.optim.AdamW(emb.parameters(), lr=1e-3)
 emb(torch.tensor([1, 2])).sum().backward()
 nn.utils.clip_grad_norm_(emb.parameters(), 1.0)  # CRASH
-opt.step()
+opt.step()  # CRASH
 """,
     "double backward": """
 class Square(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import anybatch
 from ranks_running import Case, assert_same_everywhere, assert_weights_same, counted, everywhere, raised, run_cases
+from sharding_models import runs_on_cpu
 from test_closures import Needing, Twice, Usual
 from test_ranks_exact import Net, batches_of, mean_loss
 
@@ -171,6 +172,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run_cases("test_ranks_settings", 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=runs_on_cpu) if one.endswith("in parts") else one for one in CASES]
+)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

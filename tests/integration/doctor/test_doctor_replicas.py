@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sharding_models import runs_on_cpu
+
 SCRIPT = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -81,6 +83,7 @@ dist.destroy_process_group()
 """
 
 
+@runs_on_cpu
 def test_parameters_whose_memory_fsdp_has_freed_are_not_read(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SHARDED, encoding="utf-8")

@@ -12,6 +12,7 @@ from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 from anybatch.records.samples import NonFinite
 from number_runs import Training, falling, fires, quiet
+from versions import saved_tensors
 
 
 def found_in(program: Callable[[], Any]) -> tuple[Finding, ...]:
@@ -24,7 +25,7 @@ def found_in(program: Callable[[], Any]) -> tuple[Finding, ...]:
 @pytest.mark.parametrize(
     ("program", "name"),
     [
-        (programs.row_of_a_learner_with_long_steps, "NAN_IN_FORWARD"),
+        pytest.param(programs.row_of_a_learner_with_long_steps, "NAN_IN_FORWARD", marks=saved_tensors),
         (programs.row_of_a_linear_model, "NAN_IN_FORWARD"),
         (programs.row_at_a_sampled_step, "NAN_IN_FORWARD"),
         (programs.row_of_small_weights, "NAN_IN_FORWARD"),

@@ -178,7 +178,7 @@ TABLE = (
          "torch.utils.checkpoint.set_checkpoint_debug_enabled(True) shows the operations that differ."),
     Kind("TENSOR_MISUSED",
          r"[Dd]ata-dependent (?:expression|branching|jump)|Could not guard on data-dependent|"
-         r"Dynamic control flow is not supported",
+         r"Dynamic control flow is not supported|^Tensor\.item\s+from user code",  # the last in torch 2.6
          "torch.compile can't follow what depends on values of tensors (.item(), if of a tensor): {text}",
          "With fullgraph=True the whole function has to be one graph, which is made without values.",
          "fullgraph=False, which leaves the graph there; or torch.where instead of the if, without .item()"),

@@ -50,7 +50,9 @@ class Draws:
 
         def making(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(distribution: Any, /, *args: Any, **kwargs: Any) -> None:
-                if type(distribution) not in known and not torch.compiler.is_compiling():
+                if (
+                    not torch.compiler.is_compiling() and type(distribution) not in known
+                ):  # which older compilers can't trace
                     follow(type(distribution))
                 original(distribution, *args, **kwargs)
 
