@@ -454,7 +454,7 @@ def _caller() -> FrameType | None:
 
 def _calls() -> list[tuple[object, int]]:
     """Where Python is in each function that was called: operations at the same places are of one call of torch's."""
-    found, frame = [], _caller()
+    found, frame = list[tuple[object, int]](), _caller()
     while frame is not None:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
