@@ -177,7 +177,10 @@ def data_repeated(
         else:
             twice = _within_epochs(run, seen, starts)
             why = f"{len(twice)} of {len(seen)} batches are copies of another one in the same epoch"
-            seeds = "DataLoader(..., worker_init_fn=lambda _: np.random.seed(torch.initial_seed() % 2**32))"
+            seeds = (
+                "in worker_init_fn, seed what the data set draws from by torch.initial_seed(), which differs in each "
+                "worker: get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())"
+            )
             is_fault = len(twice) >= copies and not _reused(run, starts)
             found = _repeated(run, starts[0], twice, why, seeds) if is_fault else None
         if found is not None:
