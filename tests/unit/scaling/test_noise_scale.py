@@ -246,8 +246,8 @@ def test_micro_batches_without_samples_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("norms", "counts", "total", "said"),
     [
-        ([1.0], [4], 1.0, "two at least"),
-        ([1.0, 2.0], [4, 0], 1.0, "two at least"),
+        ([1.0], [4], 1.0, "at least two"),
+        ([1.0, 2.0], [4, 0], 1.0, "at least two"),
         ([1.0, 2.0], [4], 1.0, "one of each"),
         ([1.0, -2.0], [4, 4], 1.0, "at least 0"),
         ([1.0, 2.0], [4, math.nan], 1.0, "finite"),
