@@ -42,7 +42,7 @@ COULD_BE_BOTH: dict[str, Any] = {
 def test_what_could_be_both_is_asked_about_and_either_answer_holds(name: str) -> None:
     batch = COULD_BE_BOTH[name]
     items = len(batch[0])
-    with pytest.raises(BatchError, match=r"could be .* samples or leaves.*as a list.*pass collate=") as caught:
+    with pytest.raises(BatchError, match=r"could be .* samples or leaves.*pass a list.*pass collate=") as caught:
         count_samples(batch)
     samples = {"0": 0, "1": 0}
     leaves = {"0.*": 0, "1.*": 0}
