@@ -14,6 +14,8 @@ from anybatch.tensors.graph import in_backward
 
 _MOST = 1024  # entries: what samples give together is small, and the values of an activation are not looked at
 _SAME = 1e-5  # relative: the same numbers but for rounding, of parameters and constants
+_NEAR = 10  # times as far as the parts differ: a guard that no training comes near to, as loss > 1e6, is no branch
+_COMPARED = {getattr(torch.ops.aten, name): f"a comparison ({name})" for name in ("ge", "gt", "le", "lt")}
 _AT_A_BOUND = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -30,11 +32,13 @@ class Bound(NamedTuple):
         name: of the operation.
         shapes: of what it is given.
         totals: of the numbers of each of these, which may lie on several devices.
+        limit: the number of a comparison; ``None`` for other operations.
     """
 
     name: str
     shapes: list[torch.Size]
     totals: list[torch.Tensor]
+    limit: float | None = None
 
 
 class Bounds(Mode):
@@ -49,17 +53,34 @@ class Bounds(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: list[Bound] = []
         self.run: Callable[..., Any] | None = None
+        self._bounded: Any = None  # what the last operation gave, if it was one of these
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Notes the operation, and runs it."""
-        if torch.is_grad_enabled() and getattr(func, "overloadpacket", None) in _AT_A_BOUND and not in_backward():
-            given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
-            if given and all(map(_is_small, given)):
-                totals = [one.detach().sum(dtype=torch.float32) for one in given]
-                self.met.append(Bound(func.overloadpacket.__name__.rstrip("_"), [one.shape for one in given], totals))
-        return func(*args, **(kwargs or {})) if self.run is None else self.run(func, types, args, kwargs)
+        packet, last, self._bounded = getattr(func, "overloadpacket", None), self._bounded, None
+        is_noted = False
+        if torch.is_grad_enabled() and (packet in _AT_A_BOUND or packet in _COMPARED) and not in_backward():
+            is_noted = self._note(packet, args)
+        elif packet is torch.ops.aten.ne and last is not None and args[0] is last:  # ``isfinite`` takes the abs
+            self.met.pop()
+        result = func(*args, **(kwargs or {})) if self.run is None else self.run(func, types, args, kwargs)
+        self._bounded = result if is_noted else None
+        return result
+
+    def _note(self, packet: Any, args: Sequence[Any]) -> bool:
+        given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
+        if not given or not all(map(_is_small, given)):
+            return False
+        limit, name = None, packet.__name__.rstrip("_")
+        if packet in _COMPARED:
+            limit, name = (args[1] if isinstance(args[1], (int, float)) else None), _COMPARED[packet]
+            if not limit:  # nor 0, which a loss is often checked to be above
+                return False
+        totals = [one.detach().sum(dtype=torch.float32) for one in given]
+        self.met.append(Bound(name, [one.shape for one in given], totals, limit))
+        return True
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -86,6 +107,8 @@ def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int
         others = parts[at :: len(whole)]
         if all((other.name, other.shapes) == (one.name, one.shapes) for other in others):
             values = [sum(map(float, bound.totals)) for bound in (one, *others)]
-            if max(values) - min(values) > _SAME * max(map(abs, values)):
+            spread = max(values) - min(values)
+            is_far = one.limit is not None and min(abs(value - one.limit) for value in values) > _NEAR * spread
+            if spread > _SAME * max(map(abs, values)) and not is_far:
                 return one.name
     return ""

@@ -47,6 +47,12 @@ def winner(model: Any, batch: Batch) -> torch.Tensor:
     return torch.stack([loss, loss + 5]).min()
 
 
+def branch(model: Any, batch: Batch) -> torch.Tensor:
+    out = model(batch["x"])
+    size: torch.Tensor = out.pow(2).mean()
+    return F.cross_entropy(out, batch["y"]) + (2.0 if size > 0.02 else 0.0) * size
+
+
 def told(loss_fn: Callable[[Any, Batch], Any]) -> tuple[list[str], anybatch.StepResult]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -55,7 +61,14 @@ def told(loss_fn: Callable[[Any, Batch], Any]) -> tuple[list[str], anybatch.Step
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "operation"), [(flooding, "abs"), (free_bits, "clamp"), (margin, "relu"), (winner, "min")]
+    ("loss_fn", "operation"),
+    [
+        (flooding, "abs"),
+        (free_bits, "clamp"),
+        (margin, "relu"),
+        (winner, "min"),
+        (branch, "a comparison (gt)"),
+    ],
 )
 def test_a_bound_of_a_mean_that_is_not_reached_yet_is_named(loss_fn: Any, operation: str) -> None:
     (text,), out = told(loss_fn)
@@ -117,6 +130,15 @@ def beside_the_loss(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def guarded(model: Any, batch: Batch) -> torch.Tensor:
+    """No training comes near to what is refused here."""
+    loss = cross_entropy(model, batch)
+    if not torch.isfinite(loss) or loss.isnan() or loss > 1e6:
+        raise ArithmeticError
+    assert loss >= 0
+    return loss
+
+
 def several(model: Any, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     yield "one", cross_entropy(model, batch)
     yield "other", model(batch["x"]).abs().mean()
@@ -132,6 +154,7 @@ def several(model: Any, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
         bounded_count,
         at_drawn_points,
         beside_the_loss,
+        guarded,
         several,
     ],
 )  # fmt: skip
