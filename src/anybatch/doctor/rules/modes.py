@@ -299,7 +299,7 @@ def _copied(run: Run, root: int) -> bool:
 
 @rule("AB456", "BN_TINY_BATCH", "warning", needs=(Activations,))
 def bn_tiny_batch(
-    run: Run, *, fewest: float = Limit(4, "below, the variance of a batch is off by 80 %: sqrt(2 / (n - 1))"),
+    run: Run, *, fewest: float = Limit(4, "below, the variance of a batch is off by 100 % and more: sqrt(2 / (n - 1))"),
     samples: float = Limit(3, "one small batch may be the end of an epoch"),
 ) -> Iterator[Found]:  # fmt: skip
     """Batch norms with too little to average."""

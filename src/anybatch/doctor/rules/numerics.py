@@ -368,7 +368,7 @@ def nan_in_backward(run: Run) -> Iterator[Found]:
         text=f"A gradient{f' of {bad.parameters[0]}' if bad.parameters else ''} is {bad.value} at step "
         f"{bad.step - bad.late}, while the loss is {bad.loss:.4g}{by}{f': {bad.detail}' if bad.detail else ''}.",
         fix=_repair(run, bad),
-        cause="The slope of an operation is infinite where its value is finite, such as sqrt or norm at 0.",
+        cause="The slope of an operation is infinite where its value is finite, such as sqrt at 0.",
         since=bad,
         step=bad.step - bad.late,
         where=_line(bad),

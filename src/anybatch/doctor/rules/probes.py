@@ -130,10 +130,10 @@ def input_ignored(run: Run) -> Iterator[Found]:
 
 @rule("AB804", "INITIAL_LOSS", "info", needs=(Probed,))
 def initial_loss(run: Run) -> Iterator[Found]:
-    """First losses far above the prior."""
+    """First losses far from the prior."""
     for probed in answers(run, "prior", "no"):
         yield Found(
-            text=f"The first loss of {root_variable(run, probed.root)} is far above that of a constant guess"
+            text=f"The first loss of {root_variable(run, probed.root)} is far from that of a constant guess"
             f"{f': {probed.detail}' if probed.detail else ''}.",
             fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
             cause="The outputs of the last layer are too large, or its bias is far off.",
