@@ -54,9 +54,11 @@ def class_weights(tape: Tape) -> Probed:
             continue
         if weight.max() >= _HEAVY * weight.min() and _correlation(counts.log(), weight.log()) > _ALIKE:
             most, least = int(counts.argmax()), int(counts.argmin())
-            seen: dict[str, Any] = {f"{name}_{what}": float(all_[at]) for name, at in (("most", most), ("least", least))
-                    for what, all_ in (("targets", counts), ("weight", weight))}  # fmt: skip
-            return told("class weights", operation, **seen)
+            return told(
+                "class weights", operation,
+                most_targets=float(counts[most]), most_weight=float(weight[most]),
+                least_targets=float(counts[least]), least_weight=float(weight[least]),
+            )  # fmt: skip
     return told("class weights", answer="no")
 
 

@@ -50,9 +50,8 @@ class Draws:
 
         def making(original: Callable[..., Any]) -> Callable[..., Any]:
             def init(distribution: Any, /, *args: Any, **kwargs: Any) -> None:
-                if (
-                    not torch.compiler.is_compiling() and type(distribution) not in known
-                ):  # which older compilers can't trace
+                # Older compilers can't trace the look into a set.
+                if not torch.compiler.is_compiling() and type(distribution) not in known:
                     follow(type(distribution))
                 original(distribution, *args, **kwargs)
 
