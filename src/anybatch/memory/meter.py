@@ -293,7 +293,8 @@ class Recording(TorchDispatchMode):
         if in_backward() and not torch.is_grad_enabled():
             caller = _caller()
             is_engine = caller is None or caller.f_code.co_filename == _ENGINE
-            is_in_place = is_engine and any(one.born < self._node[1] for one in old)
+            # A view, such as the gradient of a weight that a linear layer transposes, holds its base, too.
+            is_in_place = is_engine and not first._is_view() and any(one.born < self._node[1] for one in old)
         else:
             product, calls = self._product
             is_in_place = added.dim() == 1 and product >= position - 2 and calls == _calls()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anybatch.memory.measuring import measure
 from anybatch.memory.meter import BEFORE, LiveBytes, OverBudget, Recording, storages_of
@@ -402,3 +403,13 @@ def test_measure_of_nothing() -> None:
     memory = measure(lambda: None)
     assert memory == Memory(0, 0)
     assert "nothing" in str(memory)
+
+
+@pytest.mark.parametrize(("uses", "linear", "in_place"), [(2, False, 1), (3, False, 2), (2, True, 0), (3, True, 1)])
+def test_sums_that_torch_writes_in_place_without_a_mode(uses: int, linear: bool, in_place: int) -> None:
+    """Not the first one of the weight of linear layers: its gradient is a transposed view, which holds its base."""
+    weight, inputs = torch.randn(8, 8, requires_grad=True), torch.randn(uses, 4, 8)
+    with Recording() as recording:
+        losses = [(F.linear(one, weight) if linear else one @ weight).sum() for one in inputs]
+        torch.stack(losses).sum().backward()
+    assert len(recording.sums) == in_place
