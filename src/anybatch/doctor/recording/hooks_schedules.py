@@ -16,6 +16,7 @@ from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.doctor.samples.scaledsets import data_of, standardised
 from anybatch.records.events import Epoch, Scheduled
 
+_MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
@@ -143,7 +144,8 @@ class LoaderHooks:
         if number is None:
             number = self._numbers[loader] = self._count
             self._count += 1
-            self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
+            if number < _MOST_SETS:
+                self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
         self._given[iterator] = [number, 0]
         sampler = getattr(loader, "sampler", None)
         self._recording.tell(
@@ -151,7 +153,7 @@ class LoaderHooks:
                 loader=number, batches=_length(loader), rows=_length(getattr(loader, "dataset", None)),
                 batch_size=getattr(loader, "batch_size", None) or -1,
                 shuffled=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
-                workers=int(getattr(loader, "num_workers", 0)), standardised=self._scales[number],
+                workers=int(getattr(loader, "num_workers", 0)), standardised=self._scales.get(number, ()),
                 **self._recording.place(),
             )
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from anybatch.tensors.dispatch import unseen
 
-_MOST_NUMBERS = 1 << 24
+_MOST_NUMBERS = 1 << 22
 _LEAST = 20  # rows
 _MEAN, _STD = 2e-5, 1e-4  # by which a column may be away
 
