@@ -141,7 +141,7 @@ class Replicas(Fact):
 @fact("evaluated")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Fact):
-    """Losses without a gradient from a model as it is in evaluation mode, between two steps of its training."""
+    """Losses without a gradient from a model in evaluation mode, between two steps of its training."""
 
     function: str  # such as ``"cross_entropy"``
     value: float = 0.0  # the mean of these losses

@@ -37,7 +37,6 @@ DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "d
 _OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
-_MODED = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)
 _LOOKED_AT = 3  # evaluations whose targets are looked at, since the later ones have the same
 _ALWAYS = frozenset(
     {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
@@ -96,7 +95,6 @@ class Calls:
         self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
         self._targets: Targets | None = None  # of that evaluation
         self._evaluations = 0
-        self._moded: dict[int, bool] = {}  # by root
 
     def attach(self) -> None:
         """Has the calls seen; ``Recording.patches`` ends it."""
@@ -144,10 +142,10 @@ class Calls:
         recording.loss_calls.append(noted[1] if isinstance(noted, list) else noted.at)
 
     def _evaluated(self, name: str, first: torch.Tensor, others: tuple[Any, ...], result: torch.Tensor) -> None:
-        """Adds a loss without a gradient, of a model as it is in evaluation; it is read when the training goes on."""
+        """Adds a loss without a gradient, of a model in evaluation; it is read when the training goes on."""
         models, number = self._recording.numbering.models, self._recording.root
         model = models[number].module() if 0 <= number < len(models) else None
-        if model is None or (model.training and self._has_modes(number, model)):
+        if model is None or model.training:
             return
         value = result.item() if result.device.type == "cpu" else result.detach()
         if self._evaluation and self._evaluation[0] != name:
@@ -160,12 +158,6 @@ class Calls:
             self._evaluations += 1
         if self._targets is not None and not self._targets.add(first, others):
             self._targets = None
-
-    def _has_modes(self, number: int, model: torch.nn.Module) -> bool:
-        """Whether a model is another one in evaluation mode."""
-        if number not in self._moded:
-            self._moded[number] = any(isinstance(one, _MODED) for one in model.modules())
-        return self._moded[number]
 
     def end_evaluation(self) -> None:
         """Writes down what the losses of an evaluation were on average."""
