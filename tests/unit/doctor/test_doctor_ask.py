@@ -119,8 +119,9 @@ def test_a_loss_that_is_printed_before_the_step_is_no_number_on_the_way_to_it(sc
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(4):
             scores = net(torch.randn(ROWS, 6))
-            factor = scores.mean().item() if scale == "before" else 1.0
-            loss = F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))) + 0.1 * factor * scores.pow(2).sum()
+            penalty = scores.pow(2).sum()
+            factor = penalty.item() if scale == "before" else 1.0
+            loss = F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))) + 0.1 * factor * penalty
             optimizer.zero_grad()
             loss.backward()
             assert loss.item() != 0
