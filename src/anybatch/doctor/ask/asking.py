@@ -12,6 +12,7 @@ from anybatch.doctor.ask import (
     fitting,
     functions,
     labels,
+    late,
     relating,
     rows,
     schedules,
@@ -41,6 +42,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
+    ("weighed late", late.weighed_late),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 
