@@ -43,9 +43,11 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
             yield _of_copy("close copy", state, online, share=share)
-        if equal is not None and True not in state.modes and False in state.modes:
-            stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
-            if stale and _moved(online) & set(stale):
+        if state.modes == {False} and not _learns(kept, state):
+            stale = _fresh_statistics(state, online)  # of one that had moved when it was first called
+            if equal is not None:
+                stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
+            if _moved(online) & set(stale):
                 yield _of_copy("copied buffers", state, online, buffers=len(stale), first=stale[0])
 
 
@@ -230,6 +232,10 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
             value = None if any(one.std for one in alike) else alike[0].mean
             yield told("inputs alike", alike[0], root=root, value=value, calls=len(alike), rows=alike[0].rows)
+        own = [one for one in evaluated if one.scaled and not one.known]
+        batches = {(one.mean, one.std) for one in trained if one.scaled}  # more than one: it is done for each batch
+        if not training and own and len(batches) < 2:
+            yield told("scaled apart", own[0], root=root, rows=own[0].rows, columns=own[0].shape[0])
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:

@@ -17,6 +17,7 @@ from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.tensors.dispatch import unseen
 from anybatch.torch_private import (
     in_transform,
     is_jit_tracing,
@@ -60,6 +61,8 @@ class CurrentRoot(NamedTuple):
 
 
 NO_ROOT = CurrentRoot()
+_MOST_CLASSES = 50
+_MOST_NAMES = 3
 _compiler = vars(torch.compiler)  # of which a flag is read in each step, as ``is_compiling`` reads it in two calls
 
 
@@ -106,7 +109,7 @@ class Calls:
         """Notes a call: as one before, with its value; with all that it has; or with what calls of its kind have."""
         if not torch.is_grad_enabled():
             if type(result) in _PLAIN and result.numel() == 1:
-                self._evaluated(name, result)
+                self._evaluated(name, result, (first, *others))
             return
         if self._evaluation:
             self.end_evaluation()
@@ -137,7 +140,7 @@ class Calls:
             noted = recording.note(LossCall, same, (value,), lambda: told)
         recording.loss_calls.append(noted[1] if isinstance(noted, list) else noted.at)
 
-    def _evaluated(self, name: str, result: torch.Tensor) -> None:
+    def _evaluated(self, name: str, result: torch.Tensor, arguments: tuple[Any, ...]) -> None:
         """Adds a loss without a gradient, of a model in evaluation; it is read when the training goes on."""
         models, number = self._recording.numbering.models, self._recording.root
         model = models[number].module() if 0 <= number < len(models) else None
@@ -146,16 +149,24 @@ class Calls:
         value = result.item() if result.device.type == "cpu" else result.detach()
         if self._evaluation and self._evaluation[0] != name:
             self.end_evaluation()
+        counts = _confused(name, *arguments[:2])
         if self._evaluation:
-            self._evaluation[2:] = self._evaluation[2] + 1, self._evaluation[3] + value
+            before = self._evaluation[4]
+            both = before is not None and counts is not None and before.shape == counts.shape
+            self._evaluation[2:] = (
+                self._evaluation[2] + 1,
+                self._evaluation[3] + value,
+                before + counts if both else None,
+            )
         else:
-            self._evaluation = [name, user_place(3), 1, value]
+            self._evaluation = [name, user_place(3), 1, value, counts]
 
     def end_evaluation(self) -> None:
         """Writes down what the losses of an evaluation were on average."""
         if self._evaluation:
-            (name, (file, line), count, total), self._evaluation = self._evaluation, []
-            self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line))
+            (name, (file, line), count, total, counts), self._evaluation = self._evaluation, []
+            told = {"function": name, "value": float(total) / count, "calls": count, "file": file, "line": line}
+            self._emit(Evaluated(**told, **_renamed(counts)))
 
     def _facts(
         self, name: str, arguments: tuple[Any, ...], result: torch.Tensor, root: CurrentRoot
@@ -241,3 +252,30 @@ def _caller() -> torch.nn.Module | None:
         return None
     first = frame.f_locals.get(frame.f_code.co_varnames[0])
     return first if isinstance(first, torch.nn.Module) else None
+
+
+@unseen
+def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
+    """For each class how many of its rows were given most to each class; nothing where there are no classes."""
+    is_known = name in ("cross_entropy", "nll_loss") and type(scores) in _PLAIN and type(target) in _PLAIN
+    if not is_known or scores.dim() != 2 or target.dim() != 1 or not scores.is_cpu or target.dtype != torch.int64:
+        return None
+    classes = scores.shape[1]
+    if not 1 < classes <= _MOST_CLASSES or len(scores) != len(target):
+        return None
+    kept = (target >= 0) & (target < classes)
+    pairs = target[kept] * classes + scores.argmax(1)[kept]
+    counts: torch.Tensor = pairs.bincount(minlength=classes * classes)
+    return counts.reshape(classes, classes)
+
+
+@unseen
+def _renamed(counts: torch.Tensor | None) -> dict[str, Any]:
+    """How many rows are right, and how many are if a target means the class that most of its rows are given to."""
+    if counts is None or not int(counts.sum()):
+        return {}
+    rows, given = int(counts.sum()), counts.sum(1) > 0
+    named = counts.argmax(1)[given]
+    best = float(counts.max(1).values.sum()) / rows if len(named.unique()) == len(named) else 0.0
+    names = [(int(one), int(other)) for one, other in zip(given.nonzero()[:, 0], named, strict=True) if one != other]
+    return {"rows": rows, "right": float(counts.trace()) / rows, "renamed": best, "names": tuple(names[:_MOST_NAMES])}
