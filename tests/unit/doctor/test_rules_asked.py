@@ -363,3 +363,10 @@ def test_masks_apart_fires_and_gives_their_share() -> None:
 
 def test_masks_apart_is_quiet_without_an_answer() -> None:
     both("apart", "MASKS_APART")
+
+
+def test_loss_sign_fires_beside_another_loss_only_where_nothing_was_learned() -> None:
+    evidence = {"kind": "probability of", "terms": 1, "beside": 1}
+    one = Probed(probe="punished", answer="yes", evidence=evidence, file="train.py", line=7)
+    fires(Training(after=(one,), loss=flat).run(), "LOSS_SIGN", "error")
+    quiet(Training(after=(one,)).run(), "LOSS_SIGN")

@@ -179,7 +179,14 @@ def punished(tape: Tape) -> Probed:
     slopes = torch.autograd.grad(run.values[loss.slot].sum(), made, allow_unused=True)
     rises = [bool(one.any() and (one >= 0).all()) for one in slopes if one is not None]
     kind = "similarity to" if _is_likeness(found[0], run) else "probability of"
-    return told("punished", found[0], answer="yes" if rises and all(rises) else "no", kind=kind, terms=len(found))
+    return told(
+        "punished",
+        found[0],
+        answer="yes" if rises and all(rises) else "no",
+        kind=kind,
+        terms=len(found),
+        beside=len(others),
+    )
 
 
 def _is_loss(operation: Operation) -> bool:

@@ -150,6 +150,8 @@ def loss_sign(
         if probe == "punished" and any(run.of(Scored)):
             continue  # what was drawn may be bad
         for probed in answers(run, probe):
+            if probed.evidence.get("beside") and outcome(run).word == "learning":
+                continue  # another loss outweighs it, as in a poly loss
             yield Found(
                 text=text.format(near=near(probed), **probed.evidence),
                 fix=fix,
