@@ -16,7 +16,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "own negative": {"op": "min"},
     "apart": {"share": 0.7, "masks": 90},
     "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
-    "scaled apart": {"rows": 400, "columns": 4},
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
@@ -339,14 +338,6 @@ def test_own_negative_fires_and_names_the_operation() -> None:
 
 def test_own_negative_is_quiet_without_an_answer() -> None:
     both("own negative", "OWN_NEGATIVE")
-
-
-def test_evaluation_scaled_apart_fires_and_gives_the_rows() -> None:
-    assert "400 rows" in fires(asked("scaled apart", "yes").run(), "EVALUATION_SCALED_APART", "warning").message
-
-
-def test_evaluation_scaled_apart_is_quiet_without_an_answer() -> None:
-    both("scaled apart", "EVALUATION_SCALED_APART")
 
 
 def test_edges_not_offset_fires_and_gives_the_nodes() -> None:

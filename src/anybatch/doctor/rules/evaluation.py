@@ -1,26 +1,11 @@
-"""Rules on what an evaluation is given: labels of other numbers, rows that were scaled by their own statistics."""
+"""Rules on what an evaluation is given: labels of other numbers."""
 
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.naming import near, root_variable
-from anybatch.records.lossfacts import Evaluated, Probed
+from anybatch.doctor.views.naming import near
+from anybatch.records.lossfacts import Evaluated
 from anybatch.records.runs import Run
-
-
-@rule("AB662", "EVALUATION_SCALED_APART", "warning", needs=(Probed,))
-def evaluation_scaled_apart(run: Run) -> Iterator[Found]:
-    """Tables of an evaluation whose columns have mean 0 and deviation 1 of their own."""
-    for probed in answers(run, "scaled apart"):
-        seen = probed.evidence
-        yield Found(
-            text=f"Each column of the {seen['rows']} rows that {root_variable(run, probed.root)} is evaluated "
-            f"on{near(probed)} has mean 0 and deviation 1 of its own, and no row of the training is among them.",
-            fix="x_test = scaler.transform(x_test)  # fitted to the training rows, not fit_transform",
-            cause="They were scaled by their own statistics, so that one value is another number than in training.",
-            since=probed,
-        )
 
 
 @rule("AB663", "LABELS_RENUMBERED", "warning", needs=(Evaluated,))
