@@ -152,3 +152,8 @@ class Evaluated(Fact):
     better: bool = False  # whether more classes are right than by always saying the most frequent one, by no chance
     file: str = ""  # file and line of the user's call
     line: int = 0
+    rows: int = 0  # of scores of classes, of which is known what they say; the following is 0 without
+    right: float = 0.0  # the share in which the class of the target has the highest score
+    # the share in which the class has it that has it in most rows of this target, if no two targets share one
+    renamed: float = 0.0
+    names: tuple[tuple[int, int], ...] = ()  # some targets, and the class that has it in most of their rows

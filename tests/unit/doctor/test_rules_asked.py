@@ -13,6 +13,9 @@ from number_runs import Training, call, fires, quiet
 EVIDENCE: dict[str, dict[str, Any]] = {
     "frozen copy": {"online": 0, "steps": 60},
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
+    "own negative": {"op": "min"},
+    "apart": {"share": 0.7, "masks": 90},
+    "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
@@ -336,3 +339,34 @@ def test_class_weights_swapped_is_quiet_without_an_answer() -> None:
 def test_double_activation_fires_on_rates_that_are_taken_as_logarithms() -> None:
     assert "softplus" in fires(asked("rates", "yes").run(), "DOUBLE_ACTIVATION", "error").message
     both("rates", "DOUBLE_ACTIVATION", "error")
+
+
+def test_own_negative_fires_and_names_the_operation() -> None:
+    assert fires(asked("own negative", "yes").run(), "OWN_NEGATIVE", "warning").message.startswith("min (")
+
+
+def test_own_negative_is_quiet_without_an_answer() -> None:
+    both("own negative", "OWN_NEGATIVE")
+
+
+def test_edges_not_offset_fires_and_gives_the_nodes() -> None:
+    assert "nodes 0 to 9 only, of 200" in fires(asked("edges", "yes").run(), "EDGES_NOT_OFFSET", "warning").message
+
+
+def test_edges_not_offset_is_quiet_without_an_answer() -> None:
+    both("edges", "EDGES_NOT_OFFSET")
+
+
+def test_masks_apart_fires_and_gives_their_share() -> None:
+    assert fires(asked("apart", "yes").run(), "MASKS_APART", "warning").message.startswith("70% of 90 masks")
+
+
+def test_masks_apart_is_quiet_without_an_answer() -> None:
+    both("apart", "MASKS_APART")
+
+
+def test_loss_sign_fires_beside_another_loss_only_where_nothing_was_learned() -> None:
+    evidence = {"kind": "probability of", "terms": 1, "beside": 1}
+    one = Probed(probe="punished", answer="yes", evidence=evidence, file="train.py", line=7)
+    fires(Training(after=(one,), loss=flat).run(), "LOSS_SIGN", "error")
+    quiet(Training(after=(one,)).run(), "LOSS_SIGN")

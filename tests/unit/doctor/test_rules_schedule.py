@@ -9,6 +9,7 @@ import pytest
 
 from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
 from number_runs import WEIGHT, Training, call, falling, fires, quiet, silent
@@ -190,6 +191,41 @@ def test_lr_too_low_fires_after_a_warm_up_that_is_over(warm_up: int, fires_too: 
 )  # fmt: skip
 def test_lr_too_low_is_quiet(healthy: tuple[str, Training]) -> None:
     silent(healthy[1].run(), "LR_TOO_LOW")
+
+
+def warming(end: int, calls: int = 6, base: float = 1e-3, loss: Any = lambda step: 2.3) -> Run:
+    """A warm-up of so many epochs of ten steps, of which the run has some."""
+    each = 60 // calls
+    rate = lambda step: base * min(1.0, (1 + step // each) / end)  # noqa: E731
+    schedule = SchedulerFacts(
+        scheduler=0, variable="schedule", cls="LambdaLR", optimizer=0, options={"base_lrs": [base]}
+    )
+    called = lambda step: (  # noqa: E731
+        [Scheduled(scheduler=0, number=step, before=(rate(step),), after=(rate(step + 1),))]
+        if step % each == each - 1
+        else []
+    )
+    return Training(lr=rate, before=(schedule,), every=called, loss=loss).run()
+
+
+def test_lr_too_low_fires_where_a_warm_up_of_batches_is_stepped_for_epochs() -> None:
+    one = fires(warming(60), "LR_TOO_LOW", "warning")
+    assert "stepped once in 10 steps, 6 times" in one.message
+    assert not one.fix.endswith("()")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        warming(5),  # it ended
+        warming(20),  # nearly a third of it
+        warming(400, calls=60),  # a long one of batches, in a short run
+        warming(60, calls=3),  # few epochs
+        warming(60, loss=lambda step: 1e-12),
+    ],
+)
+def test_lr_too_low_is_quiet_in_warm_ups_that_end_or_are_counted_in_steps(run: Run) -> None:
+    silent(run, "LR_TOO_LOW")
 
 
 def test_lr_zero_fires_where_the_schedule_ends_too_early() -> None:

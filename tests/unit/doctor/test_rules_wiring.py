@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from anybatch.records.events import Loaded
+from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Tied
 from anybatch.records.tables import ModuleFacts
@@ -373,6 +374,16 @@ def pooler(*, uncalled: bool) -> RunBuilder:
 def test_param_unused_fires_as_a_remark() -> None:
     (one,) = findings(pooler(uncalled=True), "PARAM_UNUSED")
     assert (one.severity, one.place.module) == ("info", "pooler")
+
+
+@pytest.mark.parametrize(("again", "severity"), [(True, "warning"), (False, "info")])
+def test_param_unused_fires_louder_where_the_loss_is_assigned_again(again: bool, severity: str) -> None:
+    built = pooler(uncalled=True)
+    evidence = {"op": "mul", "shapes": [[8, 8]], "again": again}
+    built.add(Probed(probe="dropped", answer="yes", evidence=evidence, file="train.py", line=31))
+    (one,) = findings(built, "PARAM_UNUSED")
+    assert (one.severity, one.place.line) == (severity, 31)
+    assert "left" in one.message
 
 
 def test_param_unused_is_quiet_on_modules_that_are_called_or_written() -> None:

@@ -9,10 +9,13 @@ from anybatch.doctor.ask import (
     arguments,
     axes,
     copies,
+    edges,
     fitting,
     functions,
     labels,
     late,
+    masks,
+    negatives,
     relating,
     rows,
     schedules,
@@ -35,7 +38,8 @@ OBSERVED: tuple[Question, ...] = (
 """What needs no more than a look at what was kept."""
 
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
-    ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("axes", axes.turned),
+    ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("dropped", rows.dropped),
+    ("own negative", negatives.own_negative), ("edges", edges.not_offset), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),
@@ -64,6 +68,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     except FAILURES as error:
         yield Probed(probe="helped", root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for root in kept.batches:
+        yield _answer("apart", until, masks.apart, kept, root)
         yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
 
 

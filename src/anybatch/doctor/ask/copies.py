@@ -43,9 +43,11 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
             yield _of_copy("close copy", state, online, share=share)
-        if equal is not None and True not in state.modes and False in state.modes:
-            stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
-            if stale and _moved(online) & set(stale):
+        if state.modes == {False} and not _learns(kept, state):
+            stale = _fresh_statistics(state, online)  # of one that had moved when it was first called
+            if equal is not None:
+                stale = [name for name in state.values if name.endswith(_STATISTICS) and name not in moved]
+            if _moved(online) & set(stale):
                 yield _of_copy("copied buffers", state, online, buffers=len(stale), first=stale[0])
 
 

@@ -8,6 +8,7 @@ with the batch.
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -396,3 +397,36 @@ def _ratio(one: torch.Tensor, two: torch.Tensor, rows: int) -> int:
 
 def _mean(run: Replay, slot: Slot) -> float:
     return float(run.values[slot].detach().double().mean())
+
+
+def dropped(tape: Tape) -> Probed:
+    """Whether a number that other parameters make is left, as what a variable held that the loss is assigned to."""
+    if tape.failed or not tape.losses:
+        raise Unknown(tape.failed or "no step with a loss was written down")
+    last = tape.losses[-1]
+    run = replayed(tape, last, lambda one: one)
+    needed = {slot for one in tape.losses for slot in slots_of(tape, one)}
+    used = {slot for one in tape.operations for slot in slots((one.args, one.kwargs))}
+    for operation in reversed(tape.operations[: last.before]):
+        out = operation.outs[0] if len(operation.outs) == 1 else None
+        if out is None or out in needed | used or run.values[out].numel() > 1 or not run.values[out].requires_grad:
+            continue
+        made_of = slots_of(tape, replace(last, slot=out)) & tape.parameters.keys()
+        shapes = [list(tape.parameters[one].shape) for one in sorted(made_of - needed)]
+        if shapes:
+            again = (operation.file, operation.line) in _lines_of(tape, last)
+            return told("dropped", operation, op=operation.name, shapes=shapes, again=again)
+    return told("dropped", answer="no")
+
+
+def _lines_of(tape: Tape, loss: Loss) -> set[tuple[str, int]]:
+    """The lines that made a loss, as far back as it is only divided or scaled there."""
+    found, slot = set[tuple[str, int]](), loss.slot
+    for operation in reversed(tape.operations[: loss.before]):
+        if slot in operation.outs:
+            found.add((operation.file, operation.line))
+            given = list(slots((operation.args, operation.kwargs)))
+            if len(given) != 1:
+                break
+            slot = given[0]
+    return found

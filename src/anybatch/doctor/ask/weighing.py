@@ -169,7 +169,9 @@ def punished(tape: Tape) -> Probed:
     ]  # fmt: skip
     if not found or any(_REWARD.search(_right(one)) for one in tape.operations if one.grad):
         raise Unknown("nothing that is made is compared with a target by its probability or direction")
-    if any(one.name.endswith(("_loss", "cross_entropy")) for one in tape.operations if needed & set(one.outs)):
+    masks = [{slot for slot in slots(one.args) if not run.values[slot].requires_grad} for one in found]
+    others = [one for one in tape.operations[: loss.before] if needed & set(one.outs) and _is_loss(one)]
+    if any(not all(set(slots((one.args, one.kwargs))) & mask for mask in masks) for one in others):
         raise Unknown("another loss is part of it, beside which something may be meant to become small")
     if _is_meant_small(tape, found):
         raise Unknown("the logarithm of one minus a probability is taken: that is meant to become small")
@@ -177,7 +179,18 @@ def punished(tape: Tape) -> Probed:
     slopes = torch.autograd.grad(run.values[loss.slot].sum(), made, allow_unused=True)
     rises = [bool(one.any() and (one >= 0).all()) for one in slopes if one is not None]
     kind = "similarity to" if _is_likeness(found[0], run) else "probability of"
-    return told("punished", found[0], answer="yes" if rises and all(rises) else "no", kind=kind, terms=len(found))
+    return told(
+        "punished",
+        found[0],
+        answer="yes" if rises and all(rises) else "no",
+        kind=kind,
+        terms=len(found),
+        beside=len(others),
+    )
+
+
+def _is_loss(operation: Operation) -> bool:
+    return operation.name.endswith(("_loss", "cross_entropy", "cross_entropy_with_logits"))
 
 
 def misplaced(tape: Tape) -> Probed:

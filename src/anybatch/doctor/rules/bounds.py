@@ -111,7 +111,7 @@ _ASKED = {
     ),
     "punished": (
         "The loss rises with the {kind} the target{near}, in each row: with each step the model gives less of it.",
-        "loss = -loss, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
+        "loss = -loss, or 1 - term of one term, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
         "An optimizer minimises: what should become large needs a minus.",
     ),
     "misplaced": (
@@ -150,6 +150,8 @@ def loss_sign(
         if probe == "punished" and any(run.of(Scored)):
             continue  # what was drawn may be bad
         for probed in answers(run, probe):
+            if probed.evidence.get("beside") and outcome(run).word == "learning":
+                continue  # another loss outweighs it, as in a poly loss
             yield Found(
                 text=text.format(near=near(probed), **probed.evidence),
                 fix=fix,

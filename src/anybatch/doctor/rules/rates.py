@@ -25,7 +25,7 @@ from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
 from anybatch.records.draws import Scored
-from anybatch.records.events import Forward, Loaded, Stepped
+from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
@@ -355,6 +355,7 @@ def lr_too_low(
     steps: float = Limit(20, "of a run, or after a warm-up"),
 ) -> Iterator[Found]:  # fmt: skip
     """Steps that change nothing although gradients are there."""
+    yield from _unfinished(run)
     for one in measured(run):
         losses, asked = one.losses, _other_rate(one, FEW_OF_A_RATE)
         if asked is not None and asked.evidence["other_lr"] > asked.evidence["lr"]:
@@ -401,3 +402,35 @@ def _rate_is_to_blame(one: OptimizerView) -> bool:
     adaptive = "ada" in one.facts.cls.lower()
     usual = [each for each in found if each.grad > (1e-8 if adaptive else 1e-4 * each.weight)]
     return len(usual) * 2 > len(found) and one.rate_at(norms.number) < (1e-5 if adaptive else 1e-3)
+
+
+_WARM = 0.2
+"""A share of the rate that an optimizer was made with: a warm-up that ends below it is counted in other units."""
+
+_CALLS, _APART = 4, 5
+"""The least calls of a schedule, and the least steps between two of them, by which they are seen to be epochs."""
+
+
+def _unfinished(run: Run) -> Iterator[Found]:
+    """Warm-ups that are stepped once an epoch, and are far from their end when the run is over."""
+    for number, facts in run.schedulers.items():
+        calls = [one for one in run.of(Scheduled) if one.scheduler == number and one.after]
+        one, bases = OptimizerView(run, facts.optimizer), facts.options.get("base_lrs")
+        base = max(bases) if isinstance(bases, list) and bases else 0.0
+        rates = [max(call.after) for call in calls]
+        is_of_epochs = len(calls) >= _CALLS and _APART * len(calls) <= len(one.steps)
+        if not is_of_epochs or base <= 0 or one.losses.converged or rates != sorted(set(rates)):
+            continue
+        used = max(max(step.lrs, default=0.0) for step in one.steps)
+        if not 0 < used < _WARM * base:
+            continue
+        name, each = facts.variable or "scheduler", len(one.steps) // len(calls)
+        yield Found(
+            text=f"The learning rate of {one} never passes {used:.2g}, {used / base:.0%} of its {base:g}: the warm-up "
+            f"of {name} ({facts.cls}) is stepped once in {each} steps, {len(calls)} times, and has not ended.",
+            fix=f"step {name} after each step of {one}, or give it the number of epochs that its warm-up should take",
+            cause="The schedule counts its calls; a warm-up of so many batches lasts as many epochs here.",
+            since=calls[0],
+            optimizer=one.number,
+            evidence={"calls": len(calls), "steps": len(one.steps), "highest_lr": used, "initial_lr": base},
+        )

@@ -336,3 +336,46 @@ def loss_of_itself(run: Run) -> Iterator[Found]:
             where=probed,
             evidence=probed.evidence,
         )
+
+
+@rule("AB618", "OWN_NEGATIVE", "warning", explains=("LOSS_CONSTANT", "NOT_LEARNING"), needs=(Probed,))
+def own_negative(run: Run) -> Iterator[Found]:
+    """Samples that are the nearest of their own negatives."""
+    for probed in answers(run, "own negative"):
+        yield Found(
+            text=f"{probed.evidence['op']}{near(probed)} takes the nearest of all rows for each row, and that is the "
+            "row itself each time: no other one is driven away.",
+            fix="pairs.masked_fill(torch.eye(len(pairs), dtype=torch.bool), inf)  # -inf for similarities",
+            cause="The diagonal of the matrix of all pairs is left in: a sample is one of its own negatives.",
+            since=probed,
+        )
+
+
+@rule("AB664", "EDGES_NOT_OFFSET", "warning", explains=("NOT_LEARNING", "LOSS_CONSTANT"), needs=(Probed,))
+def edges_not_offset(run: Run) -> Iterator[Found]:
+    """Edges of batched graphs that all lie between the first nodes."""
+    for probed in answers(run, "edges"):
+        seen = probed.evidence
+        yield Found(
+            text=f"{seen['op']}{near(probed)} brings the messages of {seen['edges']} edges to nodes 0 to "
+            f"{seen['last']} only, of {seen['nodes']} nodes in {seen['graphs']} graphs.",
+            fix="edges.append(edge_index + offset); offset += len(x)  # for each graph of the batch",
+            cause="The edges of each graph number its own nodes; in a batch they begin behind those of the graphs "
+            "before it.",
+            since=probed,
+        )
+
+
+@rule("AB665", "MASKS_APART", "warning", explains=("NOT_LEARNING", "LABELS_UNRELATED"), needs=(Probed,))
+def masks_apart(run: Run) -> Iterator[Found]:
+    """Masks that lie on their pictures only when they are turned or flipped."""
+    for probed in answers(run, "apart"):
+        share, count = float(probed.evidence["share"]), int(probed.evidence["masks"])
+        yield Found(
+            text=f"{share:.0%} of {count} masks lie on their picture only when they are turned or flipped, as given to "
+            f"{root_variable(run, probed.root)} and its loss.",
+            fix="draw the turn or flip once for each sample, and apply it to picture and mask",
+            cause="Picture and mask are augmented apart, or the axes of one of them are exchanged.",
+            since=probed,
+            where=first_call(run, probed.root),
+        )

@@ -304,14 +304,21 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
         names, first = Names(names_of(run, idle)), run.parameters[idle[0]]
         shapes = [list(run.parameters[one].shape) for one in idle]
         again = next((one for one in answers(run, "twice") if one.evidence["shape"] in shapes), None)
+        lost = next((one for one in answers(run, "dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
+        also = also or (f"; a number is made of {names:it|them}{near(lost)} and left" if lost is not None else "")
+        fix = f"call {module_code(run, first.root, first.module)} in the forward, or take it out"
+        cause = "The module was never called, or its output is in no loss."
+        overwritten = lost is not None and bool(lost.evidence["again"])
+        if overwritten:
+            fix, cause = "loss = loss + ...  # in the loop over its terms", "The next term replaces it in the loss."
         yield Found(
             text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
-            fix=f"call {module_code(run, first.root, first.module)} in the forward, or take it out",
-            cause="The module was never called, or its output is in no loss.",
+            fix=fix,
+            cause=cause,
             since=step,
-            where=again or NOWHERE,
-            severity="warning" if again is not None else "",
+            where=again or lost or NOWHERE,
+            severity="warning" if again is not None or overwritten else "",
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},

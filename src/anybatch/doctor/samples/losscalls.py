@@ -18,6 +18,7 @@ from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import Evaluated, LossCall
+from anybatch.tensors.dispatch import unseen
 from anybatch.torch_private import (
     in_transform,
     is_jit_tracing,
@@ -62,6 +63,8 @@ class CurrentRoot(NamedTuple):
 
 
 NO_ROOT = CurrentRoot()
+_MOST_CLASSES = 50
+_MOST_NAMES = 3
 _compiler = vars(torch.compiler)  # of which a flag is read in each step, as ``is_compiling`` reads it in two calls
 
 
@@ -150,10 +153,17 @@ class Calls:
         value = result.item() if result.device.type == "cpu" else result.detach()
         if self._evaluation and self._evaluation[0] != name:
             self.end_evaluation()
+        counts = _confused(name, first, others[0])
         if self._evaluation:
-            self._evaluation[2:] = self._evaluation[2] + 1, self._evaluation[3] + value
+            before = self._evaluation[4]
+            both = before is not None and counts is not None and before.shape == counts.shape
+            self._evaluation[2:] = (
+                self._evaluation[2] + 1,
+                self._evaluation[3] + value,
+                before + counts if both else None,
+            )
         else:
-            self._evaluation = [name, user_place(3), 1, value]
+            self._evaluation = [name, user_place(3), 1, value, counts]
             self._targets = Targets(name) if self._evaluations < _LOOKED_AT else None
             self._evaluations += 1
         if self._targets is not None and not self._targets.add(first, others):
@@ -162,8 +172,9 @@ class Calls:
     def end_evaluation(self) -> None:
         """Writes down what the losses of an evaluation were on average."""
         if self._evaluation:
-            (name, (file, line), count, total), self._evaluation = self._evaluation, []
+            (name, (file, line), count, total, counts), self._evaluation = self._evaluation, []
             known = self._targets.facts() if self._targets is not None else {}
+            known |= _renamed(counts)
             self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line, **known))
 
     def _facts(
@@ -250,3 +261,30 @@ def _caller() -> torch.nn.Module | None:
         return None
     first = frame.f_locals.get(frame.f_code.co_varnames[0])
     return first if isinstance(first, torch.nn.Module) else None
+
+
+@unseen
+def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
+    """For each class how many of its rows were given most to each class; nothing where there are no classes."""
+    is_known = name in ("cross_entropy", "nll_loss") and type(scores) in _PLAIN and type(target) in _PLAIN
+    if not is_known or scores.dim() != 2 or target.dim() != 1 or not scores.is_cpu or target.dtype != torch.int64:
+        return None
+    classes = scores.shape[1]
+    if not 1 < classes <= _MOST_CLASSES or len(scores) != len(target):
+        return None
+    kept = (target >= 0) & (target < classes)
+    pairs = target[kept] * classes + scores.argmax(1)[kept]
+    counts: torch.Tensor = pairs.bincount(minlength=classes * classes)
+    return counts.reshape(classes, classes)
+
+
+@unseen
+def _renamed(counts: torch.Tensor | None) -> dict[str, Any]:
+    """How many rows are right, and how many are if a target means the class that most of its rows are given to."""
+    if counts is None or not int(counts.sum()):
+        return {}
+    rows, given = int(counts.sum()), counts.sum(1) > 0
+    named = counts.argmax(1)[given]
+    best = float(counts.max(1).values.sum()) / rows if len(named.unique()) == len(named) else 0.0
+    names = [(int(one), int(other)) for one, other in zip(given.nonzero()[:, 0], named, strict=True) if one != other]
+    return {"rows": rows, "right": float(counts.trace()) / rows, "renamed": best, "names": tuple(names[:_MOST_NAMES])}

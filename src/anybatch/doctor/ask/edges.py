@@ -1,0 +1,52 @@
+"""Do the edges of a batch of graphs reach all of them, or were those of each graph left with its own numbers?"""
+
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
+from anybatch.doctor.ask.tape import Operation, Replay, Tape, slots
+from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.records.lossfacts import Probed
+
+_LEAST_GRAPHS = 4
+_GATHERING = frozenset(
+    {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_reduce_"}
+)
+
+
+def not_offset(tape: Tape) -> Probed:
+    """Whether messages come to no node beyond the number that the largest graph of a batch has."""
+    rows_of(tape)
+    run, loss = replayed(tape, tape.losses[-1], lambda one: one), tape.losses[-1]
+    sizes = next((found for one in tape.leaves.values() if (found := _sizes(one)) is not None), None)
+    if sizes is None:
+        raise Unknown("no tensor numbers the graphs of the nodes of a batch")
+    needed, nodes, largest = slots_of(tape, loss), int(sizes.sum()), int(sizes.max())
+    for operation in tape.operations[: loss.before]:
+        index = _index(operation, run, nodes)
+        if index is None or not needed & set(operation.outs) or 2 * len(index) < nodes:
+            continue
+        if int(index.max()) < largest <= nodes // _LEAST_GRAPHS:
+            seen: dict[str, Any] = {"nodes": nodes, "graphs": len(sizes), "last": int(index.max()), "edges": len(index)}
+            return told("edges", operation, op=operation.name.strip("_"), **seen)
+    return told("edges", answer="no")
+
+
+def _sizes(one: torch.Tensor) -> torch.Tensor | None:
+    """How many nodes each graph has, if a tensor says for each node the number of its graph, in order."""
+    if one.dim() != 1 or one.dtype != torch.int64 or len(one) < 2 * _LEAST_GRAPHS or int(one[0]) != 0:
+        return None
+    steps = one.diff()
+    is_one = bool(((steps == 0) | (steps == 1)).all()) and int(one[-1]) + 1 >= _LEAST_GRAPHS
+    return one.bincount() if is_one and int(one[-1]) + 1 < len(one) else None
+
+
+def _index(operation: Operation, run: Replay, nodes: int) -> torch.Tensor | None:
+    """The nodes that an operation brings messages to."""
+    given = [run.values[one] for one in slots((operation.args, operation.kwargs))]
+    dim = next((one for one in operation.args[1:] if type(one) is int), operation.kwargs.get("dim"))
+    index = next((one for one in given[1:] if one.dtype == torch.int64), None)
+    if operation.name not in _GATHERING or index is None or dim != 0 or given[0].shape[:1] != (nodes,):
+        return None
+    return index.reshape(len(index), -1)[:, 0] if len(index) else None

@@ -1,0 +1,81 @@
+"""Evaluations of other labels, of and of averages: told where it is so, quiet else."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.recorder import Doctor
+from anybatch.records.lossfacts import Evaluated
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def same(one: torch.Tensor) -> torch.Tensor:
+    return one
+
+
+def classes(names: Change, rows: int = 120, *, learns: bool = True) -> Evaluated:
+    """The evaluation of a net that tells three classes apart."""
+    torch.manual_seed(0)
+    net, centres = nn.Linear(3, 3), torch.eye(3) * 4
+    with Doctor() as doctor:
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for _ in range(30):
+            y = torch.randint(0, 3, (24,))
+            optimizer.zero_grad()
+            F.cross_entropy(net(centres[y if learns else y[torch.randperm(24)]]), y).backward()
+            optimizer.step()
+        net.eval()
+        y = torch.arange(rows) % 3
+        with torch.no_grad():
+            for part in y.split(rows // 2):
+                F.cross_entropy(net(centres[part]), names(part))
+        net.train()
+        F.cross_entropy(net(centres), torch.arange(3)).backward()
+    assert doctor.failure == ""
+    return next(doctor.run.of(Evaluated))
+
+
+def test_an_evaluation_knows_how_many_rows_are_right_and_under_other_names() -> None:
+    right, moved = classes(same), classes(lambda y: (y + 1) % 3)
+    assert (right.rows, right.right, right.renamed, right.names) == (120, 1.0, 1.0, ())
+    assert (moved.right, moved.renamed, moved.names) == (0.0, 1.0, ((0, 2), (1, 0), (2, 1)))
+    assert classes(lambda y: torch.where(y == 0, -100, y)).rows == 80
+    assert classes(lambda y: y % 2).renamed < 0.9  # two classes have one label
+    assert classes(same, learns=False).renamed < 0.8
+
+
+class Late:
+    """A net and its average, which is first called when both have moved."""
+
+    def __init__(self, *, buffers: bool) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.average = copy.deepcopy(self.net)
+        self.buffers = buffers
+
+    def __call__(self) -> None:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        for step in range(60):
+            x = torch.randn(16, 4) + 2
+            optimizer.zero_grad()
+            F.cross_entropy(self.net(x), (x[:, 0] > 2).long()).backward()
+            optimizer.step()
+            values = (
+                one.state_dict().values() if self.buffers else one.parameters() for one in (self.average, self.net)
+            )
+            with torch.no_grad():
+                for mine, its in zip(*values, strict=True):
+                    mine.lerp_(its, 0.1) if mine.is_floating_point() else mine.copy_(its)
+                if step % 25 == 24:  # at a step that is measured
+                    self.average.eval()(torch.randn(16, 4) + 2)
+
+
+def test_an_average_that_is_first_called_late_needs_buffers_too() -> None:
+    assert answer(Late(buffers=False), "copied buffers") == "yes"
+    assert answer(Late(buffers=True), "copied buffers") == ""

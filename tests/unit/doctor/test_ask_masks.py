@@ -1,0 +1,96 @@
+"""Masks that were turned apart from their pictures are told, and those that lie on them or say nothing are not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Make = Callable[[], Pair]
+SIDE = 16
+
+
+def box(height: int = SIDE) -> torch.Tensor:
+    mask = torch.zeros(height, SIDE)
+    y, x = (int(torch.randint(0, size - 6, ())) for size in mask.shape)
+    mask[y : y + 6, x : x + 4] = 1
+    return mask
+
+
+def shown(mask: torch.Tensor) -> torch.Tensor:
+    return mask[None] * torch.tensor([1.0, -0.5])[:, None, None] + 0.2 * torch.randn(2, *mask.shape)
+
+
+def aligned() -> Pair:
+    mask = box()
+    return shown(mask), mask
+
+
+def turned() -> Pair:
+    image, mask = aligned()
+    return image, mask.rot90(int(torch.randint(0, 4, ())))
+
+
+def exchanged() -> Pair:
+    image, mask = aligned()
+    return image, mask.T
+
+
+def flipped() -> Pair:
+    mask = box(24)
+    return shown(mask), mask.flip(1) if torch.rand(()) < 0.5 else mask
+
+
+def both() -> Pair:
+    image, mask = aligned()
+    turn = int(torch.randint(0, 4, ()))
+    return image.rot90(turn, (1, 2)), mask.rot90(turn)
+
+
+def centred() -> Pair:
+    mask = torch.zeros(SIDE, SIDE)
+    mask[4:12, 4:12] = 1
+    return shown(mask), mask
+
+
+def lit() -> Pair:
+    """Light from some side, and masks that have nothing to do with it."""
+    side = torch.linspace(-1, 1, SIDE).expand(2, SIDE, SIDE)
+    return side.rot90(int(torch.randint(0, 4, ())), (1, 2)) + 0.1 * torch.randn(2, SIDE, SIDE), box()
+
+
+def rough() -> Pair:
+    mask = box()
+    return torch.randn(2, SIDE, SIDE) * (0.2 + mask), mask
+
+
+def moved() -> Pair:
+    """Where a thing will be a moment later."""
+    image, mask = aligned()
+    return image, mask.roll(2, 1)
+
+
+def train(make: Make) -> None:
+    net = nn.Conv2d(2, 2, 3, padding=1)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(10):
+        images, masks = (torch.stack(one) for one in zip(*(make() for _ in range(8)), strict=True))
+        optimizer.zero_grad()
+        F.cross_entropy(net(images), masks.long()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [turned, exchanged, flipped])
+def test_masks_that_are_turned_apart_are_told(make: Make) -> None:
+    assert answer(lambda: train(make), "apart") == "yes"
+
+
+@pytest.mark.parametrize("make", [aligned, both, centred, lit, rough, moved])
+def test_masks_that_lie_on_their_pictures_or_say_nothing_are_not(make: Make) -> None:
+    assert answer(lambda: train(make), "apart") in ("no", "unknown")

@@ -1,0 +1,146 @@
+"""Terms of a loss: one that is left, one that is minimised beside another, a sample among its own negatives."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
+
+__all__ = ["nothing_was_compiled"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SAME = torch.eye(ROWS, dtype=torch.bool)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([head(x) for head in self.heads])
+
+
+def replaced(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = made.new_zeros(())
+    for one in made.unbind():
+        loss = 0.5 * F.cross_entropy(one, y)
+    return loss / 2
+
+
+def added(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = made.new_zeros(())
+    for one in made.unbind():
+        loss = loss + F.cross_entropy(one, y)
+    return loss
+
+
+class OfHeads(nn.Module):
+    """Terms of two heads, of which the first begins later."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.heads, self.keeps = nn.ModuleList(nn.Linear(6, 3) for _ in range(2)), keeps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, loss = torch.arange(len(x)) % 3, x.new_zeros(())
+        for number, head in enumerate(self.heads):
+            term = F.cross_entropy(head(x), y)
+            if number or self.keeps:
+                loss = loss + term
+        return loss
+
+
+def overwriting(x: torch.Tensor, heads: nn.ModuleList) -> torch.Tensor:
+    loss = x.new_zeros(())
+    for head in heads:
+        loss = 0.5 * F.cross_entropy(head(x), torch.arange(len(x)) % 3)
+    return loss / 2
+
+
+class Overwriting(OfHeads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return overwriting(x, self.heads)
+
+
+def left(net: nn.Module) -> tuple[str, bool]:
+    found = asked(lambda: steps(net, lambda loss, y: loss), "dropped")[-1]
+    return found.answer, bool(found.evidence.get("again"))
+
+
+def test_a_term_that_the_next_one_replaces_is_told_apart_from_one_that_waits() -> None:
+    assert left(Overwriting(keeps=True)) == ("yes", True)
+    assert left(OfHeads(keeps=False)) == ("yes", False)
+    assert left(OfHeads(keeps=True)) == ("no", False)
+    assert answer(lambda: steps(Heads(), added), "dropped") == "no"
+    assert answer(lambda: steps(Heads(), replaced), "dropped") == "no"  # all heads are in one tensor
+
+
+def monitored(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    F.mse_loss(made, F.one_hot(y, 3).float())  # shown, and of the same parameters
+    return F.cross_entropy(made, y)
+
+
+def test_a_number_that_is_only_shown_is_no_term() -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), monitored), "dropped") == "no"
+
+
+def overlap(made: torch.Tensor, y: torch.Tensor, sign: int) -> torch.Tensor:
+    mask = F.one_hot(y, 3).float()
+    probs = made.sigmoid()
+    dice = 2 * (probs * mask).sum(1) / (probs.sum(1) + mask.sum(1))
+    return 0.5 * F.binary_cross_entropy(probs, mask) + sign * dice.mean()
+
+
+def other_target(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    probs, mask = made.sigmoid(), F.one_hot(y, 3).float()
+    return F.binary_cross_entropy(probs, F.one_hot((y + 1) % 3, 3).float()) + (probs * mask).mean()
+
+
+def test_an_overlap_that_is_minimised_beside_a_loss_with_the_same_target_is_told() -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), functools.partial(overlap, sign=1)), "punished") == "yes"
+    assert answer(lambda: steps(nn.Linear(6, 3), functools.partial(overlap, sign=-1)), "punished") == "no"
+    assert answer(lambda: steps(nn.Linear(6, 3), other_target), "punished") == "unknown"
+
+
+def hinge(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        pairs = (made[:, None] - made).pow(2).sum(-1)
+        return (pairs.masked_fill(SAME, 0).max(1).values - pick(pairs) + 0.5).relu().mean()
+
+    return loss
+
+
+def contrast(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(made, dim=1)
+        return F.cross_entropy(pick(z @ z.T / 0.1), (torch.arange(ROWS) + ROWS // 2) % ROWS)
+
+    return loss
+
+
+def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    near = made.detach() + 1e-3 * torch.randn_like(made)
+    return torch.cdist(made, near).min(1).values.mean() + F.cross_entropy(made @ near.T, torch.arange(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (hinge(lambda pairs: pairs.min(1).values), "yes"),
+        (hinge(lambda pairs: pairs.amin(dim=1)), "yes"),
+        (hinge(lambda pairs: (-pairs).topk(1, dim=1).values[:, 0]), "yes"),
+        (hinge(lambda pairs: pairs.masked_fill(SAME, 1e6).min(1).values), "no"),
+        (hinge(lambda pairs: pairs.kthvalue(2, dim=1).values), "no"),
+        (hinge(lambda pairs: pairs.min().expand(1)), "no"),
+        (contrast(lambda scores: scores), "yes"),
+        (contrast(lambda scores: scores.masked_fill(SAME, -1e9)), "no"),
+        (two_sets, "no"),
+    ],
+)
+def test_a_sample_that_is_its_own_nearest_negative_is_told(loss: Loss, expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 8), loss), "own negative") == expected

@@ -1,0 +1,34 @@
+"""Labels of an evaluation that number the classes otherwise are told, and confusions of classes are not."""
+
+from typing import Any
+
+import pytest
+
+from anybatch.records.lossfacts import Evaluated
+from anybatch.records.runs import Run
+from number_runs import Training, fires, quiet
+
+
+def evaluated(**values: Any) -> Run:
+    told = {"rows": 150, "right": 0.02, "renamed": 0.98, "names": ((0, 1), (1, 2)), "file": "train.py", "line": 30}
+    return Training(after=(Evaluated(function="cross_entropy", value=9.0, **{**told, **values}),)).run()
+
+
+def test_labels_renumbered_fires_and_says_what_the_labels_mean() -> None:
+    found = fires(evaluated(), "LABELS_RENUMBERED", "warning")
+    assert "label 0 is class 1, 1 is class 2" in found.message
+    assert found.place.line == 30
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"right": 0.9, "renamed": 0.9, "names": ()},  # it is right
+        {"right": 0.3, "renamed": 0.6},  # classes are confused
+        {"right": 0.5, "renamed": 0.0},  # two labels are given to one class
+        {"rows": 20},  # by accident
+        {"rows": 0, "right": 0.0, "renamed": 0.0, "names": ()},  # an older record
+    ],
+)
+def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str, Any]) -> None:
+    quiet(evaluated(**values), "LABELS_RENUMBERED")
