@@ -36,7 +36,7 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     under: dict[int, list[int]] = {root: [] for root in roots}
     for index in parents:
         under[_root(index, parents)].append(index)
-    worst = {root: min(_severity(found[one]) for one in (root, *under[root])) for root in roots}
+    worst = {root: min(_severity(found[one]) for one in (root, *_own(under[root], found))) for root in roots}
     order = sorted(roots, key=lambda root: (worst[root], found[root].at, _severity(found[root]), found[root].code))
     shown: list[Finding] = []
     for root in order:
@@ -44,6 +44,11 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
         behind = sorted(under[root], key=lambda one: (found[one].at, _severity(found[one]), found[one].code))
         shown += [replace(found[one], consequence_of=found[root].name) for one in behind]
     return tuple(shown)
+
+
+def _own(behind: Iterable[int], found: list[Finding]) -> list[int]:
+    """Without outcomes, which follow from every fault alike and make none of them the graver one."""
+    return [one for one in behind if found[one].name not in OUTCOMES]
 
 
 def _parent(

@@ -53,6 +53,11 @@ def test_errors_come_before_warnings_and_hints_last() -> None:
     assert [name for name, _ in shown(make("I", 0, "info"), make("W", 1), make("E", 7, "error"))] == ["E", "W", "I"]
 
 
+def test_an_outcome_makes_no_warning_graver_than_an_error() -> None:
+    found = shown(make("W", 1), make("E", 7, "error"), make("NOT_LEARNING", 9, "error"))
+    assert [name for name, _ in found] == ["E", "W", "NOT_LEARNING"]
+
+
 def test_a_warning_whose_consequence_is_an_error_ranks_as_one_and_stays_a_warning() -> None:
     findings = make("W", 0), make("A", 1), make("B", 5, "error"), make("E", 7, "error")
     assert [name for name, _ in shown(*findings)] == ["A", "B", "E", "W"]
