@@ -163,3 +163,44 @@ def test_step_without_gradient_fires_where_no_backward_was_called() -> None:
 def test_step_without_gradient_is_quiet_on_own_optimizers_and_own_gradients() -> None:
     for built in (without(with_grad=4), without(torchs=False), without(backward=True), simple()):
         assert not findings(built, "STEP_WITHOUT_GRADIENT")
+
+
+def adversaries(*, own: bool = False, late: bool = False, shared: bool = False) -> RunBuilder:
+    """Two optimizers, of which the second one's loss reaches the first one's parameters too."""
+    built = RunBuilder()
+    numbers = built.model(("d.weight", "d.bias", "g.weight", "g.bias"))
+    built.optimizer(numbers[:2], 0, variable="optimizer_d")
+    built.optimizer(numbers[2:], 1, variable="optimizer_g")
+    for _ in range(8):
+        if not late:
+            built.clear(0)
+        built.forward()
+        if own:
+            built.backward(numbers[:2])
+        if not shared:
+            built.step(0, with_grad=2 if own else 0)
+        built.clear(1)
+        built.forward()
+        built.backward(numbers)
+        built.step(1)
+        if late:
+            built.clear(0)
+        if shared:
+            built.clear(0)
+            built.step(0, with_grad=0)
+    return built
+
+
+def test_step_without_gradient_fires_where_only_the_loss_of_another_optimizer_reaches() -> None:
+    built = adversaries()
+    (one,) = findings(built, "STEP_WITHOUT_GRADIENT")
+    assert one.place.optimizer == "optimizer_d" or one.message.startswith("optimizer_d")
+    assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
+    assert findings(adversaries(late=True), "STEP_WITHOUT_GRADIENT")
+
+
+def test_step_without_gradient_is_quiet_beside_another_optimizer() -> None:
+    assert not findings(adversaries(own=True), "STEP_WITHOUT_GRADIENT")
+    built = adversaries(shared=True)  # one loss for both, cleared before the second step
+    assert not findings(built, "STEP_WITHOUT_GRADIENT")
+    assert findings(built, "ZERO_GRAD_BEFORE_STEP")

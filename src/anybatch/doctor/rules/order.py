@@ -7,9 +7,11 @@ from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
-from anybatch.records.events import Backward, Cleared, Clipped, Scaler, Stepped
+from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
 from anybatch.records.runs import Run
+
+_ENOUGH = 20  # steps of which one shows what lies between the clearing and the step
 
 
 @rule("AB301", "ZERO_GRAD_MISSING", "error", explains=(*RUNS_AWAY, "ACCUM_NOT_DIVIDED", "LEAK_TO_OTHER_NET"))
@@ -83,7 +85,7 @@ def zero_grad_before_step(run: Run) -> Iterator[Found]:
     for one in optimizers(run):
         found = [(window, step) for window, step in one.stepped if step.zero is not None or not step.with_grad]
         bad = [(window, step) for window, step in found if _cleared_in_vain(window, step)]
-        if len(bad) < 2 or len(bad) * 2 < len(found):
+        if len(bad) < 2 or len(bad) * 2 < len(found) or _never_its_own(run, one):
             continue
         window, step = bad[0]
         clear = [event for event in window.events if isinstance(event, Cleared)][-1]
@@ -109,6 +111,23 @@ def _cleared_in_vain(window: Window, step: Stepped) -> bool:
         return False  # nobody was seen to clear: the backward itself may have given zeros, as a margin that is met does
     none = step.with_grad == 0 or step.zero is True
     return bool(window.passes) and not window.used and not step.edited and none
+
+
+def _never_its_own(run: Run, one: OptimizerView) -> bool:
+    """Whether each backward that reaches an optimizer is for another one, and its own was left out.
+
+    The one that discriminates gets gradients of the generator's loss too, and clears them before its next forward.
+    """
+    others = frozenset().union(*(members(run).get(step.optimizer, frozenset()) for step in run.of(Stepped))) - one.own
+    reaching = [back for back in passes(run) if back.reaches(one.own)]
+    if not reaching or not all(back.touched is not None and back.touched & others for back in reaching):
+        return False
+    forwards = [entry.at for entry in run.of(Forward) if entry.grad]
+    for window, step in one.stepped[:_ENOUGH]:
+        cleared = max((event.at for event in window.events if isinstance(event, Cleared)), default=None)
+        if cleared is not None and any(cleared < at < step.at for at in forwards):
+            return True
+    return False
 
 
 def _moved(
@@ -162,7 +181,8 @@ def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones m
         if not by_gradient or len(one.steps) < steps or any(step.with_grad for step in one.steps):
             continue
         trainable = any(run.parameters[number].requires_grad for number in one.own if number in run.parameters)
-        if one.number not in run.optimizers or not trainable or any(back.reaches(one.own) for back in passes(run)):
+        reached = any(back.reaches(one.own) for back in passes(run)) and not _never_its_own(run, one)
+        if one.number not in run.optimizers or not trainable or reached:
             continue
         first = one.steps[0]
         spots = Counter(back.spot for back in passes(run))
