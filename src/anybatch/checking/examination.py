@@ -346,9 +346,7 @@ class Examination(Case):
                 other = self._watched(Bounds(shifts), self.splits[0])
             except (Exception, SystemExit):  # noqa: BLE001 - a loss refuses what it does not expect
                 return None
-            if not other.norm:
-                return None
-            return other.losses != split.losses or distance(other.gradients, split.gradients) != 0
+            return distance(other.gradients, split.gradients) != 0 if other.norm else None
 
         operation = bound_of_samples(whole.met, parts.met, number)
         if operation := operation or read_of_samples(whole.reads.met, parts.reads.met, number, changes):

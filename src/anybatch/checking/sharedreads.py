@@ -27,7 +27,7 @@ _A_LITTLE = 1e-3  # of a change, which shows whether the loss is continuous in w
 _TIMES = 2  # the size of a number is added to it: the numbers of later batches may all be others
 _KEPT = 0.1  # of a number, which keeps its sign: a loss is often checked to be above 0
 _NEARER = (1, 0.5, 0.25, 0.125)  # of a change that leaves everything out
-_FEW = 8  # changes that are asked about one by one
+_FEW = 4  # changes that are asked about one by one
 aten = torch.ops.aten
 _OF_ITEMS = frozenset((aten.all, aten.any, aten.count_nonzero, aten.sum))
 _NOT_FINITE = (math.inf, -math.inf)
@@ -165,7 +165,7 @@ def read_of_samples(
         parts: the same in parts, one after the other.
         number: of parts.
         changes: runs the parts with other numbers in the places of some reads, and says whether that gives another
-            loss; ``None`` where it fails or leaves everything out.
+            gradient; ``None`` where it fails or leaves everything out.
 
     Returns:
         The name; ``""`` if there is none.
