@@ -21,7 +21,7 @@ from anybatch.checking.gradients import distance
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.sharedreads import read_of_samples
+from anybatch.checking.sharedreads import is_of_nothing, read_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
@@ -346,7 +346,9 @@ class Examination(Case):
                 other = self._watched(Bounds(shifts), self.splits[0])
             except (Exception, SystemExit):  # noqa: BLE001 - a loss refuses what it does not expect
                 return None
-            return distance(other.gradients, split.gradients) != 0 if other.norm else None
+            if not other.norm:
+                return None
+            return is_of_nothing(other.losses, split.losses) or distance(other.gradients, split.gradients) != 0
 
         operation = bound_of_samples(whole.met, parts.met, number)
         if operation := operation or read_of_samples(whole.reads.met, parts.reads.met, number, changes):

@@ -155,6 +155,11 @@ def _line() -> str:
     return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})"
 
 
+def is_of_nothing(losses: Mapping[str, float], before: Mapping[str, float]) -> bool:
+    """Whether a loss is no number that was one before, as a mean over no items, which have no gradient to show it."""
+    return any(math.isnan(value) and not math.isnan(before.get(name, math.nan)) for name, value in losses.items())
+
+
 def read_of_samples(
     whole: Sequence[Read], parts: Sequence[Read], number: int, changes: Callable[[Mapping[int, float]], bool | None]
 ) -> str:

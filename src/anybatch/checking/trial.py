@@ -17,7 +17,7 @@ from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.sharedreads import Read, read_of_samples
+from anybatch.checking.sharedreads import Read, is_of_nothing, read_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
@@ -177,7 +177,7 @@ class Trial:
                 return None
             if not other.gradient.distance():  # what is amiss is left out
                 return None
-            return other.gradient.distance(split.gradient) != 0
+            return is_of_nothing(other.losses, split.losses) or other.gradient.distance(split.gradient) != 0
 
         if self._was_asked:
             return ""
