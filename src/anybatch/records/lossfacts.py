@@ -146,5 +146,9 @@ class Evaluated(Fact):
     function: str  # such as ``"cross_entropy"``
     value: float = 0.0  # the mean of these losses
     calls: int = 1  # the number of them
+    # of the first evaluations: the loss of the best constant guess for their targets; ``None`` if unknown
+    guess: float | None = None
+    items: int = 0  # the number of targets that this guess is for
+    better: bool = False  # whether more classes are right than by always saying the most frequent one, by no chance
     file: str = ""  # file and line of the user's call
     line: int = 0

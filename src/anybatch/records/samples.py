@@ -110,6 +110,7 @@ class InputSample(Fact):
     # not two, or they were not examined
     alike: bool | None = None
     first: str = ""  # the class of the first leaf module that was called in the forward, such as ``"Linear"``
+    of: int = 0  # the rows of the tensor that it is a slice of along dim 0; 0 if it is none
 
 
 @fact("nonfinite")

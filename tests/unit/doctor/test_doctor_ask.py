@@ -112,6 +112,24 @@ def test_a_sum_that_is_added_to_a_mean_is_found(reduce: Callable[..., torch.Tens
     assert answer(lambda: steps(nn.Linear(6, 3), penalised(reduce)), "sums") == expected
 
 
+@pytest.mark.parametrize(("scale", "expected"), [("after", "yes"), ("before", "unknown")])
+def test_a_loss_that_is_printed_before_the_step_is_no_number_on_the_way_to_it(scale: str, expected: str) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            scores = net(torch.randn(ROWS, 6))
+            penalty = scores.pow(2).sum()
+            factor = penalty.item() if scale == "before" else 1.0
+            loss = F.cross_entropy(scores, torch.randint(0, 3, (ROWS,))) + 0.1 * factor * penalty
+            optimizer.zero_grad()
+            loss.backward()
+            assert loss.item() != 0
+            optimizer.step()
+
+    assert answer(train, "sums") == expected
+
+
 def test_a_penalty_of_weights_is_no_sum_over_the_batch() -> None:
     net = nn.Linear(6, 3)
     loss = lambda scores, y: F.cross_entropy(scores, y) + 0.1 * net.weight.pow(2).sum()  # noqa: E731

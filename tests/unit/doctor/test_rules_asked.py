@@ -43,6 +43,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "small value": {"critic": 1, "optimizer": 0},
     "evaluated scores": {"function": "cross_entropy"},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
+    "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
@@ -200,6 +201,14 @@ def test_loss_mixed_reduction_fires_at_the_sum() -> None:
 
 def test_loss_mixed_reduction_is_quiet_without_an_answer() -> None:
     both("sums", "LOSS_MIXED_REDUCTION")
+
+
+def test_weighed_late_fires_at_the_product() -> None:
+    assert "reduction='none'" in fires(asked("weighed late", "yes").run(), "WEIGHED_LATE", "warning").fix
+
+
+def test_weighed_late_is_quiet_without_an_answer() -> None:
+    both("weighed late", "WEIGHED_LATE")
 
 
 def test_rows_torn_fires_at_the_view() -> None:

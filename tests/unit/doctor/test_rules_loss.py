@@ -162,6 +162,26 @@ def test_softmax_dim_is_quiet_for_attention_contrast_and_time() -> None:
     silent(first.run(), "SOFTMAX_DIM")
 
 
+def sequences(function: str, dim: int, *, log_normalised: bool = False, high: float = -0.1) -> Training:
+    """A training with a likelihood of (20, 16, 7), and with a log-softmax along a dim of it."""
+    of = call(function, input_shape=(20, 16, 7), log_normalised=log_normalised, normalised=False, high=high, low=-9.0)
+    walk = Walk(nodes=30, softmaxes=((dim, 3, (20, 16, 7)[dim], False),))
+    return Training(call=of, every=lambda step: [walk] if step % 10 == 0 else [])
+
+
+@pytest.mark.parametrize(("function", "dim", "wanted"), [("ctc_loss", 0, 2), ("nll_loss", 2, 1)])
+def test_softmax_dim_fires_beside_the_classes_of_a_likelihood(function: str, dim: int, wanted: int) -> None:
+    one = fires(sequences(function, dim).run(), "SOFTMAX_DIM", "error")
+    assert one.evidence["classes"] == wanted
+
+
+def test_softmax_dim_is_quiet_along_the_classes_and_beside_attention() -> None:
+    silent(sequences("ctc_loss", 2, log_normalised=True).run(), "SOFTMAX_DIM")
+    silent(sequences("ctc_loss", 0, log_normalised=True).run(), "SOFTMAX_DIM")  # attention over time, before the scores
+    silent(sequences("ctc_loss", 0, high=3.0).run(), "SOFTMAX_DIM")  # scores, beside attention over time
+    silent(sequences("nll_loss", 1, log_normalised=False).run(), "SOFTMAX_DIM")  # of a mixture, say
+
+
 def test_label_shift_fires_where_targets_are_two_ahead() -> None:
     one = fires(Training(call=call(shift=2)).run(), "LABEL_SHIFT", "error")
     assert one.evidence["shift"] == 2

@@ -12,10 +12,12 @@ from anybatch.doctor.ask import (
     fitting,
     functions,
     labels,
+    late,
     relating,
     rows,
     schedules,
     source,
+    uncounted,
     weighing,
 )
 from anybatch.doctor.ask.keeping import Kept
@@ -28,7 +30,7 @@ Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
     schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
-    axes.about_padding, axes.about_several,
+    axes.about_padding, axes.about_several, uncounted.about_uncounted,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
@@ -39,7 +41,8 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("punished", weighing.punished), ("signs", axes.unsigned),
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
-    ("rates", arguments.rates), ("class weights", arguments.class_weights),
+    ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
+    ("weighed late", late.weighed_late),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

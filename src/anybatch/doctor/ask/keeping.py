@@ -19,6 +19,7 @@ from anybatch.torch_private import has_compiled
 
 _TAPED = 10  # steps in which one may be written down
 _MOST_TRIES = 6  # for each root
+_MOST_PHASES = 4  # optimizers that begin later, as that of a fine-tuning does, each of which may have its own
 _ENOUGH = 2  # steps of each optimizer: an early one, and a later one by when caches and states of the user's are there
 _MOST_LOSSES = 64
 _MOST_NETS = 24
@@ -294,6 +295,8 @@ class Kept:
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""
         tape, self._tape = self._tape, None
+        if self._written and optimizer not in self._written and len(self._written) < _MOST_PHASES:
+            self._trained.clear()
         count = self._written.setdefault(optimizer, 0)
         if tape is None:
             return

@@ -87,12 +87,14 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
     operation = tape.operations[where.index]
+    terms = slots_of(tape, loss, without="grad")  # a loss of which only the gradient is used need not become small
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
         "apart": [_same(tape, one, term) for one, _, term in known
-                  if term is not None and term.answer == "no" and one.slot not in alike],  # ones are no labels
+                  if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
+                  and terms & set(tape.operations[one.index].outs)],
     }  # fmt: skip
     return told("related", operation, answer=answer, **evidence)
 

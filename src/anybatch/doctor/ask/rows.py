@@ -71,10 +71,12 @@ def rows_of(tape: Tape) -> int:
     return tape.rows
 
 
-def slots_of(tape: Tape, loss: Loss) -> set[Slot]:
-    """The slots that a loss is made of."""
+def slots_of(tape: Tape, loss: Loss, *, without: str = "") -> set[Slot]:
+    """The slots that a loss is made of; those that it is made of by way of operations of one name may be left out."""
     needed = {loss.slot}
     for operation in reversed(tape.operations[: loss.before]):
+        if operation.name == without:
+            continue
         if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
             needed |= set(slots((operation.args, operation.kwargs)))
     return needed
@@ -313,7 +315,8 @@ def mixed_sums(tape: Tape) -> Probed:
     needed = slots_of(tape, loss)
     if not all(one.is_cpu for one in tape.leaves.values()):
         raise Unknown("on a GPU an index that is out of range would end the process")
-    if tape.numbers & needed:
+    last = max((at for at, one in enumerate(tape.operations[: loss.before]) if needed & set(one.outs)), default=-1)
+    if any(tape.numbers[one] <= last for one in tape.numbers.keys() & needed):  # of a loss itself it may be printed
         raise Unknown("a value of the step became a number of Python on the way to the loss")
 
     def twice(one: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class Tape(TorchFunctionMode):
         losses: in order.
         bases: of leaves that are views, with all entries in their order, the shape of what they are views of.
         rows: of the batch; -1 where it is not known.
-        numbers: slots whose values became numbers of Python.
+        numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
         nan: the first operation that gave NaN though it was given none.
         failed: why it is of no use; empty if it is.
@@ -105,7 +105,7 @@ class Tape(TorchFunctionMode):
         self.losses: list[Loss] = []
         self.bases: dict[Slot, tuple[int, ...]] = {}
         self.rows = -1
-        self.numbers: set[Slot] = set()
+        self.numbers: dict[Slot, int] = {}
         self.sizes = False
         self.nan: Operation | None = None
         self.failed = ""
@@ -184,7 +184,8 @@ class Tape(TorchFunctionMode):
     def _note(self, operation: Operation, given: Any, result: Any) -> None:
         name, kwargs = operation.name, operation.kwargs
         if name in _NUMBERS:
-            self.numbers |= set(slots((operation.args, kwargs)))
+            for slot in slots((operation.args, kwargs)):
+                self.numbers.setdefault(slot, len(self.operations))
             return
         found = list(_tensors(result))
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs

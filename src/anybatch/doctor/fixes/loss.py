@@ -50,10 +50,11 @@ def over_the_last_dim(scene: Scene) -> Iterator[Edit]:
     calls = calls or source.calls(source.tree, "Softmax", "LogSoftmax")
     call = only(calls, "softmaxes")
     position = 0 if last_name(call)[:1].isupper() or _is_method(call) else 1
+    dim = str(scene.finding.evidence.get("classes", -1))
     if len(call.args) > position:
-        yield source.edit([source.replaced(call.args[position], "-1")])
+        yield source.edit([source.replaced(call.args[position], dim)])
     else:
-        yield source.edit([source.keyword(call, "dim", "-1")])
+        yield source.edit([source.keyword(call, "dim", dim)])
 
 
 def _is_method(call: ast.Call) -> bool:

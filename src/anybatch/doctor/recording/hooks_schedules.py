@@ -13,8 +13,10 @@ from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place, whose_file
 from anybatch.doctor.recording.recordings import Depth, Recording
+from anybatch.doctor.samples.scaledsets import data_of, standardised
 from anybatch.records.events import Epoch, Scheduled
 
+_MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
@@ -104,6 +106,7 @@ class LoaderHooks:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._scales: dict[int, tuple[float, ...]] = {}
 
     def attach(self) -> None:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
@@ -141,6 +144,8 @@ class LoaderHooks:
         if number is None:
             number = self._numbers[loader] = self._count
             self._count += 1
+            if number < _MOST_SETS:
+                self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
         self._given[iterator] = [number, 0]
         sampler = getattr(loader, "sampler", None)
         self._recording.tell(
@@ -148,7 +153,8 @@ class LoaderHooks:
                 loader=number, batches=_length(loader), rows=_length(getattr(loader, "dataset", None)),
                 batch_size=getattr(loader, "batch_size", None) or -1,
                 shuffled=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
-                workers=int(getattr(loader, "num_workers", 0)), **self._recording.place(),
+                workers=int(getattr(loader, "num_workers", 0)), standardised=self._scales.get(number, ()),
+                **self._recording.place(),
             )
         )  # fmt: skip
 

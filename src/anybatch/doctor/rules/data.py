@@ -11,6 +11,7 @@ from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest
 from anybatch.doctor.views.naming import first_call, near, qualified, root_variable
+from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
@@ -163,8 +164,8 @@ def data_repeated(
 ) -> Iterator[Found]:  # fmt: skip
     """Batches that are bitwise equal although they should differ."""
     inputs: dict[tuple[int, str], list[InputSample]] = {}
-    for one in _trained_on(run):
-        if one.hash and math.prod(one.shape) >= 8:
+    for one in trained_on(run):
+        if one.hash:
             inputs.setdefault((one.root, one.name), []).append(one)
     starts = [one for one in run.of(Epoch) if not one.ended]
     if max((one.batches for one in starts), default=0) < 2:
@@ -172,8 +173,10 @@ def data_repeated(
     for seen in inputs.values():
         if len(seen) < samples:
             continue
-        if len({one.hash for one in seen}) == 1:
+        if len({one.hash for one in seen}) == 1 and math.prod(seen[0].shape) >= (2 if seen[0].std else 8):
             found = next(_always_the_same(run, seen, steps), None)
+        elif math.prod(seen[0].shape) < 8:  # a few numbers may come again by chance
+            continue
         else:
             twice = _within_epochs(run, seen, starts)
             why = f"{len(twice)} of {len(seen)} batches are copies of another one in the same epoch"
@@ -188,29 +191,18 @@ def data_repeated(
             return
 
 
-def _trained_on(run: Run) -> Iterator[InputSample]:
-    """The inputs of the last call of each root before a backward; what only evaluates is followed by none."""
-    waiting: dict[int, list[InputSample]] = {}
-    for one in run.of(Forward, InputSample, Backward):
-        if isinstance(one, Forward):
-            waiting[one.root] = []
-        elif isinstance(one, InputSample):
-            waiting.setdefault(one.root, []).append(one)
-        else:
-            for samples in waiting.values():
-                yield from samples
-            waiting.clear()
-
-
 def _always_the_same(run: Run, samples: list[InputSample], long: float) -> Iterator[Found]:
     """All that is trained on is one batch: of a loader that begins anew, or one that was drawn before the loop."""
     first, steps = samples[0], {one.step for one in run.of(Backward)}
-    drawn = _drawn_for(run, first.root)
+    drawn = drawn_for(run, first.root)
     for starts in drawn.values():
         fresh = {one.step for one in starts} & steps
         if len({one.step for one in samples} & fresh) >= len(samples) - 2:
             yield _repeated(run, starts[0], samples, "the loader is started anew for every step",
                             "for x, y in loader: ...  # instead of next(iter(loader)) in the loop")  # fmt: skip
+    if (looped := looped_for(run, samples)) is not None:
+        why = "the loop draws batches from the loader, and uses none of them"
+        yield _repeated(run, looped, samples, why, "for x, y in loader: ...  # and x and y in the loop")
     others = [one for one in run.of(InputSample) if one.root == first.root and one.name == first.name]
     elsewhere = {one.step for one in others if one.hash and one.hash != first.hash}
     for number, starts in drawn.items():
@@ -219,24 +211,6 @@ def _always_the_same(run: Run, samples: list[InputSample], long: float) -> Itera
         if begins and len(elsewhere | other) >= 2 and len(steps) >= long:
             why = "it was drawn from the loader once, before the loop, while other data are evaluated"
             yield _repeated(run, starts[0], samples, why, "for x, y in loader: ...  # the loop over all batches")
-
-
-def _drawn_for(run: Run, root: int) -> dict[int, list[Epoch]]:
-    """For each loader that never came to its end its starts, right behind which a root was called and trained."""
-    ended = {one.loader for one in run.of(Epoch) if one.ended}
-    drawn: dict[int, list[Epoch]] = {}
-    latest_start: Epoch | None = None
-    given: Epoch | None = None
-    for one in run.of(Epoch, Forward, Backward):
-        if isinstance(one, Epoch):
-            latest_start = None if one.ended or one.loader in ended or one.batches < 2 else one
-        elif isinstance(one, Forward):
-            given = latest_start if one.root == root else given
-            latest_start = None
-        elif given is not None:
-            drawn.setdefault(given.loader, []).append(given)
-            given = None
-    return drawn
 
 
 def _reused(run: Run, starts: list[Epoch]) -> bool:

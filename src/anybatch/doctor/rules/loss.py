@@ -276,6 +276,10 @@ def softmax_dim(run: Run) -> Iterator[Found]:
             cause="The weights of a sum have to be those of what is summed.",
             since=probed,
         )
+    beside = next(_beside_classes(run), None)
+    if beside is not None:
+        yield beside
+        return
     walks = [(walk, [one for one in walk.softmaxes if _along_batch(run, walk, *one)]) for walk in run.of(Walk)]
     wrong = [(walk, found) for walk, found in walks if found]
     if not wrong or len(wrong) < sum(bool(walk.softmaxes) for walk, _ in walks):
@@ -295,6 +299,39 @@ def softmax_dim(run: Run) -> Iterator[Found]:
         module=None if told or not module else module,
         evidence={"dim": dim, "dims": dims, "size": size, "graphs": len(wrong)},
     )
+
+
+_CLASS_DIMS = {"nll_loss": 1, "ctc_loss": -1}
+
+
+def _beside_classes(run: Run) -> Iterator[Found]:
+    """Likelihoods of more than rows and classes whose log-probabilities are those of another dim than the classes."""
+    softmaxes = {one.step: one.softmaxes for one in run.of(Walk)}
+    wanted = by_line(run, lambda one: one.function in _CLASS_DIMS and one.log_normalised is not None)
+    for (_, _, function), calls in wanted.items():
+        dims = len(calls[0].input_shape)
+        classes, found = _CLASS_DIMS[function] % max(dims, 1), [(one, softmaxes.get(one.step, ())) for one in calls]
+        wrong = [
+            (one, alike[0])
+            for one, made in found
+            if (alike := [s for s in made if s[1] == dims and s[2] == one.input_shape[s[0]]])
+            and all(s[0] != classes for s in alike)
+            and not one.log_normalised
+            and one.high is not None
+            and one.high <= 0  # scores are on both sides
+        ]
+        if dims < 3 or len(wrong) < 2 or len(wrong) < sum(1 for _, made in found if made):
+            continue
+        call, (dim, _, size, _) = wrong[0]
+        yield Found(
+            text=f"{function} gets logarithms of a softmax along dim {dim} of {dims}, over {size} entries, where it "
+            f"takes those along dim {classes}, over the {call.input_shape[classes]} classes.",
+            fix=f"log_softmax(dim={_CLASS_DIMS[function]})",
+            cause="The probabilities of the classes at one place do not sum to 1, so the loss is no likelihood.",
+            since=call,
+            step=wrong[1][0],
+            evidence={"dim": dim, "dims": dims, "size": size, "graphs": len(wrong), "classes": classes},
+        )
 
 
 def _along_batch(run: Run, walk: Walk, dim: int, dims: int, size: int, is_batch: bool) -> bool:

@@ -130,6 +130,24 @@ def class_weights_swapped(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB670", "WEIGHED_LATE", "warning", needs=(Probed,))
+def weighed_late(run: Run) -> Iterator[Found]:
+    """Numbers of rows that meet the mean over the rows."""
+    for probed in answers(run, "weighed late")[:1]:
+        seen, by = probed.evidence, str(probed.evidence["by"])
+        is_loss = by not in ("mean", "sum")
+        yield Found(
+            text=f"What is multiplied{near(probed)} with {seen['entries']} numbers is one already, the "
+            f"{f'{by} of' if not is_loss else 'mean that ' + by + ' takes over'} {seen['rows']} rows: every row counts "
+            "the same, whatever its number is.",
+            fix=f"{by}(..., reduction='none'), and the mean behind the product"
+            if is_loss
+            else f"(values * numbers).{by}(): first the product, then the {by}",
+            cause="Weights, masks and returns belong to single rows, and have to meet them before they are added up.",
+            since=probed,
+        )
+
+
 @rule("AB614", "TARGET_GIVEN", "warning", needs=(Probed,))
 def target_given(run: Run) -> Iterator[Found]:
     """Targets that are among the inputs."""

@@ -57,6 +57,9 @@ def _sample(root: int, name: str, tensor: torch.Tensor) -> InputSample:
         "requires_grad": tensor.requires_grad and tensor.is_leaf,
     }  # fmt: skip
     try:
+        whole = tensor._base
+        if whole is not None and tensor.dim() and whole.dim() == tensor.dim() and whole.shape[1:] == tensor.shape[1:]:
+            facts["of"] = whole.shape[0]
         facts["bytes"] = tensor.numel() * tensor.element_size()
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized:
             facts |= _figures(tensor.detach())

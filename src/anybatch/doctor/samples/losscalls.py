@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN
 from anybatch.doctor.recording.recordings import Depth
+from anybatch.doctor.samples.evaluated import Targets
 from anybatch.doctor.samples.guesses import Guesses
 from anybatch.doctor.samples.lossvalues import facts_of_loss
 from anybatch.records.events import DropoutCall
@@ -36,6 +37,7 @@ DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "d
 _OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
+_LOOKED_AT = 3  # evaluations whose targets are looked at, since the later ones have the same
 _ALWAYS = frozenset(
     {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
 )
@@ -91,6 +93,8 @@ class Calls:
         self._with_ignored: set[str] = set()
         self._guesses = Guesses()
         self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
+        self._targets: Targets | None = None  # of that evaluation
+        self._evaluations = 0
 
     def attach(self) -> None:
         """Has the calls seen; ``Recording.patches`` ends it."""
@@ -106,7 +110,7 @@ class Calls:
         """Notes a call: as one before, with its value; with all that it has; or with what calls of its kind have."""
         if not torch.is_grad_enabled():
             if type(result) in _PLAIN and result.numel() == 1:
-                self._evaluated(name, result)
+                self._evaluated(name, first, others, result)
             return
         if self._evaluation:
             self.end_evaluation()
@@ -137,7 +141,7 @@ class Calls:
             noted = recording.note(LossCall, same, (value,), lambda: told)
         recording.loss_calls.append(noted[1] if isinstance(noted, list) else noted.at)
 
-    def _evaluated(self, name: str, result: torch.Tensor) -> None:
+    def _evaluated(self, name: str, first: torch.Tensor, others: tuple[Any, ...], result: torch.Tensor) -> None:
         """Adds a loss without a gradient, of a model in evaluation; it is read when the training goes on."""
         models, number = self._recording.numbering.models, self._recording.root
         model = models[number].module() if 0 <= number < len(models) else None
@@ -150,12 +154,17 @@ class Calls:
             self._evaluation[2:] = self._evaluation[2] + 1, self._evaluation[3] + value
         else:
             self._evaluation = [name, user_place(3), 1, value]
+            self._targets = Targets(name) if self._evaluations < _LOOKED_AT else None
+            self._evaluations += 1
+        if self._targets is not None and not self._targets.add(first, others):
+            self._targets = None
 
     def end_evaluation(self) -> None:
         """Writes down what the losses of an evaluation were on average."""
         if self._evaluation:
             (name, (file, line), count, total), self._evaluation = self._evaluation, []
-            self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line))
+            known = self._targets.facts() if self._targets is not None else {}
+            self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line, **known))
 
     def _facts(
         self, name: str, arguments: tuple[Any, ...], result: torch.Tensor, root: CurrentRoot

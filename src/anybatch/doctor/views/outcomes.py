@@ -10,9 +10,10 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import optimizer_variable
+from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.draws import Scored
 from anybatch.records.events import Stepped
-from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.lossfacts import Evaluated, LossCall, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
 
@@ -42,6 +43,9 @@ _MOST = 0.3
 _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
 
+
+_ENOUGH_EVALUATED = 100
+"""Targets of an evaluation that tell what a constant guess gives."""
 
 _FAR = 2.0
 """How many times the loss of a constant guess a loss is above it where it is worse than knowing nothing."""
@@ -89,7 +93,26 @@ def outcome(run: Run) -> Outcome:
         worst = next((one for one in told if one.word == word), None)
         if worst is not None:
             return worst
-    return told[-1]
+    beside = one_batch(run) or _by_heart(run, told[-1])
+    return Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
+
+
+def _by_heart(run: Run, found: Outcome) -> str:
+    """How it is known that what was learned are the samples of the training alone; empty where it is not.
+
+    A net that is too sure of itself has large losses though it knows much: then its classes are mostly right.
+    """
+    mine = [one for one in run.of(Evaluated) if found.call is not None and one.function == found.call.function]
+    guesses = [one for one in mine if one.guess is not None and one.items >= _ENOUGH_EVALUATED]
+    if not guesses or not 0 <= found.last < _MOST * found.guess or any(one.better for one in mine):
+        return ""
+    best, guess = min(one.value for one in mine), min(one.guess or 0.0 for one in guesses)
+    if best < (1 - _NEXT_TO_NOTHING) * guess:
+        return ""
+    return (
+        f"that is of its training data alone, for in evaluation it is {best:.4g} at best, and a constant guess there "
+        f"gives {guess:.4g}"
+    )
 
 
 def learned_well(run: Run) -> bool:

@@ -1,0 +1,240 @@
+"""Runs whose loss looks well: a class left out, a set scaled by itself, one batch, samples learned by heart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from anybatch.doctor.probing import run_probes
+from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.views.outcomes import outcome
+from anybatch.records.lossfacts import Evaluated
+from anybatch.records.runs import Run
+from number_runs import fires, silent
+from test_doctor_ask import TRAINING, nothing_was_compiled, unasked
+
+__all__ = ["nothing_was_compiled"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def kinds(count: int, seed: int = 0, *, spread: float = 1.0) -> Pair:
+    """Rows of five classes around centres."""
+    centres = spread * torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 5, (count,), generator=draw)
+    return centres[y] + torch.randn(count, 8, generator=draw), y
+
+
+def small(out: int = 5, inside: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, inside), nn.ReLU(), nn.Linear(inside, out))
+
+
+Batches = Callable[[int], Pair]
+
+
+def train(
+    net: nn.Module, batches: Batches, steps: int, loss: Callable[..., torch.Tensor] = F.cross_entropy, lr: float = 1e-2
+) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr)
+    for step in range(steps):
+        x, y = batches(step)
+        net.train()
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+
+
+def of(script: Callable[[], None], *, ask: bool = False) -> Run:
+    """The record of a script, with the answers to what is asked of copies."""
+    with Doctor() as doctor:
+        script()
+    assert doctor.failure == ""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in TRAINING.values():
+            patch.setattr(place, unasked)
+        for answer in run_probes(doctor) if ask else ():
+            doctor.emit(answer)
+    return doctor.run
+
+
+def slices(x: torch.Tensor, y: torch.Tensor, size: int = 32) -> Batches:
+    return lambda step: (x[step * size % len(x) :][:size], y[step * size % len(x) :][:size])
+
+
+def ignoring(**options: Any) -> Callable[..., torch.Tensor]:
+    return lambda made, y: F.cross_entropy(made, y, **options)
+
+
+def masked(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (F.cross_entropy(made, y, reduction="none") * (y > 0)).mean()
+
+
+def filtered(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(made[y > 0], y[y > 0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [ignoring(ignore_index=0), ignoring(weight=torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])), masked, filtered],
+    ids=["ignore_index", "weight", "mask", "filter"],
+)
+def test_class_uncounted_fires(loss: Callable[..., torch.Tensor]) -> None:
+    run = of(lambda: train(small(), slices(*kinds(512)), 30, loss), ask=True)
+    one = fires(run, "CLASS_UNCOUNTED", "warning")
+    assert one.evidence["classes"] == 5
+    assert one.place.file.endswith("test_rules_deceiving.py")
+
+
+def unknown(x: torch.Tensor, y: torch.Tensor) -> Batches:
+    """Most rows have no label, which is class 0."""
+    return slices(x, torch.where(torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < 0.2, y % 4 + 1, 0))
+
+
+def pixels(step: int) -> Pair:
+    x = torch.randn(8, 8, 4, 4, generator=torch.Generator().manual_seed(step))
+    return x, x[:, 0].gt(0).long()
+
+
+def tokens(step: int) -> Pair:
+    x = torch.randint(0, 5, (16, 6), generator=torch.Generator().manual_seed(step))
+    return x, x.sum(1) % 5
+
+
+@pytest.mark.parametrize(
+    ("net", "batches", "loss"),
+    [
+        (small, slices(*kinds(512)), ignoring()),
+        (small, slices(*kinds(512)), ignoring(weight=torch.linspace(0.2, 1, 5))),
+        (small, unknown(*kinds(512)), ignoring(ignore_index=0)),
+        (lambda: nn.Conv2d(8, 2, 1), pixels, ignoring(ignore_index=0)),
+        (lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(24, 5)), tokens, ignoring(ignore_index=0)),
+        (small, slices(*kinds(512)), lambda made, y: F.cross_entropy(made, y, reduction="none").topk(20)[0].mean()),
+        (small, slices(*kinds(512)), lambda made, y: F.cross_entropy(made, torch.where(y == 0, -100, y))),
+    ],
+    ids=["all", "weights", "unknown", "background", "padding", "hardest", "marked"],
+)
+def test_class_uncounted_is_quiet(net: Callable[[], nn.Module], batches: Batches, loss: Any) -> None:
+    silent(of(lambda: train(net(), batches, 30, loss), ask=True), "CLASS_UNCOUNTED")
+
+
+def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return (x - by.mean(0)) / by.std(0)
+
+
+def evaluated(mine: Pair, others: Pair, *, noise: float = 0.0, by_batch: bool = False) -> None:
+    """Two epochs, each with an evaluation."""
+    net, loader = small(), DataLoader(TensorDataset(*mine), 32, shuffle=True)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(2):
+        net.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            given = scaled(x, x) if by_batch else x + noise * torch.randn_like(x)
+            F.cross_entropy(net(given), y).backward()
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            for x, y in DataLoader(TensorDataset(*others), 32):
+                F.cross_entropy(net(scaled(x, x) if by_batch else x), y)
+
+
+(X, Y), (OTHER, OTHERS) = kinds(512), kinds(128, 1)
+
+
+def test_evaluation_scaled_fires_on_statistics_of_its_own() -> None:
+    one = fires(
+        of(lambda: evaluated((scaled(X, X), Y), (scaled(OTHER, OTHER), OTHERS))), "EVALUATION_SCALED", "warning"
+    )
+    assert one.evidence["rows"] == 128
+    assert one.place.file.endswith("test_rules_deceiving.py")
+
+
+ALL = scaled(torch.cat([X, OTHER]), torch.cat([X, OTHER]))
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "options"),
+    [
+        ((scaled(X, X), Y), (scaled(OTHER, X), OTHERS), {}),
+        ((ALL[:512], Y), (ALL[512:], OTHERS), {}),
+        ((scaled(X, X), Y), (scaled(X, X), Y), {"noise": 0.1}),
+        ((scaled(X, X), Y), (scaled(X, X)[:128], Y[:128]), {}),
+        ((X, Y), (OTHER, OTHERS), {"by_batch": True}),
+        ((X, Y), (scaled(OTHER, OTHER), OTHERS), {}),
+    ],
+    ids=["of the training", "before the split", "noised", "a part", "by batch", "training as it is"],
+)
+def test_evaluation_scaled_is_quiet(mine: Pair, others: Pair, options: dict[str, Any]) -> None:
+    silent(of(lambda: evaluated(mine, others, **options)), "EVALUATION_SCALED")
+
+
+def drawn_once() -> None:
+    batch = next(iter(DataLoader(TensorDataset(X, Y), 32)))
+    train(small(), lambda step: (batch[0], batch[1]), 60)
+
+
+def unused() -> None:
+    """The loop draws batches and goes on with what was drawn before it."""
+    loader, net = DataLoader(TensorDataset(X, Y), 32), small()
+    batch, optimizer = next(iter(loader)), torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        for _, _ in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+
+def test_data_repeated_fires_where_the_batches_of_the_loop_are_not_used() -> None:
+    assert "uses none" in fires(of(unused), "DATA_REPEATED", "warning").message
+
+
+@pytest.mark.parametrize("script", [drawn_once, lambda: train(small(), lambda step: (X[:32], Y[:32]), 60)])
+def test_one_batch_of_more_data_is_not_said_to_be_learned(script: Callable[[], None]) -> None:
+    found = outcome(of(script))
+    assert (found.word, "the same 32 samples" in found.said) == ("undecided", True)
+
+
+def with_test(net: nn.Module, mine: Pair, others: Pair, steps: int, every: int) -> None:
+    for _ in range(steps // every):
+        train(net, lambda step: mine, every)
+        net.eval()
+        with torch.no_grad():
+            F.cross_entropy(net(others[0]), others[1])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda: train(small(), lambda step: (X, Y), 60),
+        lambda: train(small(), lambda step: (X[:384], Y[:384]), 60),
+        lambda: with_test(small(), (X[:64], Y[:64]), (X[64:], Y[64:]), 60, 60),
+        lambda: train(small(), slices(X, Y), 100),
+    ],
+    ids=["all", "a split", "few labels, evaluated on the others", "batches"],
+)
+def test_what_is_all_there_is_may_be_learned(script: Callable[[], None]) -> None:
+    assert outcome(of(script)).word == "learning"
+
+
+def test_what_no_evaluation_shows_is_learned_by_heart() -> None:
+    torch.manual_seed(3)
+    mine, others = ((torch.randn(128, 8), torch.randint(0, 5, (128,))) for _ in range(2))
+    run = of(lambda: with_test(small(inside=256), mine, others, 200, 50))
+    found = outcome(run)
+    assert (found.word, "its training data alone" in found.said) == ("undecided", True)
+    assert not any(one.better for one in run.of(Evaluated))
+
+
+def test_a_net_that_is_too_sure_of_itself_knows_something_all_the_same() -> None:
+    run = of(lambda: with_test(small(inside=256), kinds(64, spread=0.5), kinds(600, 1, spread=0.5), 400, 400))
+    one = next(iter(run.of(Evaluated)))
+    assert one.guess is not None
+    assert one.better
+    assert one.value > one.guess
+    assert outcome(run).word == "learning"
