@@ -12,7 +12,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import Rows, rows_of
 from anybatch.batch.trees import leaves
 
-_MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
+MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
 _MANY = 32  # the same where a micro-batch has many times as many: among more a selection is rarely the same by chance
 _AMONG = 64  # the first of a batch, among which there are some of one class also where there are many classes
 _CHANGED = 5  # samples of a group that are changed for others
@@ -49,6 +49,12 @@ class Cut(NamedTuple):
         ends = itertools.accumulate(self.sizes)
         return [Part(range(end - size, end), size) for end, size in zip(ends, self.sizes, strict=True)]
 
+    @property
+    def backwards(self) -> "Cut":
+        """The same parts, the last one first."""
+        rows = [row for part in reversed(self.parts) for row in part.samples]
+        return Cut(self.splittable.chosen(rows), self.sizes[::-1])
+
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
@@ -56,11 +62,11 @@ class Cut(NamedTuple):
 
 def most_of(largest: int) -> int:
     """How many samples are run of micro-batches of a size: few, which are cheap, and more where more are cheap, too."""
-    return max(_MOST, min(_MANY, largest // 8))
+    return max(MOST, min(_MANY, largest // 8))
 
 
 def cuts_inside(
-    splittable: Splittable, parts: Sequence[Part], most: int = _MOST, *, group: int = 1, beyond: bool = False
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int = 1, beyond: bool = False
 ) -> Iterator[Cut]:
     """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
@@ -92,20 +98,29 @@ def cuts_inside(
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
-def cut_as_split(splittable: Splittable, parts: Sequence[Part]) -> Cut | None:
-    """Two of the step's own micro-batches of one batch, the first and the last; ``None`` if no batch has two.
+def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0) -> Cut | None:
+    """Some of the step's own micro-batches of one batch, the first and the last of those of the full size among them.
+
+    What goes over from one to the next may do so only where both have the same size, as a hidden state does.
 
     Args:
         splittable: the logical batch.
         parts: how the step splits it.
+        most: samples up to which more than two micro-batches are taken; what one or two samples give may not differ.
+
+    Returns:
+        The cut; ``None`` if no batch has two micro-batches.
     """
     start = 0
     for batch in range(max(1, len(splittable.layouts))):
         own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
         if len(own) > 1:
-            order = _from_short_to_long(splittable, own)
-            first, last = (own[number] for number in sorted((order[0], order[-1])))
-            return Cut(splittable.chosen([*first, *last], batch), (len(first), len(last)))
+            order, largest = _from_short_to_long(splittable, own), max(map(len, own))
+            full = [number for number in order if len(own[number]) == largest]
+            order = order if len(full) < 2 or splittable.has_costs else full
+            taken = min(len(order), max(2, most // largest))
+            chosen = [own[n] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
+            return Cut(splittable.chosen([row for rows in chosen for row in rows], batch), tuple(map(len, chosen)))
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
 
@@ -119,7 +134,7 @@ def _from_short_to_long(splittable: Splittable, own: Sequence[list[int]]) -> lis
     return sorted(range(len(own)), key=lambda number: max(sizes[row] for row in own[number]))
 
 
-def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * _MOST) -> Iterator[Cut]:
+def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
     """Two of the step's own micro-batches of one batch; none if no batch has two.
 
     Args:

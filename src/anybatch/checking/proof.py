@@ -16,7 +16,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.cuts import Cut, cut_as_split, cuts_between, cuts_inside, most_of
+from anybatch.checking.cuts import MOST, Cut, cut_as_split, cuts_between, cuts_inside, most_of
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.pieces import InPieces
@@ -72,9 +72,19 @@ def prove(
         prover = _Prover(Trial(task, parameters, optimizations), task, parts)
         proof, reason = prover.found()
     if proof.exact and reason is None and prover.bound:
-        reason = worded("bound", evidence={"operation": prover.bound})
-        proof = replace(proof, note=f"as long as no micro-batch crosses the bound of {prover.bound}")
+        proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason
+
+
+def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
+    """What is said of a split that is exact until a micro-batch crosses a bound.
+
+    Args:
+        proof: that it is exact.
+        bound: the operation that bounds what the samples give together.
+    """
+    note = f"as long as no micro-batch crosses the bound of {bound}"
+    return replace(proof, note=note), worded("bound", evidence={"operation": bound})
 
 
 class _Prover:
@@ -125,7 +135,8 @@ class _Prover:
             return found
         failure = None
         try:
-            cut = cut_as_split(self._task.splittable, self._parts)
+            is_small = self._largest < SMALL and not self._task.is_planned
+            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0)
             difference = None if cut is None else self._trial.of_losses_beside(cut)
             if cut is None or difference is None or not math.isfinite(difference.value_error):
                 return found  # nothing counts, or is a number

@@ -14,7 +14,8 @@ import torch
 from anybatch.batch.batches import Part
 from anybatch.checking.causes import reason
 from anybatch.checking.cuts import Cut, cuts_between, cuts_inside
-from anybatch.checking.proof import CERTAIN, SMALL
+from anybatch.checking.proof import CERTAIN, SMALL, until_crossed
+from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import StandIns
 from anybatch.checking.trial import Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError
@@ -69,14 +70,16 @@ def prove_together(
 
 def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason | None]:
     reducer, cut, numbers = task.settings.reducer, _cut(task, parts), StandIns()
-    whole = trial.run(cut, None if cut is None else cut.whole, numbers)
-    split = trial.run(cut, None if cut is None else cut.parts, numbers)
+    of_whole, of_parts = Bounds(), Bounds()
+    whole = trial.run(cut, None if cut is None else cut.whole, numbers, bounds=of_whole)
+    split = trial.run(cut, None if cut is None else cut.parts, numbers, bounds=of_parts)
     heard = reducer.hear(
         {
             "distance": split.gradient.distance(whole.gradient) ** 2,
             "scale": whole.gradient.distance() ** 2,
             "sizes": [] if cut is None else list(cut.sizes),
             "draws": split.drew_torch or split.drew_others,
+            "bound": "" if cut is None else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes)),
         }
     )
     sizes: list[int] = next((one["sizes"] for one in heard if one["sizes"]), [])
@@ -88,7 +91,8 @@ def _compared(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, R
     error, tolerance, dtype = difference.error, difference.tolerance, str(difference.dtype).removeprefix("torch.")
     proof = Proof("exact", "comparison", sum(sizes), tuple(sizes), error, tolerance, dtype)
     if difference.is_none:
-        return proof, None
+        bound = next((one["bound"] for one in heard if one["bound"] and not draws), "")
+        return until_crossed(proof, bound) if bound else (proof, None)
     if error <= CERTAIN * tolerance or not math.isfinite(error) or draws:
         note = f"the gradients differ by {error:.2g}, which may be rounding or random numbers"
         return Proof("undecided", note=f"{note}, and no certificate can be made of a model in parts"), None

@@ -147,13 +147,17 @@ class SideEffects:
         ]
 
     @unseen
-    def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> None:
+    def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> bool:
         """Restores the saved values.
 
         Args:
             keep: changes that stay.
             generators: whether random generators are restored, too.
+
+        Returns:
+            Whether anything else than a generator was changed.
         """
+        is_changed = False
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
             if holder.is_generator and not generators:
@@ -164,6 +168,8 @@ class SideEffects:
                 wanted |= {key: value for key, value in now.items() if (id(holder), key) in kept}
             if now.keys() != wanted.keys() or any(now[key] is not value for key, value in wanted.items()):
                 holder.write(wanted)
+                is_changed = is_changed or not holder.is_generator
+        return is_changed
 
     def generators(self) -> list[Any]:
         """The states now of the random generators that were reached."""

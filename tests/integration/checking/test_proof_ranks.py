@@ -5,6 +5,7 @@ that communicates, or that is made by one rank only and leaves another state the
 """
 
 import copy
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,32 @@ def warns_in_parts(rank: int, world: int) -> None:
     assert not out.proof.exact
 
 
+def bounded(model: Any, batch: Any) -> torch.Tensor:
+    return (mean(model, batch) - 0.1).abs() + 0.1
+
+
+def bounded_weights(model: Any, batch: Any) -> torch.Tensor:
+    total: torch.Tensor = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none").clamp(max=9).mean()
+    return total + 0.1 * model.first(torch.zeros(1, 4)).abs().sum()
+
+
+def tells_of_bounds(rank: int, world: int, *, reshards: bool, rows: tuple[int, int]) -> None:
+    """A bound that no micro-batch has crossed yet is told of on all ranks, also by those that split nothing."""
+    step = step_of(sharded(reshards=reshards)(Parts()), bounded, micro_batch_size=3)
+    with pytest.warns(anybatch.AnyBatchWarning, match="applies abs to what the samples give together"):
+        out = step(batch_of(rank, rows[rank]))
+    assert out.proof is not None
+    assert out.proof.exact
+    assert "abs" in out.proof.note
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", anybatch.AnyBatchWarning)
+        step(batch_of(rank, rows[rank]))  # once
+        for healthy in (mean, bounded_weights):
+            out = step_of(sharded(reshards=reshards)(Parts()), healthy, micro_batch_size=3)(batch_of(rank, 7))
+            assert out.proof is not None
+            assert not out.proof.note
+
+
 def runs_one_size_only(rank: int, world: int) -> None:
     """What can't be run in other sizes on one rank is decided on none, and the step goes on."""
 
@@ -190,6 +217,11 @@ IN_PARTS: Mapping[str, Case] = {
         for rows in ((7, 7), (8, 2), (0, 7))
     },
     **{f"stops, {way}": partial(stops_in_parts, reshards=way == "sharded") for way in ("sharded", "kept")},
+    **{
+        f"tells of bounds, {way}, {rows}": partial(tells_of_bounds, reshards=way == "sharded", rows=rows)
+        for way in ("sharded", "kept")
+        for rows in ((7, 7), (2, 8))
+    },
     "warns": warns_in_parts,
     "one size only": runs_one_size_only,
 }

@@ -213,3 +213,42 @@ def test_pairs_that_stay_together_are_proved_by_their_losses() -> None:
     proof = anybatch.backward(net(), neighbours, batch, micro_batch_size=8).proof
     assert proof is not None
     assert (proof.outcome, proof.by) == ("exact", "losses")
+
+
+class LargestSoFar(nn.Module):
+    """Divides by the largest loss so far, which only a larger one changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, model: Any, batch: Batch) -> torch.Tensor:
+        losses = of_each(model, batch)
+        self.largest = torch.maximum(self.largest, losses.detach().max())
+        return (losses / self.largest).mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_largest_value_so_far_is_refused_whichever_micro_batch_has_it(seed: int) -> None:
+    batch = {name: value[seed * 16 : seed * 16 + 16] for name, value in batch_of().items()}
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), LargestSoFar(), batch, micro_batch_size=5)
+
+
+def by_class(model: Any, batch: Batch) -> torch.Tensor:
+    counts = torch.bincount(batch["y"], minlength=4).clamp(min=1)
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=1 / counts)
+
+
+def hardest_of_each(model: Any, batch: Batch) -> torch.Tensor:
+    out = F.normalize(model(batch["x"]), dim=1)
+    apart, same = torch.cdist(out, out), batch["y"][:, None] == batch["y"]
+    return F.relu((apart * same).amax(1) - (apart + 9 * same).amin(1) + 0.3).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [by_class, hardest_of_each])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_shows_among_more_than_two_samples_is_refused(loss_fn: Any, size: int) -> None:
+    batch = {name: value[:16] for name, value in batch_of().items()}
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), loss_fn, batch, micro_batch_size=size)
