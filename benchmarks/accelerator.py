@@ -3,17 +3,22 @@
 
 The device has as many bytes as the budget, and its allocator rounds, caches and splits blocks as CUDA's does. A plan
 that takes too much is refused an allocation, which costs a retry; one that takes too little wastes what it leaves free.
+Two more tables tell what offloaded blocks copy to the host and back, and how much of a batch each of two devices runs.
 
-    python benchmarks/accelerator.py                # prints a table
-    python benchmarks/accelerator.py -o FILE        # and writes it
+    python benchmarks/accelerator.py                # prints the tables
+    python benchmarks/accelerator.py -o FILE        # and writes them
+    python benchmarks/accelerator.py --only LSTM --table devices
 """
 
 import argparse
+import contextlib
 import gc
 import sys
 import unittest.mock
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,10 @@ from common import facts, markdown, write_text
 
 import anybatch
 from accelerator import sim
+from anybatch.memory.offloading import SMALLEST
 from anybatch.planning import reserved, search
+from anybatch.planning.recipe import splittings
+from anybatch.records.plans import PlanRow
 
 MIB = 2**20
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
@@ -39,6 +47,12 @@ COLUMNS = (
     "model", "budget", "micro-batches", "optimized", "refused", "planned, allocated", "planned, reserved", "allocated",
     "reserved", "fewest", "refused there", "3 % below",
 )  # fmt: skip
+OFFLOADED = {  # the first half of the blocks
+    "MLP": tuple(map(str, range(8))), "conv net": ("0", "1"), "transformer": ("blocks.0", "blocks.1"),
+    "autoencoder": tuple(map(str, range(6))),
+}  # fmt: skip
+MICRO_BATCHES = (1, 4, 7)
+SHARES_OF_TWO = (0.3, 0.6)
 
 
 class Recurrent(nn.Module):
@@ -130,97 +144,222 @@ class Run:
         plan: that they followed; ``None`` without one.
         refused: how often the allocator refused an allocation.
         allocated: the most bytes in tensors.
-        reserved: the most bytes that the allocator held.
+        reserved: the most bytes that the allocator of each device held.
+        moved: copies of the last step, and their bytes, as the device counts them.
+        samples: of the last step, by the device that ran them.
     """
 
     plan: Any
     refused: int
     allocated: int
-    reserved: int
+    reserved: list[int]
+    moved: dict[str, int]
+    samples: Counter[str]
 
 
 def run(device: Any, case: Case, limit: int, **settings: Any) -> Run:
-    """Steps of a new model, from the first one on, on a device of a size that holds nothing else; 0 for any."""
+    """Steps of a new model, from the first one on, on devices of a size that hold nothing else; 0 for any."""
     gc.collect()
     device.empty_cache()
     torch.manual_seed(0)
-    model = case[0]().to("sim")
-    step = anybatch.TrainStep(model, case[1], torch.optim.AdamW(model.parameters()), **settings)
-    device.set_limit(0, limit)
-    device.reset_peak(0)
-    before = device.stats(0)["refusals"]
+    model, samples, moved = case[0]().to("sim"), Counter[str](), dict[str, int]()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        samples[str(batch["x"].device)] += len(batch["x"])
+        return case[1](model, batch)
+
+    step = anybatch.TrainStep(model, loss, torch.optim.AdamW(model.parameters()), **settings)
+    for index in range(2):
+        device.set_limit(index, limit)
+        device.reset_peak(index)
+    before, plan = sum(device.stats(index)["refusals"] for index in range(2)), None
     try:
         for number in range(STEPS):
             if number == STEPS - 1:  # as a script does before it evaluates
                 device.empty_cache()
+            samples.clear()
+            moved = device.counters()
             out = step(case[2])
         plan = out.plan
     except anybatch.AnyBatchError as error:  # nothing fits, or an update was refused what it needs
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        plan = None
-    stats = device.stats(0)
-    device.set_limit(0, 0)
-    return Run(plan, stats["refusals"] - before, stats["peak_allocated"], stats["peak_reserved"])
+    stats = [device.stats(index) for index in range(2)]
+    moved = {name: count - moved.get(name, 0) for name, count in device.counters().items()}
+    for index in range(2):
+        device.set_limit(index, 0)
+    return Run(plan, sum(one["refusals"] for one in stats) - before, stats[0]["peak_allocated"],
+               [one["peak_reserved"] for one in stats], moved, samples)  # fmt: skip
+
+
+@contextlib.contextmanager
+def replays() -> Iterator[dict[tuple[int, str], reserved.Replay]]:
+    """The replays of plans that are looked at meanwhile, by their micro-batches and what they optimize."""
+    found, last, traced = dict[tuple[int, str], reserved.Replay](), list[reserved.Replay](), search.Search.traced
+
+    class Kept(reserved.Replay):
+        def needed(self, limit: int) -> int:
+            last[:] = [self]
+            return super().needed(limit)
+
+    def keeping(self: search.Search, row: PlanRow) -> Any:
+        result = traced(self, row)
+        found[result[0].micro_batches, result[0].optimizations] = last[0]
+        return result
+
+    with (
+        unittest.mock.patch.object(search, "Replay", Kept),
+        unittest.mock.patch.object(search.Search, "traced", keeping),
+    ):
+        yield found
 
 
 def row_of(device: Any, name: str, case: Case, budget: int) -> dict[str, str]:
     """Some steps under a budget, which is also the size of the device, and again on smaller devices."""
-    row, replays = dict.fromkeys(COLUMNS, ""), list[reserved.Replay]()
-    row |= {"model": name, "budget": f"{budget / MIB:.0f}"}
-
-    class Kept(reserved.Replay):
-        def needed(self, limit: int) -> int:
-            replays.append(self)
-            return super().needed(limit)
-
-    with unittest.mock.patch.object(search, "Replay", Kept):
+    row = dict.fromkeys(COLUMNS, "") | {"model": name, "budget": f"{budget / MIB:.0f}"}
+    with replays() as made:
         found = run(device, case, budget, memory=budget)
     plan = found.plan
     if plan is None:
         return row | {"micro-batches": "does not fit"}
-    fewest = min(one.needed(0) for one in list(replays) if one.needed(budget) == plan.reserved_bytes)
+    fewest = made[plan.micro_batches, plan.chosen.optimizations].needed(0)
     row |= {
         "micro-batches": str(plan.micro_batches), "optimized": plan.chosen.optimizations, "refused": str(found.refused),
         "planned, allocated": f"{plan.peak_bytes / MIB:.1f}", "planned, reserved": f"{plan.reserved_bytes / MIB:.1f}",
-        "allocated": f"{found.allocated / MIB:.1f}", "reserved": f"{found.reserved / MIB:.1f}",
+        "allocated": f"{found.allocated / MIB:.1f}", "reserved": f"{found.reserved[0] / MIB:.1f}",
         "fewest": f"{fewest / MIB:.1f}",
     }  # fmt: skip
     for title, limit in (("refused there", fewest), ("3 % below", int(fewest * (1 - LESS)))):
-        gc.collect()
         row[title] = str(run(device, case, limit, plan=plan).refused)
     return row
 
 
-def rows(device: Any, only: list[str]) -> list[dict[str, str]]:
-    """The table."""
+def offloading(case: Case, count: int, names: tuple[str, ...]) -> tuple[anybatch.Plan, int, list[int]]:
+    """A plan that offloads blocks, in so many micro-batches.
+
+    Returns:
+        The plan, the fewest bytes that it can be run with, and the bytes of each copy that comes back in a step.
+    """
+    found, brought = list[PlanRow](), list[int]()
+
+    def forced(self: search.Search, row: PlanRow) -> Any:
+        own = PlanRow(row.micro_batch_size, row.micro_batches, offload=names)
+        result, parts = traced(self, own), self.splitting_of(own).parts
+        found.append(result[0])
+        brought.clear()
+        for part in parts:
+            trace = self.profiles.traced(search.Recipe.of(own), part, single=count == 1).fit.trace
+            # What comes back is made empty first, and nothing else is.
+            made = [one.size for one in trace.allocations if trace.operations[one.born] == "empty_strided"]
+            brought.extend(size for size in made if size >= SMALLEST)
+        return result
+
+    def in_as_many(subject: Any) -> Any:
+        return [one for one in splittings(subject) if one.count == count]
+
+    model = case[0]().to("sim")
+    optimizer, patched = torch.optim.AdamW(model.parameters()), unittest.mock.patch.object
+    with replays() as made, patched(search, "splittings", in_as_many):
+        traced = search.Search.traced
+        with patched(search.Search, "traced", forced):
+            anybatch.plan(model, case[1], case[2], optimizer=optimizer, memory=2**33)
+    plan = anybatch.Plan(found[-1], samples=len(case[2]["x"]))
+    return plan, made[count, plan.chosen.optimizations].needed(0), brought
+
+
+def transfers_of(device: Any, name: str, case: Case, count: int) -> dict[str, str]:
+    """What a step copies that offloads half of the blocks, by the plan and by the device."""
+    gc.collect()
+    device.empty_cache()
+    plan, fewest, brought = offloading(case, count, OFFLOADED[name])
+    found, there = run(device, case, 0, plan=plan), run(device, case, fewest, plan=plan)
+    moved = found.moved
+    back = moved["to_device"] - len(case[2]) * count  # besides the micro-batches
+    bytes_back = moved["to_device_bytes"] - sum(one.nbytes for one in case[2].values())
+    return {
+        "model": name, "micro-batches": str(count), "blocks": str(len(OFFLOADED[name])),
+        "planned, copies": str(len(brought)), "copies out": str(moved["from_device"]), "copies back": str(back),
+        "planned, bytes": f"{sum(brought) / MIB:.2f}", "bytes out": f"{moved['from_device_bytes'] / MIB:.2f}",
+        "bytes back": f"{bytes_back / MIB:.2f}", "planned, reserved": f"{plan.reserved_bytes / MIB:.1f}",
+        "reserved": f"{found.reserved[0] / MIB:.1f}", "fewest": f"{fewest / MIB:.1f}",
+        "refused there": str(there.refused),
+    }  # fmt: skip
+
+
+def shared_by_two(device: Any, name: str, case: Case, budget: int) -> dict[str, str]:
+    """How much of a batch each of two devices runs under a plan, and how many bytes it reserves."""
+    found = run(device, case, budget, memory=budget, devices=["sim:0", "sim:1"])
+    plan, (first, second) = found.plan, (found.samples[f"sim:{index}"] for index in range(2))
+    row = {"model": name, "budget": f"{budget / MIB:.0f}", "micro-batches": "does not fit"} | dict.fromkeys(
+        ("refused", "samples, first", "second", "first / second", "planned, reserved", "reserved, first",
+         "reserved, second"), "",
+    )  # fmt: skip
+    return row if plan is None else row | {
+        "micro-batches": str(plan.micro_batches), "refused": str(found.refused), "samples, first": str(first),
+        "second": str(second), "first / second": f"{first / second:.3f}",
+        "planned, reserved": f"{plan.reserved_bytes / MIB:.1f}", "reserved, first": f"{found.reserved[0] / MIB:.1f}",
+        "reserved, second": f"{found.reserved[1] / MIB:.1f}",
+    }  # fmt: skip
+
+
+def rows(device: Any, table: str, only: list[str]) -> list[dict[str, str]]:
+    """One of the tables."""
     found = []
     for name, case in cases().items():
-        if only and name not in only:
+        if (only and name not in only) or (table == "transfers" and name not in OFFLOADED):
             continue
-        whole = run(device, case, 0).reserved
-        for share in SHARES:
+        whole = 0 if table == "transfers" else run(device, case, 0).reserved[0]
+        ways: list[Callable[[], dict[str, str]]] = {
+            "budgets": [partial(row_of, device, name, case, int(whole * one) // MIB * MIB) for one in SHARES],
+            "transfers": [partial(transfers_of, device, name, case, count) for count in MICRO_BATCHES],
+            "devices": [
+                partial(shared_by_two, device, name, case, int(whole * one) // MIB * MIB) for one in SHARES_OF_TWO
+            ],
+        }[table]
+        for way in ways:
             gc.collect()
-            found.append(row_of(device, name, case, int(whole * share) // MIB * MIB))
+            found.append(way())
             sys.stderr.write(f"{found[-1]}\n")
     return found
+
+
+NOTES = {
+    "budgets": (
+        f"MiB; peaks of the first {STEPS} calls, planning included and the cache emptied before the last one, on a "
+        "device of the budget that holds nothing else. The fewest bytes are those that the replay says the plan can be "
+        "run with: on a device of that size nothing is refused, and on one of 3 % less something is. None of this was "
+        "measured on a GPU."
+    ),
+    "transfers": (
+        "The last step of a plan that offloads the first half of the blocks: copies to the host and back, as the trace "
+        "says and as the device counts, those of micro-batches apart; MiB."
+    ),
+    "devices": (
+        "Two devices of the budget each: the samples that each runs in the last step, and the most MiB that each "
+        "reserves, from the first call on."
+    ),
+}
+TITLES = {
+    "budgets": "Plans against an allocator that refuses",
+    "transfers": "Copies of offloaded blocks",
+    "devices": "Two devices",
+}
 
 
 def main() -> None:
     """Prints, and writes if asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--only", action="append", default=[], help="a model")
+    parser.add_argument("--table", action="append", default=[], choices=TITLES)
     arguments = parser.parse_args()
     device = sim.load()
     device.set_idle(True)  # only memory is looked at
-    notes = (
-        f"MiB; peaks of the first {STEPS} calls, planning included and the cache emptied before the last one, on a "
-        "device of the budget that holds nothing else. The fewest bytes are those that the replay says the plan can be "
-        "run with: on a device of that size nothing is refused, and on one of 3 % less something is. None of this was "
-        "measured on a GPU."
-    )
-    text = markdown("Plans against an allocator that refuses", facts(torch.device("cpu")), [notes],
-                    rows(device, arguments.only))  # fmt: skip
+    pages = []
+    for table in arguments.table or TITLES:
+        found = rows(device, table, arguments.only)
+        if found:
+            pages.append(markdown(TITLES[table], {} if pages else facts(torch.device("cpu")), [NOTES[table]], found))
+    text = "\n#".join(pages)
     sys.stdout.write(text)
     if arguments.output is not None:
         write_text(arguments.output, text)

@@ -15,6 +15,7 @@ from anybatch.accelerators import release_cache
 from anybatch.memory.allocator import CachingAllocator
 from anybatch.planning import reserved, search
 from anybatch.planning.recipe import splittings
+from anybatch.records.plans import PlanRow
 
 
 def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
@@ -168,9 +169,16 @@ def _ordered(changes: list[int]) -> list[int]:
     return [one for is_free, run in runs for one in (sorted(run) if is_free else run)]
 
 
-@pytest.mark.parametrize("chunks", [1, 8])
+def _force(monkeypatch: pytest.MonkeyPatch, row: PlanRow) -> None:
+    """Has a search find nothing but one way."""
+    traced, count = search.Search.traced, row.micro_batches
+    monkeypatch.setattr(search, "splittings", lambda subject: [s for s in splittings(subject) if s.count == count])
+    monkeypatch.setattr(search.Search, "traced", lambda self, other: traced(self, row))
+
+
+@pytest.mark.parametrize(("chunks", "rows"), [(1, 48), (8, 48), (1, 110)])  # seven micro-batches, of which one has 14
 def test_a_replay_follows_the_device_from_one_allocation_to_the_next(
-    device: Any, monkeypatch: pytest.MonkeyPatch, chunks: int
+    device: Any, monkeypatch: pytest.MonkeyPatch, chunks: int, rows: int
 ) -> None:
     large, replayed = 2**17, list[list[tuple[Any, int]]]()  # nothing but activations is as large
 
@@ -191,16 +199,15 @@ def test_a_replay_follows_the_device_from_one_allocation_to_the_next(
 
     device.set_idle(True)
     torch.manual_seed(0)
-    model, words = Language().to("sim"), torch.randint(0, 500, (48, 64))
+    model, words = Language().to("sim"), torch.randint(0, 500, (rows, 64))
     batch, optimizer = {"x": words, "y": words}, torch.optim.AdamW(model.parameters())
-    row = plan_of(48, 16, head="head" if chunks > 1 else "", loss_chunks=chunks).chosen
-    traced = search.Search.traced
-    monkeypatch.setattr(search, "splittings", lambda subject: [one for one in splittings(subject) if one.count == 3])
-    monkeypatch.setattr(search.Search, "traced", lambda self, other: traced(self, row))
+    row = plan_of(rows, 16, head="head" if chunks > 1 else "", loss_chunks=chunks).chosen
+    _force(monkeypatch, row)
+    monkeypatch.setattr(reserved, "_MICRO_BATCHES", 7)
     monkeypatch.setattr(reserved, "CachingAllocator", Noted)
     made = anybatch.plan(model, loss_fn, batch, optimizer=optimizer, memory=256 * MIB).chosen
-    assert (made.micro_batches, made.loss_chunks) == (3, chunks)
-    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=anybatch.Plan(made, samples=48), verify="off")
+    assert (made.micro_batches, made.loss_chunks) == (row.micro_batches, chunks)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, plan=anybatch.Plan(made, samples=rows), verify="off")
     for number in range(3):
         device.note(0, number == 2)
         device.reset_peak(0)
@@ -221,6 +228,29 @@ def autoencoder() -> nn.Module:
     return nn.Sequential(*[layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())])
 
 
+def rebuilt(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def test_a_plan_runs_in_the_fewest_bytes_that_its_replay_asks_for(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mean squared error keeps as many bytes as its samples have, and the last micro-batch is smaller."""
+    device.set_idle(True)
+    gc.collect()
+    device.empty_cache()
+    model, batch, plan = autoencoder().to("sim"), torch.randn(3000, 512), plan_of(3000, 429)
+    _force(monkeypatch, plan.chosen)
+    monkeypatch.setattr(reserved.Replay, "needed", lambda self, limit, needed=reserved.Replay.needed: needed(self, 0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(model, rebuilt, batch, optimizer=optimizer, memory=256 * MIB)
+    assert plan.micro_batches == 7
+    device.set_limit(0, plan.reserved_bytes)
+    refused = device.stats(0)["refusals"]
+    step = anybatch.TrainStep(model, rebuilt, optimizer, plan=plan)
+    for _ in range(3):
+        assert step(batch).micro_batches == 7
+    assert device.stats(0)["refusals"] == refused
+
+
 @pytest.mark.parametrize(("share", "expandable"), [(0.45, False), (0.6, False), (0.8, False), (0.5, True)])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_the_allocator_refuses_nothing_under_a_plan(
@@ -235,9 +265,7 @@ def test_the_allocator_refuses_nothing_under_a_plan(
     budget = int(share * 160) * MIB
     device.set_limit(0, budget)
     refused = device.stats(0)["refusals"]
-    step = anybatch.TrainStep(
-        model, lambda m, b: F.mse_loss(m(b), b), optimizer(model.parameters()), memory=budget, verify="off"
-    )
+    step = anybatch.TrainStep(model, rebuilt, optimizer(model.parameters()), memory=budget, verify="off")
     for _ in range(3):
         plan = step(batch).plan
         release_cache()
@@ -252,9 +280,6 @@ def test_the_allocator_refuses_nothing_under_a_plan(
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: Any, optimizer: Any) -> None:
-    def mse(model: Any, rows: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(model(rows), rows)
-
     def made() -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model, batch = autoencoder().to("sim"), torch.randn(2000, 512)
@@ -266,7 +291,7 @@ def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: 
     asked: dict[int, int] = {}
     for budget in (112, 128, 132):  # of the whole batch at once: just enough, too little after it, and enough
         model, batch, stepped = made()
-        plan = anybatch.plan(model, mse, batch, optimizer=stepped, memory=budget * MIB)
+        plan = anybatch.plan(model, rebuilt, batch, optimizer=stepped, memory=budget * MIB)
         del model, stepped  # so that the weights of the next one lie where these lay
         for row in (plan.chosen, *plan.alternatives):
             if row.reserved_bytes and not row.recompute:
@@ -275,7 +300,7 @@ def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: 
         model, batch, stepped = made()
         device.set_limit(0, limit)
         refused = device.stats(0)["refusals"]
-        step = anybatch.TrainStep(model, mse, stepped, micro_batch_size=size, verify="off")
+        step = anybatch.TrainStep(model, rebuilt, stepped, micro_batch_size=size, verify="off")
         for is_emptied in (False, False, True, True, False):
             if is_emptied:
                 release_cache()

@@ -264,9 +264,18 @@ class SimAllocator final
 
   Block* fresh(Device& device, int index, Pool& pool, size_t size, size_t segment) {
     if (device.limit && device.reserved + segment > device.limit) return nullptr;
-    auto* start = static_cast<char*>(std::aligned_alloc(64, (segment + 63) / 64 * 64));
+    char* start = place(segment);
     reserve(device, segment);
     return segment_of(index, pool, size, start, segment);
+  }
+
+  // Behind all segments before, so that it does not depend on the host which of free blocks of one size is the first.
+  char* place(size_t segment) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void* space = mmap(next_, segment, PROT_READ | PROT_WRITE, flags, -1, 0);
+    TORCH_CHECK(space == next_, "no addresses for a segment");
+    next_ += segment;
+    return static_cast<char*>(space);
   }
 
   Block* segment_of(int index, Pool& pool, size_t size, char* start, size_t bytes) {
@@ -404,7 +413,7 @@ class SimAllocator final
           device.reserved -= block->size;
           pool->free.erase(block);
           segments_[block->device].erase(block);
-          std::free(block->start);
+          munmap(block->start, block->size);
           delete block;
         }
       }
@@ -415,6 +424,7 @@ class SimAllocator final
   Device devices_[kDevices];
   std::set<Block*> segments_[kDevices];  // by their first block, which stays the first one
   bool expandable_ = false;
+  char* next_ = reinterpret_cast<char*>(size_t(1) << 44);
 };
 
 SimAllocator& allocator() {

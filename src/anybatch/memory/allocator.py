@@ -135,6 +135,11 @@ class CachingAllocator:
             self._add(block)
         return block
 
+    @property
+    def free_blocks(self) -> list[tuple[int, int]]:
+        """Sizes and places of the free blocks of the first stream that are not for small ones, in order."""
+        return [*self._free[False, 0]]
+
     def allocate(self, name: Hashable, size: int, stream: int = 0) -> None:
         """Takes a block."""
         if size <= 0:

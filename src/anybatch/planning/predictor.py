@@ -1,5 +1,6 @@
 """What a step takes in memory, predicted from traces of few samples, which are made when they are first asked for."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -262,15 +263,22 @@ class Predictor:
                 self._note_unaligned(recipe, error)
         return self._made(recipe, size, single)
 
-    def traced(self, recipe: Recipe, part: Part, *, single: bool) -> Profile:
+    def traced(self, recipe: Recipe, part: Part, *, single: bool, last: Part | None = None) -> Profile:
         """The profile of one size with memory optimizations on, exactly at that size on fake tensors.
+
+        Args:
+            recipe: how it is run.
+            part: a micro-batch of that size.
+            single: whether there is no other one.
+            last: another micro-batch, of whose size the bytes are to be known, too, where they can be; ``None`` for
+                none.
 
         Raises:
             NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
                 and what was found out from two sizes before is not to be trusted.
         """
         try:
-            return self._consistent(lambda: self._traced(recipe, part, single))
+            return self._consistent(lambda: self._traced(recipe, part, single, last))
         except NotAligned as error:
             self._note_unaligned(recipe.plain, error)
             raise
@@ -288,13 +296,17 @@ class Predictor:
         self._varies = self._varies or not error.is_about_room
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
 
-    def _traced(self, recipe: Recipe, part: Part, single: bool) -> Profile:
+    def _traced(self, recipe: Recipe, part: Part, single: bool, last: Part | None) -> Profile:
         size = self.size_of(part)
         if self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain):
             points = [(size, part)]
         else:
             points = self._points()
-        return self.profile_of([(s, self._trace(p, recipe, single)) for s, p in points])
+        traces = [(s, self._trace(p, recipe, single)) for s, p in points]
+        if last is not None and self.is_fake and self.size_of(last) == replace(size, samples=len(last.samples)) != size:
+            with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
+                return self.profile_of([*traces, (self.size_of(last), self._trace(last, recipe, single))])
+        return self.profile_of(traces)
 
     def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
         key = (recipe, size, single)

@@ -15,7 +15,8 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.memory import GRADIENTS, OPTIMIZER
 
 _STEPS = 5  # the first makes the optimizer's state, each finds what the last one left, the last an emptied cache
-_MICRO_BATCHES = 4  # later ones find what these left
+_MICRO_BATCHES = 4  # the least that are replayed: later ones find what these left, as soon as free blocks lie as before
+_CHANGES = 20_000  # of the allocator in a step, after which that is taken to be so
 _TOGETHER = 2**16  # bytes of small results of micro-batches that are not replayed one by one
 _SEGMENT = 2 * 2**20  # all are as large as some of these
 _COPIES = 1  # the stream in which micro-batches come
@@ -69,15 +70,15 @@ class Replay:
     """
 
     def __init__(self, subject: Subject, held: Held, profile: Profile, last: Size | None = None) -> None:
-        self._held, self._count, size = held, min(profile.count, _MICRO_BATCHES), profile.size
+        self._held, size = held, profile.size
         trace, update, constants = profile.fit.trace.unwatched(), profile.update, profile.constants
-        self._skipped = profile.count - self._count
         self._sizes = profile.fit.sizes(size)
         self._inputs = profile.fit.input_sizes(size) if constants.copies else []
         self._last_sizes = self._sizes if last is None or last == size else profile.fit.sizes(last)
         self._last_inputs = self._inputs if last is None or not self._inputs else profile.fit.input_sizes(last)
         self._wide = subject.accumulators(profile.count)
         self._moments, self._weights = _moments(trace.allocations), {number for _, number in trace.weights}
+        self._count, self._most = profile.count, max(_MICRO_BATCHES, _CHANGES // max(1, len(self._moments)))
         made = [(at, True, number) for at, number in trace.weights]  # by the first one, for all of its size
         self._moments_with_weights = _moments(trace.allocations, made)
         self._added, self._losses = {new for _, new in trace.accumulated}, {*trace.kept}
@@ -144,20 +145,25 @@ class Replay:
 
     def _step(self, allocator: CachingAllocator, step: int, *, makes_state: bool) -> list[Hashable]:
         """Goes through a step, and gives what is left of its micro-batches: losses and metrics."""
-        kept, left = list[Hashable](), set[int]()
+        kept, left, index, end, before = list[Hashable](), set[int](), 0, self._count, list[tuple[int, int]]()
         for number, size in enumerate(self._copied):
             allocator.allocate(("buffer", number), size)
-        self._take_inputs(allocator, 0)
-        for index in range(self._count):
-            if index + 1 < self._count:
-                self._take_inputs(allocator, index + 1)
-            elif self._skipped:
-                kept += self._keep_skipped(allocator, step, left)
-            left = self._micro_batch(allocator, step, index)
+        self._take_inputs(allocator, 0, is_last=end == 1)
+        while index < end:
+            found = allocator.free_blocks
+            is_settled = found == before and all(self._sizes[number] <= _TOGETHER for number in left)
+            if index + 2 >= (_MICRO_BATCHES if is_settled else self._most):
+                end = min(end, index + 2)
+            if index + 1 < end:
+                self._take_inputs(allocator, index + 1, is_last=index + 2 == end)
+            else:
+                kept += self._keep_skipped(allocator, step, left, self._count - end)
+            left, before = self._micro_batch(allocator, step, index, is_last=index + 1 == end), found
             kept += [("own", step, index, number) for number in left]
             for number in range(len(self._inputs)):
                 allocator.free(("input", index, number))
-        for index, number in itertools.product((0, self._count - 1), self._weights):
+            index += 1
+        for index, number in itertools.product((0, end - 1), self._weights):
             allocator.free(("weight", index, number))
         for size in self._sent:  # from the other devices, one after the other, and weighted there
             allocator.allocate("sent", size)
@@ -184,15 +190,15 @@ class Replay:
         for number, size in enumerate(self._state):
             allocator.allocate(("state", number), size)
 
-    def _take_inputs(self, allocator: CachingAllocator, index: int) -> None:
-        for number, size in enumerate(self._inputs if index + 1 < self._count else self._last_inputs):
+    def _take_inputs(self, allocator: CachingAllocator, index: int, *, is_last: bool) -> None:
+        for number, size in enumerate(self._last_inputs if is_last else self._inputs):
             allocator.allocate(("input", index, number), size, _COPIES)
 
-    def _micro_batch(self, allocator: CachingAllocator, step: int, index: int) -> set[int]:
+    def _micro_batch(self, allocator: CachingAllocator, step: int, index: int, *, is_last: bool) -> set[int]:
         """Goes through one; the first leaves its gradients, and the numbers of what else is left are given."""
         left, is_first = set[int](), index == 0 or bool(self._wide)
-        sizes = self._sizes if index + 1 < self._count else self._last_sizes
-        is_new = index == 0 or (index + 1 == self._count and self._last_sizes is not self._sizes)
+        sizes = self._last_sizes if is_last else self._sizes
+        is_new = index == 0 or sizes is not self._sizes
         for is_birth, number in self._moments_with_weights if is_new else self._moments:
             if is_birth and number in self._weights:
                 allocator.allocate(("weight", index, number), sizes[number])
@@ -215,14 +221,16 @@ class Replay:
             allocator.allocate("unreached", self._unreached)
         return left
 
-    def _keep_skipped(self, allocator: CachingAllocator, step: int, left: Iterable[int]) -> list[Hashable]:
+    def _keep_skipped(
+        self, allocator: CachingAllocator, step: int, left: Iterable[int], skipped: int
+    ) -> list[Hashable]:
         """Allocates what is left of each micro-batch that is not replayed, small ones many at a time."""
         found = list[Hashable]()
         for number in left:
             size = -(-self._sizes[number] // ROUND) * ROUND
             many = max(1, _TOGETHER // size)
-            for first in range(0, self._skipped, many):
-                allocator.allocate(("skipped", step, first, number), min(many, self._skipped - first) * size)
+            for first in range(0, skipped, many):
+                allocator.allocate(("skipped", step, first, number), min(many, skipped - first) * size)
                 found.append(("skipped", step, first, number))
         return found
 

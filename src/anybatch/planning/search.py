@@ -528,11 +528,13 @@ class Search:
         for part, single in looked_at:
             found.append(self.profiles.traced(recipe, part, single=single).at(self.profiles.size_of(part), count))
         profile = max(found, key=lambda one: one.peak)
-        row = replace(row, peak_bytes=profile.peak)
+        row, peak = replace(row, peak_bytes=profile.peak), profile.peak_in_detail()
         if self.held is not None:
-            last = self.profiles.size_of(parts[-1])  # whose blocks, if they are smaller, go to other places
-            row = replace(row, reserved_bytes=self._reserved(self.held, profile, last))
-        return row, profile.peak_in_detail()
+            last = parts[-1]  # whose blocks, if they are smaller, go to other places
+            if not self.profiles.lengths.are_joined:
+                profile = self.profiles.traced(recipe, worst, single=splitting.is_single, last=last).at(size, count)
+            row = replace(row, reserved_bytes=self._reserved(self.held, profile, self.profiles.size_of(last)))
+        return row, peak
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch would need more than a budget as a row runs it; empty if none would."""

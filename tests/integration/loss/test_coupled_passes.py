@@ -159,15 +159,15 @@ def test_autocast() -> None:
     torch.manual_seed(3)
     encoded = []
     for part in micro_batches({**batch, "label": samples(ROWS)["label"]}, 3):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             encoded.append(towers(one, part))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         loss = clip(one, (torch.cat([a for a, _ in encoded]), torch.cat([b for _, b in encoded])))
     loss.backward()
     for keep in KEEPS:
         found = run(CASES["clip"].coupled(keep=keep), model, batch, 3, autocast=torch.bfloat16)
         assert_bitwise(found, gradients_of(one))
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # the user's own, around everything
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):  # the user's own, around everything
         for keep in KEEPS:
             assert_bitwise(run(CASES["clip"].coupled(keep=keep), model, batch, 3), gradients_of(one))
 

@@ -326,7 +326,7 @@ def test_under_autocast() -> None:
 
     def plain() -> list[Any]:
         reference.clear(model)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             features = model.trunk(x)
             losses = [head(features).float().square().mean() for head in model.heads]
         torch.stack(losses).sum().backward()
@@ -334,7 +334,7 @@ def test_under_autocast() -> None:
 
     expected = plain()
     reference.clear(model)
-    with torch.autocast("cpu", torch.bfloat16), anybatch.cut(model.trunk(x)) as features:
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16), anybatch.cut(model.trunk(x)) as features:
         assert features.dtype is torch.bfloat16
         for head in model.heads:
             head(features).float().square().mean().backward()

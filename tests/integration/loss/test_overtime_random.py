@@ -132,7 +132,7 @@ def test_autocast_is_that_of_one_graph() -> None:
     model, batch = case.model.float(), as_float32(batch_of())
     case = Case(model, precision, case.state, None, {"broadcast": ["source"]})
     exact, _ = reference.whole_gradients(reference.as_float64(model), case.whole, batch_of())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         whole, _ = reference.whole_gradients(model, case.whole, batch)
     for chunk, size in ((1, None), (4, 2)):
         reference.clear(model)

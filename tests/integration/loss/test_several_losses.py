@@ -232,7 +232,7 @@ def test_under_autocast_and_with_a_scaler(size: int | None, scaled: bool) -> Non
     model.float()
 
     def plain() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             losses = [loss for _, loss in losses_of(kinds, reference.no_cut)(model, batch)]
         torch.stack(losses).sum().backward()
 

@@ -34,11 +34,18 @@ class Recorder:
         self.note(monkeypatch, boundary, "clip_", "clip")
 
     def note(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, event: str = "") -> None:
-        function = getattr(owner, name)
+        function, within = getattr(owner, name), False
 
         def noting(*args: Any, **options: Any) -> Any:
+            nonlocal within
+            if within:  # torch calls what a mode is told of once more, and a default device is such a mode
+                return function(*args, **options)
             self.events.append(event or name)
-            return function(*args, **options)
+            within = True
+            try:
+                return function(*args, **options)
+            finally:
+                within = False
 
         monkeypatch.setattr(owner, name, noting)
 

@@ -251,7 +251,7 @@ def test_a_loss_of_an_output_and_a_target_is_told_how_it_is_called(verb: str) ->
     verbs: dict[str, Any] = {
         "backward": lambda: anybatch.backward(model, loss_fn, batch, micro_batch_size=4),
         "step": lambda: anybatch.TrainStep(model, loss_fn, optimizer)(batch),
-        "planned": lambda: anybatch.TrainStep(model, loss_fn, optimizer, memory="8MiB")(batch),
+        "planned": lambda: anybatch.TrainStep(model, loss_fn, optimizer, memory="64MiB")(batch),
         "check": lambda: anybatch.check(model, loss_fn, batch),
     }
     with pytest.raises(TypeError) as caught:

@@ -55,7 +55,7 @@ def test_autocast_is_replayed() -> None:
     model, batch = Language(), texts()
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             return language_loss(model, batch)
 
     assert_same(outcome(model, loss_fn, batch, put(*LAYERS)), outcome(model, loss_fn, batch))
