@@ -89,7 +89,7 @@ def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, round
     """Times passes one after the other, round by round, so that a slow moment of the machine hits all of them.
 
     Returns:
-        The median wall-clock time of each, in seconds.
+        The median wall-clock time of each, in seconds; the first round only warms up, if there are several.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):

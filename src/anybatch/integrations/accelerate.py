@@ -11,7 +11,7 @@ from anybatch.loss.losses import LossFunction
 from anybatch.step import TrainStep
 
 try:
-    from accelerate import Accelerator, DistributedType
+    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
@@ -34,8 +34,12 @@ def train_step(
     that ``save_state`` and ``load_state`` see what is trained. Optimizers and schedulers step once a logical batch,
     whatever the number of processes.
 
+    Args:
+        options: further arguments of ``TrainStep``.
+
     Raises:
-        BatchError: Accelerate shards the model or hands it to another engine.
+        BatchError: Accelerate shards the model or hands it to another engine; or ``options`` has ``autocast`` or
+            ``scaler``, which are Accelerate's.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -48,7 +52,7 @@ def train_step(
         3
     """
     kind = accelerator.distributed_type
-    if kind.name not in _ALONE_OR_REPLICAS or accelerator.distributed_type == DistributedType.FSDP:
+    if kind.name not in _ALONE_OR_REPLICAS:
         raise BatchError(
             f"Accelerate runs with {kind.name}, which shards the model or takes the gradient itself; expected one "
             "device, or one in each process under DistributedDataParallel"

@@ -62,7 +62,7 @@ class Overwritten(Mode):
         self.bytes += whole.nbytes
 
     def restore(self) -> None:
-        """Puts back what was written to, bitwise, and lets go of it."""
+        """Puts back what was written to, bitwise, and lets go of it; memory that was resized since is left alone."""
         for whole, before in self._kept.values():
             if whole.untyped_storage().nbytes() == before.nbytes:
                 whole.copy_(before)
