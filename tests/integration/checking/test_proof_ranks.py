@@ -170,7 +170,8 @@ def warns_in_parts(rank: int, world: int) -> None:
 
 
 def bounded(model: Any, batch: Any) -> torch.Tensor:
-    return (mean(model, batch) - 0.1).abs() + 0.1
+    distance: torch.Tensor = (mean(model, batch) - 0.1).abs()
+    return distance + 0.1
 
 
 def bounded_weights(model: Any, batch: Any) -> torch.Tensor:

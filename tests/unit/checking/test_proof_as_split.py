@@ -218,6 +218,8 @@ def test_pairs_that_stay_together_are_proved_by_their_losses() -> None:
 class LargestSoFar(nn.Module):
     """Divides by the largest loss so far, which only a larger one changes."""
 
+    largest: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("largest", torch.zeros(()))

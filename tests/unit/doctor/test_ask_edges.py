@@ -22,7 +22,8 @@ class Net(nn.Module):
         zeros, sent = torch.zeros_like(x), x[source]
         got = zeros.scatter_add(0, to[:, None].expand_as(sent), sent) if self.scatters else zeros.index_add(0, to, sent)
         h = (self.own(x) + self.near(got)).relu()
-        return h.new_zeros(GRAPHS, 8).index_add_(0, graph, h)
+        pooled: torch.Tensor = h.new_zeros(GRAPHS, 8).index_add_(0, graph, h)
+        return pooled
 
 
 def train(offset: bool, scatters: bool = False, least: int = 5, edges: int = 3) -> None:

@@ -1,8 +1,9 @@
-"""Evaluations of other labels, of and of averages: told where it is so, quiet else."""
+"""Evaluations of other labels, of rows with a scale of their own, and of averages: told where it is so, quiet else."""
 
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +19,58 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def same(one: torch.Tensor) -> torch.Tensor:
     return one
+
+
+def scaled(table: torch.Tensor) -> torch.Tensor:
+    return (table - table.mean(0)) / table.std(0, correction=0)
+
+
+def tables(rows: Callable[[torch.Tensor], torch.Tensor], batch: Change = same, size: int = 10) -> Callable[[], None]:
+    """A training on a scaled table, and an evaluation on what ``rows`` makes of it."""
+
+    def train() -> None:
+        x = scaled(torch.randn(60, 4))
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(3):
+            for part in x.split(size):
+                optimizer.zero_grad()
+                F.mse_loss(net(batch(part)), part[:, :1]).backward()
+                optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            net(rows(x))
+
+    return train
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return scaled(torch.rand(40, 4) * 3)
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_test_rows_with_a_scale_of_their_own_are_told(correction: int) -> None:
+    def rows(_: torch.Tensor) -> torch.Tensor:
+        table = torch.rand(40, 4) * 3 + 1
+        return (table - table.mean(0)) / table.std(0, correction=correction)
+
+    assert answer(tables(rows), "scaled apart") == "yes"
+    assert answer(tables(apart, size=60), "scaled apart") == "yes"  # all training rows in one batch
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "size"),
+    [
+        (same, same, 10),  # the training rows
+        (same, lambda one: one + 0.05 * torch.randn_like(one), 10),  # which were given with noise
+        (lambda x: torch.randn(40, 4), same, 10),  # the scale of the training
+        (lambda x: scaled(torch.cat([torch.randn(20, 4), x])), same, 10),  # all rows, as in a transductive task
+        (apart, scaled, 20),  # each batch is scaled
+        (lambda x: apart(x)[:10], same, 10),  # few
+    ],
+)
+def test_other_rows_of_an_evaluation_are_not(rows: Change, batch: Change, size: int) -> None:
+    assert answer(tables(rows, batch, size), "scaled apart") != "yes"
 
 
 def classes(names: Change, rows: int = 120, *, learns: bool = True) -> Evaluated:

@@ -46,6 +46,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "small value": {"critic": 1, "optimizer": 0},
     "evaluated scores": {"function": "cross_entropy"},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
+    "scaled apart": {"rows": 400, "columns": 4},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
@@ -212,6 +213,14 @@ def test_weighed_late_fires_at_the_product() -> None:
 
 def test_weighed_late_is_quiet_without_an_answer() -> None:
     both("weighed late", "WEIGHED_LATE")
+
+
+def test_evaluation_scaled_fires_on_a_table_and_gives_its_rows() -> None:
+    assert "400 rows" in fires(asked("scaled apart", "yes").run(), "EVALUATION_SCALED", "warning").message
+
+
+def test_evaluation_scaled_is_quiet_without_an_answer() -> None:
+    both("scaled apart", "EVALUATION_SCALED")
 
 
 def test_rows_torn_fires_at_the_view() -> None:

@@ -196,15 +196,18 @@ def test_lr_too_low_is_quiet(healthy: tuple[str, Training]) -> None:
 def warming(end: int, calls: int = 6, base: float = 1e-3, loss: Any = lambda step: 2.3) -> Run:
     """A warm-up of so many epochs of ten steps, of which the run has some."""
     each = 60 // calls
-    rate = lambda step: base * min(1.0, (1 + step // each) / end)  # noqa: E731
+
+    def rate(step: int) -> float:
+        return base * min(1.0, (1 + step // each) / end)
+
     schedule = SchedulerFacts(
         scheduler=0, variable="schedule", cls="LambdaLR", optimizer=0, options={"base_lrs": [base]}
     )
-    called = lambda step: (  # noqa: E731
-        [Scheduled(scheduler=0, number=step, before=(rate(step),), after=(rate(step + 1),))]
-        if step % each == each - 1
-        else []
-    )
+
+    def called(step: int) -> list[Scheduled]:
+        at_end = step % each == each - 1
+        return [Scheduled(scheduler=0, number=step, before=(rate(step),), after=(rate(step + 1),))] if at_end else []
+
     return Training(lr=rate, before=(schedule,), every=called, loss=loss).run()
 
 

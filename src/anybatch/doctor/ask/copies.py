@@ -232,6 +232,10 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
             value = None if any(one.std for one in alike) else alike[0].mean
             yield told("inputs alike", alike[0], root=root, value=value, calls=len(alike), rows=alike[0].rows)
+        own = [one for one in evaluated if one.scaled and not one.known]
+        batches = {(one.mean, one.std) for one in trained if one.scaled}  # more than one: it is done for each batch
+        if not training and own and len(batches) < 2:
+            yield told("scaled apart", own[0], root=root, rows=own[0].rows, columns=own[0].shape[0])
         if training or len(trained) < 3 or not evaluated:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:

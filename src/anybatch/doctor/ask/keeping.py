@@ -26,6 +26,8 @@ _MOST_NETS = 24
 _MOST_WENT = 8  # first steps of each net in which its weights are looked at
 _MOST_GIVEN = 40  # figures of inputs for each root and mode
 _MOST_ROWS = 64  # of an input that are compared with its first
+_SOME = 16  # rows that are looked for
+_LEAST_TABLE, _MOST_TABLE, _ROUNDED = 20, 1 << 22, 1e-4  # rows and entries of a table, and how exact its numbers are
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_BYTES = 64 * 2**20
@@ -44,6 +46,8 @@ class Given:
     step: int  # in which
     file: str  # of the line of the call
     line: int
+    scaled: bool = False  # whether each column of these rows has mean 0 and deviation 1, to the last digits
+    known: bool = False  # whether rows of the training are among them
 
 
 @dataclass(slots=True)
@@ -221,7 +225,9 @@ class Kept:
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
-            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4)))
+            scaled = _is_scaled(first)
+            known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
+            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), scaled, known))
 
     def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
         methods = {
@@ -365,6 +371,28 @@ def _numbers(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) is dict:
         for one in value.values():
             yield from _numbers(one)
+
+
+@unseen
+def _is_scaled(table: torch.Tensor) -> bool:
+    """Whether each column of a table that varies has mean 0 and deviation 1, as no part of a scaled one has."""
+    if table.dim() != 2 or len(table) < _LEAST_TABLE or table.numel() > _MOST_TABLE:
+        return False
+    std, mean = torch.std_mean(table.detach().double(), 0, correction=0)
+    varied = std > _ROUNDED
+    off = 1 / len(table) + _ROUNDED  # a deviation with one degree of freedom less
+    near = (mean.abs() < _ROUNDED) & ((std - 1).abs() < off)
+    return int(varied.sum()) > 1 and bool(near[varied].all())
+
+
+@unseen
+def _has_rows(table: torch.Tensor, batches: Sequence[torch.Tensor]) -> bool:
+    """Whether rows of the training, perhaps with some noise, are those of a table; also where none are known."""
+    rows = next((one[:_SOME].to(table) for one in batches if one.shape[1:] == table.shape[1:]), None)
+    if rows is None:
+        return True
+    between = torch.cdist(table[:_SOME], table).kthvalue(2).values.median()
+    return bool((torch.cdist(rows, table).min(1).values <= between / 2).float().mean() > 0.5)
 
 
 @unseen

@@ -9,6 +9,9 @@ from anybatch.records.events import Backward, Epoch, Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
+_SCALED_ONCE = (
+    "scaler.fit_transform(train), then scaler.transform(test); or mean, std = train.mean(0), train.std(0) for both"
+)
 _WAYS = {
     "ignore_index": ("ignore_index={number}", "leave ignore_index out; -100 marks what has no label"),
     "weight": ("its weight is 0", "give class {number} a weight above 0"),
@@ -33,12 +36,18 @@ def class_uncounted(run: Run) -> Iterator[Found]:
         )
 
 
-@rule("AB681", "EVALUATION_SCALED", "warning", needs=(Epoch,))
+@rule("AB681", "EVALUATION_SCALED", "warning", needs=(Forward,))
 def evaluation_scaled(
     run: Run, *, share: float = Limit(0.9, "of the columns that are standardised in the training data"),
     columns: float = Limit(2, "by no chance; of data with one column that one"),
 ) -> Iterator[Found]:  # fmt: skip
     """Evaluation sets that were scaled with statistics of their own."""
+    found = next(_by_loaders(run, share, columns), None) or next(_by_inputs(run), None)
+    if found is not None:
+        yield found
+
+
+def _by_loaders(run: Run, share: float, columns: float) -> Iterator[Found]:
     trained, evaluated = _loaders(run)
     for one in trained:
         exact, of, mark = one.standardised
@@ -50,13 +59,25 @@ def evaluation_scaled(
                 text=f"The {other.rows} rows that are evaluated{near(other)} have mean 0 and standard deviation 1 in "
                 f"{own:.0f} of {width:.0f} columns, as the {one.rows} of the training have: each set was scaled with "
                 "statistics of its own.",
-                fix="scaler.fit_transform(train), then scaler.transform(test); or mean, std = train.mean(0), "
-                "train.std(0) for both",
+                fix=_SCALED_ONCE,
                 cause="The scaling was fitted anew to the data of the evaluation.",
                 since=other,
                 evidence={"columns": own, "of": width, "rows": other.rows, "trained_rows": one.rows},
             )
-            return
+
+
+def _by_inputs(run: Run) -> Iterator[Found]:
+    for probed in answers(run, "scaled apart"):
+        seen = probed.evidence
+        yield Found(
+            text=f"The {seen['rows']} rows that are evaluated{near(probed)} have mean 0 and standard deviation 1 in "
+            f"each of {seen['columns']} columns, and no row of the training is among them: they were scaled with "
+            "statistics of their own.",
+            fix=_SCALED_ONCE,
+            cause="The scaling was fitted anew to the data of the evaluation.",
+            since=probed,
+            evidence=seen,
+        )
 
 
 def _loaders(run: Run) -> tuple[list[Epoch], list[Epoch]]:
