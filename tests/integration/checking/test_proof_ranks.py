@@ -175,8 +175,9 @@ def bounded(model: Any, batch: Any) -> torch.Tensor:
 
 
 def bounded_weights(model: Any, batch: Any) -> torch.Tensor:
-    total: torch.Tensor = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none").clamp(max=9).mean()
-    return total + 0.1 * model.first(torch.zeros(1, 4)).abs().sum()
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none").clamp(max=9)
+    total: torch.Tensor = losses.mean() + 0.1 * model.first(torch.zeros(1, 4)).abs().sum()
+    return total
 
 
 def tells_of_bounds(rank: int, world: int, *, reshards: bool, rows: tuple[int, int]) -> None:
