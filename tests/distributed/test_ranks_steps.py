@@ -190,7 +190,7 @@ def refusals(rank: int, world: int) -> None:
         other.last.weight[0, 0] += rank
     error = raised(lambda: anybatch.backward(other, mean_loss, batch))
     assert isinstance(error, anybatch.AnyBatchError)
-    assert "other values of last.weight;" in str(error)
+    assert "different values of last.weight;" in str(error)
     step = anybatch.TrainStep(other, mean_loss, torch.optim.SGD(other.parameters(), lr=1.0))
     error = raised(lambda: step(batch))
     assert "last.weight" in str(error)

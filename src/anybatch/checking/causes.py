@@ -312,7 +312,7 @@ CAUSES: dict[str, Cause] = {
     # random numbers
     "drawn": Cause(
         "random",
-        "Random numbers are drawn in {shown!l}, by micro-batches in another order than by the whole batch. The "
+        "Random numbers are drawn in {shown!l}, by micro-batches in a different order than by the whole batch. The "
         "gradients were compared for the same numbers in each sample. A split is as good a draw as the whole batch, "
         "but not the same one.",
     ),

@@ -76,8 +76,8 @@ class Reruns:
                 (before, _), (after, size) = map(_plain, (mark, second[position][0]))
                 if abs(after - before) > tolerance * size:  # NaN is the same as NaN
                     raise LossError(
-                        f"{labels[position]} of micro-batch {number + 1} has other values when encode runs again: they "
-                        f"sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
+                        f"{labels[position]} of micro-batch {number + 1} has different values when encode runs again: "
+                        f"they sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
                         name=labels[position],
                     )
 

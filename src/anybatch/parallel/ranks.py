@@ -171,8 +171,8 @@ class Ranks(Apart):
             texts.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
         more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
         return (
-            f"the ranks make the update with other settings: {'; '.join(texts[:5])}{more}. Expected the same on all "
-            "ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the "
+            f"the ranks make the update with different settings: {'; '.join(texts[:5])}{more}. Expected the same on "
+            "all ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the "
             "same parameters, and step schedulers on every rank"
         )
 
@@ -182,13 +182,13 @@ class Ranks(Apart):
         shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         if what == "gradients":
             return (
-                f"the ranks have other gradients to begin with, of {shown}; backward() adds the gradient of all ranks "
+                f"the ranks begin with different gradients of {shown}; backward() adds the gradient of all ranks "
                 "to .grad, which would then be of some batches of this rank only. Call optimizer.zero_grad() first, or "
                 "let anybatch.backward take every gradient of the step"
             )
         return (
-            f"the ranks have other values of {shown}; expected the same model on each: build it from the same seed, "
-            "load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to all. "
+            f"the ranks have different values of {shown}; expected the same model on each: build it from the same "
+            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to all. "
             "With group=False each rank trains a model of its own"
         )
 

@@ -78,7 +78,7 @@ def test_without_replayed_random_numbers_it_would_be_another_gradient(monkeypatc
 
     model, batch = Towers(dropout=0.4), samples(ROWS)
     monkeypatch.setattr(RandomState, "restore", lambda _: None)
-    with pytest.raises(anybatch.LossError, match=r"has other values when encode runs again"):
+    with pytest.raises(anybatch.LossError, match=r"has different values when encode runs again"):
         run(CASES["clip"].coupled(), model, batch, 3)
 
 

@@ -82,6 +82,6 @@ def test_values_that_are_not_the_same_again_are_refused() -> None:
         return one * (torch.rand(one.shape, generator=own, device="cuda") > 0.3), other
 
     model = Encoder()
-    with pytest.raises(anybatch.LossError, match="has other values when encode runs again"):
+    with pytest.raises(anybatch.LossError, match="has different values when encode runs again"):
         anybatch.backward(model, anybatch.Coupled(draws, loss), batch_of(), micro_batch_size=SIZE)
     assert all(parameter.grad is None for parameter in model.parameters())

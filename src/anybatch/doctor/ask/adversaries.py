@@ -78,7 +78,7 @@ def _compared(
     kinds = [score in follows for _, score in calls]
     if not any(kinds):  # it was generated before the critic was called
         if any(one.shape != made.shape for one in looks):
-            raise Unknown("the critic is given something of another shape")
+            raise Unknown("the critic is given something of a different shape")
         far = [float((one - made).norm()) for one in looks]
         kinds = [one * _CLEARLY < max(far) for one in far]
     generated = [slope for slope, is_made in zip(slopes, kinds, strict=True) if is_made]

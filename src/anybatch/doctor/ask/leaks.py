@@ -173,10 +173,10 @@ def _from_loader(run: Run) -> bool:
 def _pairs(one: Any, other: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     first, second = tensors(one), tensors(other)
     if len(first) != len(second):
-        raise Unknown("the outputs have another form from call to call")
+        raise Unknown("the outputs have a different form in each call")
     for a, b in zip(first, second, strict=True):
         if a.shape != b.shape:
-            raise Unknown("the outputs have another shape from call to call")
+            raise Unknown("the outputs have a different shape in each call")
         yield a, b
 
 

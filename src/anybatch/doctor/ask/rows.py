@@ -137,7 +137,7 @@ def _guilty(
             given -= {None, (-1, 0)}
             aligned = {pattern for pattern in given if pattern is not None and pattern[0] == 0}
             if len(aligned) > 1 and operation.name not in ("matmul", "mm", "bmm", "einsum", "__matmul__", "cdist"):
-                return operation, "rows of two tensors stand in another order"
+                return operation, "the rows of two tensors are in different orders"
             return None
     return None
 

@@ -194,7 +194,7 @@ TABLE = (
          "Tensors of two devices meet in {code}: {text}", "The model or one of the inputs was not moved.",
          "model.to(device) once, and batch.to(device) for each batch", misuses.raised),
     Kind("DTYPE_MISMATCH", r"expected scalar type \w+ but found \w+|Found dtype \w+ but expected \w+",
-         "Tensors of two dtypes meet in {code}: {text}", "An input or a target has another dtype than the weights.",
+         "Tensors of two dtypes meet in {code}: {text}", "An input or a target has a different dtype than the weights.",
          "inputs.float() for inputs, target.long() for class indices, target.float() for values", misuses.raised),
     # Optimizers, schedulers, scalers and states.
     Kind("EMPTY_OPTIMIZER", _EMPTY, "{said}", "{why}", "{change}", updating.empty),

@@ -222,7 +222,7 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
         result, other = (shape[0], shape[0]), shape[:1] if len(shape) == 2 else (*shape, 1)
         yield Found(
             text=f"The loss is made of a difference or product of shape {result}: an output of shape {shape} meets "
-            f"targets that have another shape, such as {other}, and each is compared with every other.",
+            f"targets of a different shape, such as {other}, and each is compared with every other.",
             fix=f"y.reshape({', '.join(map(str, shape))}) before they meet, or the output "
             + (".squeeze(-1)" if len(shape) == 2 else "[:, None]"),
             cause=_BROADCAST,

@@ -125,7 +125,7 @@ def class_weights_swapped(run: Run) -> Iterator[Found]:
             f"{seen['most_weight']:.3g}{near(probed)}, and that with {seen['least_targets']:.0f} the weight "
             f"{seen['least_weight']:.3g}: rare classes count even less than without weights.",
             fix="weight = len(targets) / (classes * torch.bincount(targets, minlength=classes))  # in order of classes",
-            cause="The weights are in another order than the classes, or are frequencies and not their inverse.",
+            cause="The weights are not in the order of the classes, or are frequencies instead of their inverse.",
             since=probed,
         )
 
