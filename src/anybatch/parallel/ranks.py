@@ -172,8 +172,8 @@ class Ranks(Apart):
         more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
         return (
             f"the ranks make the update with different settings: {'; '.join(texts[:5])}{more}. Expected the same on "
-            "all ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze the "
-            "same parameters, and step schedulers on every rank"
+            "all ranks, since their weights would part; nothing was changed. Give all ranks the same numbers, freeze "
+            "the same parameters, and step schedulers on every rank"
         )
 
     def _unlike(self, mine: list[str], what: str) -> str:
@@ -188,8 +188,8 @@ class Ranks(Apart):
             )
         return (
             f"the ranks have different values of {shown}; expected the same model on each: build it from the same "
-            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to all. "
-            "With group=False each rank trains a model of its own"
+            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to "
+            "all. With group=False each rank trains a model of its own"
         )
 
     def _refused(self, text: str) -> AnyBatchError:
