@@ -188,8 +188,8 @@ class Ranks(Apart):
             )
         return (
             f"the ranks have different values of {shown}; expected the same model on each: build it from the same "
-            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 to "
-            "all. With group=False each rank trains a model of its own"
+            "seed, load the same checkpoint, or wrap it in DistributedDataParallel, which sends the values of rank 0 "
+            "to all. With group=False each rank trains a model of its own"
         )
 
     def _refused(self, text: str) -> AnyBatchError:
