@@ -35,6 +35,74 @@ def test_the_logarithm_of_a_rate_is_what_a_poisson_loss_takes() -> None:
     assert answer(lambda: counts(torch.tanh, is_log=True), "rates") == "no"
 
 
+def denoises(compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], same: bool) -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        x = torch.randn(32, 8)
+        noise = torch.randn_like(x)
+        noisy = 0.8 * x + 0.6 * (noise if same else torch.randn_like(x))
+        optimizer.zero_grad()
+        compare(net(noisy), noise).backward()
+        optimizer.step()
+
+
+class Diffusion(nn.Module):
+    """Draws its noise itself."""
+
+    def __init__(self, same: bool) -> None:
+        super().__init__()
+        self.net, self.same = nn.Linear(8, 8), same
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(x)
+        return F.mse_loss(self.net(0.8 * x + 0.6 * (noise if self.same else torch.randn_like(x))), noise)
+
+
+def diffuses(same: bool) -> None:
+    model = Diffusion(same)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+
+
+def test_noise_that_the_model_draws_twice_is_told() -> None:
+    assert answer(lambda: diffuses(same=False), "drawn targets") == "yes"
+    assert answer(lambda: diffuses(same=True), "drawn targets") == "no"
+
+
+def squared(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return (made - noise).pow(2).mean()
+
+
+def in_order(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(made.sort(0).values, noise.sort(0).values)
+
+
+def of_latents(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """A latent is drawn, and the length of what it is made into is kept small."""
+    return (made + 0.1 * noise).pow(2).mean() + (made - 1).pow(2).mean()
+
+
+def labels(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(made, 1 - 0.1 * torch.rand_like(made))
+
+
+@pytest.mark.parametrize("compare", [F.mse_loss, F.l1_loss, lambda made, noise: F.smooth_l1_loss(noise, made), squared])
+def test_noise_that_is_in_no_input_is_told(compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    assert answer(lambda: denoises(compare, same=False), "drawn targets") == "yes"
+    assert answer(lambda: denoises(compare, same=True), "drawn targets") == "no"
+
+
+@pytest.mark.parametrize("compare", [in_order, of_latents, labels])
+def test_other_random_numbers_beside_a_loss_are_not(
+    compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    assert answer(lambda: denoises(compare, same=False), "drawn targets") == "no"
+
+
 def weighed(weight: list[float], share: float) -> None:
     net, weights = nn.Linear(4, 2), torch.tensor(weight)
     optimizer = torch.optim.Adam(net.parameters())

@@ -1,5 +1,6 @@
 """Rules on what was kept of a run, and on questions to copies of it, fire on their fault and are quiet otherwise."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "evaluated scores": {"function": "cross_entropy"},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "scaled apart": {"rows": 400, "columns": 4},
+    "drawn targets": {"op": "mse_loss"},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
@@ -221,6 +223,16 @@ def test_evaluation_scaled_fires_on_a_table_and_gives_its_rows() -> None:
 
 def test_evaluation_scaled_is_quiet_without_an_answer() -> None:
     both("scaled apart", "EVALUATION_SCALED")
+
+
+def test_target_drawn_fires_at_the_loss() -> None:
+    run = replace(asked("drawn targets", "yes"), loss=flat).run()
+    assert "mse_loss" in fires(run, "TARGET_DRAWN", "warning").message
+
+
+def test_target_drawn_is_quiet_where_it_is_learned_and_without_an_answer() -> None:
+    quiet(asked("drawn targets", "yes").run(), "TARGET_DRAWN")
+    quiet(replace(asked("drawn targets", "no"), loss=flat).run(), "TARGET_DRAWN")
 
 
 def test_rows_torn_fires_at_the_view() -> None:

@@ -1,11 +1,11 @@
-"""What a loss function is given beside scores: rates where it takes their logarithms, and weights of classes."""
+"""What a loss function is given: rates where it takes their logarithms, weights of classes, targets that are noise."""
 
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.rows import replayed, rows_of
-from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
+from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
+from anybatch.doctor.ask.tape import Loss, Operation, Slot, Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
@@ -21,6 +21,12 @@ _RARE = 3.0  # times as many targets of one class as of another
 _HEAVY = 2.0  # times the weight of another class
 _ENOUGH = 32  # targets
 _ALIKE = 0.9  # a correlation
+_DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_DIFFERENCES, _LENGTHS = frozenset({"sub", "__sub__"}), frozenset({"pow", "__pow__", "square", "abs", "norm"})
+_NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are drawn from an interval
+_ENOUGH_NOISE = 100  # numbers
+_KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
+_SIGMAS = 4
 
 
 def rates(tape: Tape) -> Probed:
@@ -60,6 +66,53 @@ def class_weights(tape: Tape) -> Probed:
                 least_targets=float(counts[least]), least_weight=float(weight[least]),
             )  # fmt: skip
     return told("class weights", answer="no")
+
+
+def drawn_targets(tape: Tape) -> Probed:
+    """Whether a net has to predict normal random numbers that none of its inputs was made with."""
+    if tape.failed or not tape.losses:
+        raise Unknown(tape.failed or "no step with a loss was written down")
+    loss = tape.losses[-1]
+    measured = {one for operation in tape.operations if operation.name in _LENGTHS for one in slots(operation.args)}
+    for number, operation in enumerate(tape.operations[: loss.before]):
+        given = list(slots((operation.args, operation.kwargs)))
+        is_difference = operation.name in _DIFFERENCES and measured & set(operation.outs)
+        if len(given) != 2 or not (is_difference or operation.name in _DISTANCES):
+            continue
+        for target, predicted in (given, given[::-1]):
+            made_of = slots_of(tape, Loss(predicted, number, "", 0))
+            draw, noise = _source(tape, target)
+            if (draw and not draw & made_of) or (noise is not None and _is_unseen(noise, tape, made_of)):
+                return told("drawn targets", operation, op=operation.name.strip("_"))
+    return told("drawn targets", answer="no")
+
+
+def _source(tape: Tape, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:
+    """Where a tensor is from, whatever its shape and its scale: of the step's own draws, or from outside."""
+    for operation in reversed(tape.operations):
+        if slot in operation.outs:
+            if operation.name in _NORMAL:
+                return set(operation.outs), None
+            given = list(slots(operation.args))
+            if operation.name not in _SHAPING | {"mul", "__mul__", "__rmul__"} or len(given) != 1:
+                return set(), None
+            slot = given[0]
+    return set(), tape.leaves.get(slot)
+
+
+def _is_unseen(noise: torch.Tensor, tape: Tape, made_of: set[Slot]) -> bool:
+    """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
+    count = noise.numel()
+    inputs = [one for slot, one in tape.leaves.items() if slot in made_of - tape.parameters.keys()]
+    alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
+    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point():
+        return False
+    drawn = noise.detach().double().flatten().cpu()
+    steps = torch.arange(1, count + 1, dtype=torch.double) / count
+    away = (torch.special.ndtr(drawn.sort().values) - steps).abs().max()
+    if away * count**0.5 > _KOLMOGOROV:
+        return False
+    return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
 
 
 def _given(operation: Operation) -> dict[str, Any]:

@@ -46,7 +46,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
-    ("weighed late", late.weighed_late),
+    ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

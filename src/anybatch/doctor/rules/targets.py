@@ -130,6 +130,21 @@ def class_weights_swapped(run: Run) -> Iterator[Found]:
         )
 
 
+@rule("AB671", "TARGET_DRAWN", "warning", explains=("NOT_LEARNING", "LOSS_CONSTANT"), needs=(Probed,))
+def target_drawn(run: Run) -> Iterator[Found]:
+    """Noise that is to be predicted, and is in no input."""
+    if outcome(run).word == "learning":
+        return
+    for probed in answers(run, "drawn targets")[:1]:
+        yield Found(
+            text=f"{probed.evidence['op']}{near(probed)} compares a prediction with random numbers that no input was "
+            "made with: nothing of them can be predicted but their mean.",
+            fix="draw the noise once, and give the same tensor to what adds it and to the loss",
+            cause="The noise was drawn a second time for the loss, or for the input.",
+            since=probed,
+        )
+
+
 @rule("AB670", "WEIGHED_LATE", "warning", needs=(Probed,))
 def weighed_late(run: Run) -> Iterator[Found]:
     """Numbers of rows that meet the mean over the rows."""
