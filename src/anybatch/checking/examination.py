@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -10,18 +10,16 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.accelerators import release_cache
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
 from anybatch.checking.causes import reason
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
-from anybatch.checking.gradients import distance
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.sharedreads import is_of_nothing, read_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
@@ -337,31 +335,12 @@ class Examination(Case):
     def _note_bound(self) -> None:
         if self.reasons or self._drawn or not self.splits:
             return
-        number, whole, parts = len(self.splits[0]), Bounds(), Bounds()
-        self._watched(whole, None)
-        split = self._watched(parts, self.splits[0])
-
-        def changes(shifts: Mapping[int, float]) -> bool | None:
-            try:
-                other = self._watched(Bounds(shifts), self.splits[0])
-            except (Exception, SystemExit):  # noqa: BLE001 - a loss refuses what it does not expect
-                return None
-            if not other.norm:
-                return None
-            return is_of_nothing(other.losses, split.losses) or distance(other.gradients, split.gradients) != 0
-
-        operation = bound_of_samples(whole.met, parts.met, number)
-        if operation := operation or read_of_samples(whole.reads.met, parts.reads.met, number, changes):
+        with Bounds() as whole:
+            self.rig.run()
+        with Bounds() as parts:
+            self.rig.run(self.splits[0])
+        if operation := bound_of_samples(whole.met, parts.met, len(self.splits[0])):
             self.notes.append(reason("bound", evidence={"operation": operation}))
-
-    def _watched(self, bounds: Bounds, parts: list[Part] | None) -> Outcome:
-        """What a run gives that is looked at above what stands in for random numbers, so that these are known."""
-        bounds.run = None if self.rig.stand_ins is None else self.rig.stand_ins.__torch_dispatch__
-        self.rig.bounds = bounds
-        try:
-            return self.rig.run(parts)
-        finally:
-            self.rig.bounds = None
 
     def _note_even_batch(self) -> None:
         one = None if self.reasons else joined(self.task.splittable)

@@ -23,7 +23,6 @@ from anybatch.checking.beginnings import announced
 from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
-from anybatch.checking.sharedbounds import Bounds
 from anybatch.checking.standins import DOUBLE, Draw, StandIns, Turns
 from anybatch.checking.visits import Visits
 from anybatch.errors import CountError, LossError
@@ -99,10 +98,7 @@ class Rig:
         parameters: the leaves that get a gradient.
         names: of the parameters; those that are not in the model have a description.
         effects: what the last run has changed in Python.
-        bounds: notes the bounds that a run meets; it runs what stands in for random numbers.
     """
-
-    bounds: Bounds | None = None
 
     def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
         self.task, self.dtype, self.device = task, dtype, task.settings.device
@@ -333,7 +329,7 @@ class Rig:
         try:
             self.isolation.restore_buffers()  # at which the power iterations of spectral norms begin
             self._random.restore()  # from which the seed of masks is drawn
-            with self.bounds or self.stand_ins or contextlib.nullcontext():
+            with self.stand_ins or contextlib.nullcontext():
                 weights, sums = run_pass(task, parts, self.parameters, Progress())
             gradients = [_dense(parameter.grad) for parameter in self.parameters]
         finally:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.checking.sharedreads import NEAR, SAME, Reads
 from anybatch.tensors.dispatch import Mode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.shards import local_of
 
 _MOST = 1024  # entries: what samples give together is small, and the values of an activation are not looked at
+_SAME = 1e-5  # relative: the same numbers but for rounding, of parameters and constants
+_NEAR = 10  # times as far as the parts differ: a guard that no training comes near to, as loss > 1e6, is no branch
 _COMPARED = {getattr(torch.ops.aten, name): f"a comparison ({name})" for name in ("ge", "gt", "le", "lt")}
 _AT_A_BOUND = frozenset(
     getattr(torch.ops.aten, name)
@@ -44,19 +45,14 @@ class Bound(NamedTuple):
 class Bounds(Mode):
     """Notes the operations of a forward that are linear up to a bound, of few numbers that have a gradient.
 
-    Args:
-        shifts: of what is read, see ``Reads``.
-
     Attributes:
         met: in their order.
-        reads: what has no gradient, or leaves its tensor.
         run: runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would.
     """
 
-    def __init__(self, shifts: Mapping[int, float] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: list[Bound] = []
-        self.reads = Reads(shifts)
         self.run: Callable[..., Any] | None = None
         self._bounded: Any = None  # what the last operation gave, if it was one of these
 
@@ -64,21 +60,14 @@ class Bounds(Mode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Notes the operation, and runs it."""
-        packet: Any = getattr(func, "overloadpacket", None)
-        last, self._bounded = self._bounded, None
+        packet, last, self._bounded = getattr(func, "overloadpacket", None), self._bounded, None
         is_noted = False
-        if (packet in _AT_A_BOUND or packet in _COMPARED) and not in_backward():
-            is_noted = torch.is_grad_enabled() and self._note(packet, args)
-            if any(isinstance(one, torch.Tensor) and _is_small(one) for one in args):
-                args = self.reads.given(_COMPARED.get(packet, packet.__name__.rstrip("_")), args)
+        if torch.is_grad_enabled() and (packet in _AT_A_BOUND or packet in _COMPARED) and not in_backward():
+            is_noted = self._note(packet, args)
         elif packet is torch.ops.aten.ne and last is not None and args[0] is last:  # ``isfinite`` takes the abs
             self.met.pop()
         result = func(*args, **(kwargs or {})) if self.run is None else self.run(func, types, args, kwargs)
         self._bounded = result if is_noted else None
-        if packet is torch.ops.aten._local_scalar_dense:
-            return self.reads.read(args[0], result)
-        if isinstance(result, torch.Tensor) and (result.dtype is torch.bool or result.numel() == 1):
-            self.reads.learn(func, args, result)
         return result
 
     def _note(self, packet: Any, args: Sequence[Any]) -> bool:
@@ -120,7 +109,7 @@ def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int
         if all((other.name, other.shapes) == (one.name, one.shapes) for other in others):
             values = [sum(map(float, bound.totals)) for bound in (one, *others)]
             spread = max(values) - min(values)
-            is_far = one.limit is not None and min(abs(value - one.limit) for value in values) > NEAR * spread
-            if spread > SAME * max(map(abs, values)) and not is_far:
+            is_far = one.limit is not None and min(abs(value - one.limit) for value in values) > _NEAR * spread
+            if spread > _SAME * max(map(abs, values)) and not is_far:
                 return one.name
     return ""

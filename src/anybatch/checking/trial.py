@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.sharedreads import Read, is_of_nothing, read_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
@@ -36,7 +35,7 @@ from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Task, run_pass
 from anybatch.update.progress import Progress
-from anybatch.update.transaction import Failure, Snapshot
+from anybatch.update.transaction import Snapshot
 
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
@@ -127,7 +126,7 @@ class Trial:
         self._modules = list({id(one): one for one in reached}.values())
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
-        self._was_asked = self._has_moved = False
+        self._has_moved = False
         self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
@@ -147,42 +146,16 @@ class Trial:
         of_whole, of_parts = Bounds(), Bounds()
         whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
-        watched = of_parts if of_whole.met or of_whole.reads.met else None
-        numbers = numbers if in_single or draws else None
-        split = self.run(cut, cut.parts, numbers, bounds=watched)
+        watched = of_parts if of_whole.met else None
+        split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
         counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
         distance = split.gradient.distance(whole.gradient, of=counted)
         error = relative(distance, whole.gradient.distance(of=counted))
         found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
-        if whole.drew_others or not found.is_none:
-            return found
-        bound = bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
-        return replace(found, bound=bound or self._asked(cut, split, numbers, of_whole.reads.met, of_parts.reads.met))
-
-    def _asked(
-        self, cut: Cut, split: Ran, numbers: StandIns | None, of_whole: Sequence[Read], of_parts: Sequence[Read]
-    ) -> str:
-        """The first read of numbers of the samples that changes the loss where it gives another one."""
-
-        def changes(shifts: Mapping[int, float]) -> bool | None:
-            failure = None
-            try:
-                other = self.run(cut, cut.parts, numbers, bounds=Bounds(shifts))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a loss refuses what it does not expect
-                failure = Failure(error)
-            if failure is not None:
-                failure.release()
-                return None
-            if not other.gradient.distance():  # what is amiss is left out
-                return None
-            return is_of_nothing(other.losses, split.losses) or other.gradient.distance(split.gradient) != 0
-
-        if self._was_asked:
-            return ""
-        self._was_asked = True
-        return read_of_samples(of_whole, of_parts, len(cut.sizes), changes)
+        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
+        return replace(found, bound=bound)
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any

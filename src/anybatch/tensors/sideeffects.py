@@ -122,6 +122,7 @@ class SideEffects:
         >>> [(effect.place.code, effect.before, effect.after) for effect in effects.found()]
         [('calls[0]', 0, 1)]
         >>> effects.restore()
+        True
         >>> calls
         [0]
     """

@@ -53,58 +53,6 @@ def branch(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(out, batch["y"]) + (2.0 if size > 0.02 else 0.0) * size
 
 
-def branch_on_a_number(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 2 * loss if loss.item() > 2.5 else loss
-
-
-def branch_below(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 0.5 * loss if float(loss.detach()) < 0.5 else loss
-
-
-def branch_on_any(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 0.5 * loss if (batch["x"] > 9).any() else loss
-
-
-def branch_on_a_count(model: Any, batch: Batch) -> torch.Tensor:
-    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    rare = batch["y"] == 7
-    return losses.mean() + (losses[rare].mean() if rare.sum() > 0 else 0.0)
-
-
-def bounded_weight(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return loss * loss.detach().clamp(min=2.5)
-
-
-def easier_than_the_mean(model: Any, batch: Batch) -> torch.Tensor:
-    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses * (losses.detach() < 1.5 * losses.detach().mean())).mean()
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "operation"),
-    [
-        (branch_on_a_number, "a condition"),
-        (branch_below, "a condition"),
-        (branch_on_any, "a condition"),
-        (branch_on_a_count, "a condition"),
-        (bounded_weight, "clamp"),
-        (easier_than_the_mean, "a comparison (lt)"),
-    ],
-)
-def test_a_branch_on_a_number_of_the_samples_is_named_with_its_line(loss_fn: Any, operation: str) -> None:
-    (text,), out = told(loss_fn)
-    assert f"applies {operation} (test_proof_bounds.py, line " in text
-    assert out.proof is not None
-    assert out.proof.exact
-    certificate = anybatch.check(net(), loss_fn, batch_of())
-    assert certificate.exact
-    assert [note.code for note in certificate.notes].count("bound") == 1
-
-
 def told(loss_fn: Callable[[Any, Batch], Any]) -> tuple[list[str], anybatch.StepResult]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -191,63 +139,6 @@ def guarded(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def logged(model: Any, batch: Batch) -> torch.Tensor:
-    """The best of the losses so far, a rate, and how far they are spread."""
-    out = model(batch["x"])
-    loss = F.cross_entropy(out, batch["y"])
-    seen: dict[str, float] = {"best": 9.0}
-    if loss.item() < seen["best"]:
-        seen["best"] = loss.item()
-    seen["rate"] = float((out.argmax(1) == batch["y"]).float().mean())
-    seen["spread"] = out.detach().std().item()
-    return loss
-
-
-def refused_numbers(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    assert 0 <= loss.item() < 4
-    if not batch["x"].isfinite().all() or torch.isnan(loss).any() or (batch["y"] < 0).any():
-        raise ValueError
-    return loss if torch.isfinite(loss.detach()) else 0.5 * loss
-
-
-def nothing_of_what_is_amiss(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 0 * loss if loss.item() > 4 or (batch["x"] > 9).any() else loss
-
-
-def of_some_rows(model: Any, batch: Batch) -> Any:
-    """Work that is left out where no row needs it; and a shorter way where all rows are whole."""
-    losses, some = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"), batch["y"] > 7
-    more = torch.zeros_like(losses)
-    if some.any():
-        more[some] = model(2 * batch["x"][some]).square().sum(1)
-    kept = batch["x"].abs() < 99
-    rows = batch["x"] if kept.all() else batch["x"] * kept
-    return (losses + more + model(rows)[:, 0]).mean()
-
-
-def no_more_than_there_is(model: Any, batch: Batch) -> torch.Tensor:
-    most = batch["x"].max().item()
-    return cross_entropy(model, {**batch, "x": batch["x"].clamp(max=most)})
-
-
-def of_the_weights(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 0.5 * loss if model[0].weight.norm().item() > 3 else loss
-
-
-def at_random(model: Any, batch: Batch) -> torch.Tensor:
-    loss = cross_entropy(model, batch)
-    return 0.5 * loss if torch.rand(1).item() < 0.1 or bool(torch.rand(1) > 0.9) else loss
-
-
-def counted_by_hand(model: Any, batch: Batch) -> Any:
-    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    own = (batch["y"] > 1).float()
-    return anybatch.Mean((losses * own).sum(), max(own.sum().item(), 1e-6))
-
-
 def several(model: Any, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     yield "one", cross_entropy(model, batch)
     yield "other", model(batch["x"]).abs().mean()
@@ -264,14 +155,6 @@ def several(model: Any, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
         at_drawn_points,
         beside_the_loss,
         guarded,
-        logged,
-        refused_numbers,
-        nothing_of_what_is_amiss,
-        of_some_rows,
-        no_more_than_there_is,
-        of_the_weights,
-        at_random,
-        counted_by_hand,
         several,
     ],
 )  # fmt: skip
