@@ -206,7 +206,7 @@ def test_rounding_between_the_passes_is_no_other_value() -> None:
         off = small
         run(anybatch.Coupled(rounded, clip), model, batch, 3)
         off = large
-        with pytest.raises(anybatch.LossError, match="has other values"):
+        with pytest.raises(anybatch.LossError, match="has different values"):
             run(anybatch.Coupled(rounded, clip), model, batch, 3)
 
 

@@ -276,7 +276,7 @@ def test_values_that_are_not_the_same_again_are_refused() -> None:
     )  # fmt: skip
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):  # not only the first time
-        with pytest.raises(anybatch.LossError, match=r"outputs\[0\] of micro-batch 3 has other values .* keep="):
+        with pytest.raises(anybatch.LossError, match=r"outputs\[0\] of micro-batch 3 has different values .* keep="):
             step(batch)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     run(anybatch.Coupled(OwnGenerator().encode, clip, keep=1_000_000), model, batch, 3)
