@@ -20,7 +20,7 @@ _TURNS = 4  # cuts at most: what their samples have in common does not fit into 
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
-_SORTED = 1024  # samples at most that are sorted, or raw ones whose micro-batches are
+_SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
 _ENTRIES = 512  # of a tensor in floating point that are added up
@@ -128,27 +128,18 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0, *
     for batch in range(max(1, len(splittable.layouts))):
         own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
         if len(own) > 1:
-            order, largest = _from_short_to_long(splittable, own), max(map(len, own))
+            order, largest = list(range(len(own))), max(map(len, own))
             full = [number for number in order if len(own[number]) == largest]
             order = order if len(full) < 2 or splittable.has_costs else full
             taken = min(len(order), max(2, most // largest))
             chosen = [own[n] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
             rows, sizes = [row for rows in chosen for row in rows], tuple(map(len, chosen))
-            if is_free and not splittable.is_collated and len(rows) < min(splittable.layouts[batch].rows, _SORTED):
+            if is_free and not splittable.has_costs and len(rows) <= _SORTED:
                 usual, half = _from_usual_to_unusual(splittable, batch, _SORTED), len(rows) // 2
                 rows = sorted([*usual[:half], *usual[half - len(rows) :]])
             return Cut(splittable.chosen(rows, batch), sizes)
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
-
-
-def _from_short_to_long(splittable: Splittable, own: Sequence[list[int]]) -> list[int]:
-    """Micro-batches by the largest of their raw samples, to which a collate may pad; others, and many, as they are."""
-    rows = 1 + max(map(max, own))
-    if not splittable.is_collated or rows > _SORTED:
-        return list(range(len(own)))
-    sizes = _of_items([splittable.sample(row) for row in range(rows)])[0]
-    return sorted(range(len(own)), key=lambda number: max(sizes[row] for row in own[number]))
 
 
 def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> list[int]:
