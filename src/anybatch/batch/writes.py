@@ -18,9 +18,6 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 class Writes:
     """Detects in-place writes to tensors, also through views. Writes to NumPy arrays are not detected.
 
-    Args:
-        values: tensors, and containers of them.
-
     Example:
         >>> x = torch.ones(4, 2)
         >>> writes = Writes([x, torch.ones(4)])
@@ -47,9 +44,6 @@ class Writes:
         Args:
             batches: in which the tensors are named.
             cause: why the loss runs again, a part of the message.
-
-        Raises:
-            LossError: a tensor was written to.
         """
         if not self.were_made:
             return
@@ -63,12 +57,7 @@ class Writes:
 
 
 def writable(batch: Any, *, arrays_only: bool = False) -> Any:
-    """A copy of a batch that may be written to; tensors that shared memory share it in the copy.
-
-    Args:
-        batch: any nested container.
-        arrays_only: copies NumPy arrays, but no tensors.
-    """
+    """A copy of a batch that may be written to; tensors that shared memory share it in the copy."""
     shared = {} if arrays_only else _copies_of_shared(batch)
 
     def own(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from anybatch.tensors.shards import is_sharded, joined_norm, local_of
+from anybatch.tensors.shards import is_sharded, local_of
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -22,7 +22,11 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:
-        parts = joined_norm(sharded, total_norm([local_of(gradient) for gradient in sharded]))
+        import torch.distributed as dist
+
+        square = total_norm([local_of(gradient) for gradient in sharded]).square()
+        dist.all_reduce(square, group=sharded[0].device_mesh.get_group())  # type: ignore[attr-defined]
+        parts = square.sqrt()
         plain = [gradient for gradient in gradients if not is_sharded(gradient)]
         return torch.hypot(parts, total_norm(plain).to(parts)) if plain else parts
     return _norm_of(_by_kind(gradients))

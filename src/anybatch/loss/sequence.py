@@ -17,9 +17,9 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.chunkcall import Called, ChunkCall
-from anybatch.loss.cutting import cut, declare_nothing_to_do, standing
+from anybatch.loss.cutting import cut, declare_nothing_to_do, in_place_explained, standing
 from anybatch.loss.losses import SINGLE, Evaluation
-from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, whole
+from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, whole
 from anybatch.loss.states import (
     Carried,
     RowDims,
@@ -229,10 +229,6 @@ class _Sequences:
     """One micro-batch of sequences, gone through chunk by chunk.
 
     Args:
-        loss: the user's functions.
-        model: their first argument.
-        batch: the micro-batch.
-        place: what is asked.
         is_alone: whether it is all that is asked for, and no micro-batch.
     """
 
@@ -426,7 +422,6 @@ class _Sequences:
         return final, [None if leaf is None else leaf.grad for leaf in leaves]
 
     def _last(self, states: Any) -> Piece:
-        """The loss on the last states."""
         loss, count = self._loss, self._place.count
         with in_place_explained("the state that last was given"):
             result = loss.last(self._model, self._in_own_order(states), self._given) if loss.last is not None else None
@@ -487,7 +482,6 @@ class _Sequences:
         return best_length(total, *known[size])
 
     def _graph_bytes(self, length: int) -> tuple[int, int]:
-        """The bytes of a chunk's graph and of a state; nothing is changed."""
         saved = RandomState(self._call.devices)
         buffers = [(b, b.clone()) for module in self._modules for b in module._buffers.values() if b is not None]
         self._cut(length)

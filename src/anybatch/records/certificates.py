@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from anybatch.records.plainvalues import Plain, nothing, plain
+from anybatch.records.plainvalues import Plain, nothing
 from anybatch.records.showing import Shown
 
 _WIDTH = 80
@@ -29,6 +29,7 @@ class Reason(Plain):
             loss = loss / 8
     """
 
+    _not_finite = nothing
     code: str
     where: str
     message: str
@@ -39,10 +40,6 @@ class Reason(Plain):
     def remedy(self) -> str:
         """The first of the remedies; empty if there is none."""
         return self.remedies[0] if self.remedies else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        return {name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}
 
     def shown(self, prefix: str = "") -> str:
         """The text, wrapped at 80 columns; remedies stand on their own lines, unwrapped, so that they can be copied."""
@@ -83,6 +80,7 @@ class Certificate(Shown):
           8 samples as 4 + 4 and as 2 + 2 + 4
     """
 
+    _not_finite = nothing
     model: str
     samples: int
     samples_in_batch: int
@@ -111,7 +109,7 @@ class Certificate(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``exact``; a number that is not finite becomes ``None``."""
-        return {"exact": self.exact, **{name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}}
+        return {"exact": self.exact, **Plain.to_dict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:

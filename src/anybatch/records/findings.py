@@ -33,25 +33,17 @@ def is_code(fix: str) -> bool:
 class Place(Plain):
     """Where a finding is.
 
-    Args:
-        module: the qualified name of a module; with several models, it begins with the variable of its model.
-        parameters: names of parameters.
-        optimizer: the name of an optimizer in the user's code.
-        group: the index of one of its parameter groups.
-        file: the file of the user's line.
-        line: the number of that line.
-
     Example:
         >>> print(Place(module="encoder", parameters=("encoder.weight",), file="/home/me/train.py", line=12))
         encoder, train.py:12
     """
 
-    module: str = ""
-    parameters: tuple[str, ...] = ()
-    optimizer: str = ""
-    group: int | None = None
-    file: str = ""
-    line: int = 0
+    module: str = ""  # the qualified name of a module; with several models, it begins with the variable of its model
+    parameters: tuple[str, ...] = ()  # names of parameters
+    optimizer: str = ""  # the name of an optimizer in the user's code
+    group: int | None = None  # the index of one of its parameter groups
+    file: str = ""  # the file of the user's line
+    line: int = 0  # the number of that line
 
     def __str__(self) -> str:
         group = "" if self.group is None else f".param_groups[{self.group}]"

@@ -20,34 +20,23 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, INPUTS, OT
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One point of a timeline.
+    """One point of a timeline."""
 
-    Args:
-        operation: the operation that had just run.
-        line: the user's line that called it, such as ``"train.py:12"``; empty if unknown.
-        module: the qualified name of the module that it ran in; empty outside of modules and in the backward.
-        largest: the largest live tensors: for each its bytes, its category, and the line that allocated it.
-    """
-
-    operation: str
-    line: str = ""
-    module: str = ""
+    operation: str  # the operation that had just run
+    line: str = ""  # the user's line that called it, such as ``"train.py:12"``; empty if unknown
+    module: str = ""  # the qualified name of the module that it ran in; empty outside of modules and in the backward
+    # the largest live tensors: for each its bytes, its category, and the line that allocated it
     largest: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Plain):
-    """Live bytes after each operation; of many operations, those with the most bytes.
+    """Live bytes after each operation; of many operations, those with the most bytes."""
 
-    Args:
-        moments: the points, in order.
-        layers: for each category, in the order of ``CATEGORIES``, the bytes at each moment.
-        operations: the number of operations in all.
-    """
-
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[Moment, ...] = ()  # the points, in order
+    # for each category, in the order of ``CATEGORIES``, the bytes at each moment
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    operations: int = 0
+    operations: int = 0  # the number of operations in all
 
     @property
     def totals(self) -> list[int]:

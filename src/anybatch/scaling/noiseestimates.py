@@ -37,12 +37,7 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
 
 
 def estimate_from(spread: float, number: int, total: float, total_norm_sq: float) -> Estimate:
-    """The same estimate from sums over micro-batches.
-
-    Example:
-        >>> estimate_from(97.0, 2, 2.0, 80.0)
-        Estimate(trace=34.0, signal=63.0)
-    """
+    """The same estimate from sums over micro-batches."""
     trace = (spread - total_norm_sq) * total / (number - 1)
     return Estimate(trace, total_norm_sq - trace / total)
 
@@ -156,9 +151,6 @@ class RatioOfMeans:
 
     The mean of ratios would be biased, and not even finite if the signal is small. Weights of older estimates decay by
     ``decay`` per estimate and are normalized, so that the mean is not biased towards 0 at the start.
-
-    Args:
-        decay: between 0 and 1.
     """
 
     def __init__(self, decay: float) -> None:

@@ -194,10 +194,6 @@ def item_of(tensor: torch.Tensor) -> Any:
 
     For a tensor that was made from a Python number, a mode gets the number instead of the tensor, and torch fails with
     ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``.
-
-    Example:
-        >>> item_of(torch.tensor(2.0))
-        2.0
     """
     if not (number_of_modes() or number_of_function_modes()):
         return tensor.item()

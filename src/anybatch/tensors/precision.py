@@ -18,12 +18,7 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     up to N 2^-11 if they agree; for up to 8 of them this is about one more rounding.
 
     Args:
-        parameters: whose gradients are accumulated.
-        micro_batches: how many gradients are added.
         policy: ``"auto"`` for nine micro-batches or more, ``"fp32"`` for two or more, ``"native"`` never.
-
-    Returns:
-        True if a parameter is bfloat16 or float16 and the policy asks for it.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -119,14 +114,7 @@ class GradientSums:
         self._sums[id(parameter)] = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
 
     def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Moves the sum for a copy of a parameter, on any device, to this one.
-
-        Args:
-            parameter: the parameter here.
-            other: has the sum of the copy; loses it.
-            copy: the copy of the parameter.
-            factor: what the sum is multiplied by.
-        """
+        """Moves the sum for a copy of a parameter, on any device, to this one."""
         found = other._sums.pop(id(copy), None)
         if found is not None:
             moved = found.to(parameter.device, non_blocking=True)
@@ -138,25 +126,12 @@ class GradientSums:
             found = self._sums.pop(id(parameter), None)
             if found is not None:
                 scaled = found if scale is None else found.mul_(scale)
-                parameter.grad = scaled.to(_dtype_of_gradient(parameter))
-
-
-def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """``parameter.grad_dtype``, which newer versions of torch have, or the parameter's dtype."""
-    wanted: torch.dtype | None = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
-    return wanted or parameter.dtype
+                wanted = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None  # of newer torch
+                parameter.grad = scaled.to(wanted or parameter.dtype)
 
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds to ``parameter.grad``, as autograd does.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> add_gradient_(weight, torch.ones(2))
-        >>> add_gradient_(weight, torch.ones(2))
-        >>> weight.grad
-        tensor([2., 2.])
-    """
+    """Adds to ``parameter.grad``, as autograd does."""
     before = parameter.grad
     if before is None:
         parameter.grad = gradient

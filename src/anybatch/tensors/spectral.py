@@ -17,9 +17,6 @@ class PowerIterations:
     Adversarial Networks", algorithm 1). Each micro-batch has to start from the saved vectors: then all of them use the
     same weights, and the vectors end where the whole batch would have left them.
 
-    Args:
-        modules: all modules of a model.
-
     Example:
         >>> layer = parametrizations.spectral_norm(torch.nn.Linear(20, 20))
         >>> vectors = PowerIterations(layer.modules())

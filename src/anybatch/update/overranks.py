@@ -90,11 +90,7 @@ def parameters_in_parts(
     inputs: Sequence[torch.Tensor] | None,
     outside: OutsideLeaves | None,
 ) -> Sequence[torch.Tensor]:
-    """The tensors that a pass gives gradients to, where parameters lie on several ranks.
-
-    Raises:
-        BatchError: a backward can't be restricted to parameters that its graph has others for.
-    """
+    """The tensors that a pass gives gradients to, where parameters lie on several ranks."""
     if inputs is not None:
         raise BatchError(
             "inputs= was given, and the model is sharded by fully_shard, whose forward has other tensors than the "

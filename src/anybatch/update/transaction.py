@@ -55,14 +55,9 @@ class Snapshot:
     """What a forward changes beside gradients: random state, buffers, and a state that a loss carries.
 
     Args:
-        models: whose buffers are kept.
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
         generators: what reads and what sets the state of other random generators.
-
-    Attributes:
-        models: the same.
-        modules: all that is in them.
     """
 
     def __init__(
@@ -209,12 +204,7 @@ class OwnSizeLimit(SizeLimit):
     """A size that follows from what fits on this process, whatever fits on others that take the same gradient."""
 
     def shrink_with(self, agreed: float, own: float | None) -> None:
-        """Becomes smaller if memory ran out here.
-
-        Args:
-            agreed: the smallest of the sizes that did not fit.
-            own: what ran out of memory on this process; ``None`` if nothing did.
-        """
+        """Becomes smaller if memory ran out here."""
         if own is not None:
             self.shrink(own)
 
@@ -229,11 +219,7 @@ class Retries:
                 outcome = attempt(parts)
 
     Args:
-        splittable: the logical batch.
         limit: the size to begin with; it is changed when memory runs out.
-        roll_back: puts everything back to before the attempt.
-        where: says what was running.
-        reducer: the other processes, which start again too.
 
     Attributes:
         failed: the attempts that ran out of memory.
@@ -356,11 +342,7 @@ def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batch
 
 
 class Failure:
-    """The text of an error and its tracebacks, to be emptied once nothing runs in them.
-
-    Args:
-        error: that was caught.
-    """
+    """The text of an error and its tracebacks, to be emptied once nothing runs in them."""
 
     def __init__(self, error: BaseException) -> None:
         self.text = str(error)
