@@ -97,8 +97,6 @@ class Splittable:
     """A logical batch that can be split at any size: one batch, a window of several, or a list of raw samples.
 
     Args:
-        batches: the batches from the loader.
-        broadcast: dotted paths of leaves that are not split.
         collate: builds a batch from a list of raw samples; each of ``batches`` is then such a list.
         cost: the cost of one raw sample, such as its number of tokens.
         may_be_empty: whether a batch may have no samples, since other processes have some.
@@ -107,8 +105,6 @@ class Splittable:
         most: an upper limit of the micro-batch size that gives every device a micro-batch; ``None`` for no limit.
         is_copied: whether micro-batches are copies, for a loss that writes into its batch and may run again.
         layouts: one for each batch; empty for raw samples.
-        collate, broadcast: the arguments.
-        rows: number of samples.
         largest: the size of the whole batch as one micro-batch, in samples or padded cost.
         obstacle: why a batch can't be split and runs whole; ``None`` if all can be split.
 

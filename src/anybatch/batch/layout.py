@@ -551,7 +551,6 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
 
     Args:
         found: the leaves; first the one that differs, then those that most agree with.
-        tuples: containers of these leaves that could hold samples instead.
     """
     odd, usual = found[0], found[1]
     others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)

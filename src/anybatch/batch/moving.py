@@ -1,6 +1,5 @@
 """Moves micro-batches to the device: the next one is copied while the current one computes."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,14 +23,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     for batch in micro_batches:
         yield to_device(batch, device)
         del batch  # frees it before the next one is made
-
-
-def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Like ``enumerate``, but keeps no micro-batch alive while the next one is made."""
-    numbers = itertools.count()
-    for batch in micro_batches:
-        yield next(numbers), batch
-        del batch
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:

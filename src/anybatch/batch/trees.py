@@ -220,12 +220,7 @@ def like(node: Any, values: Iterable[Any]) -> Any:
 
 
 def flat(node: Any) -> list[Any]:
-    """All leaves, in order.
-
-    Example:
-        >>> flat({"x": (1, [2, 3])})
-        [1, 2, 3]
-    """
+    """All leaves, in order."""
     kind = type(node)
     if kind is torch.Tensor or node is None:
         return [node]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from anybatch.batch.moving import numbered
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.gradwatch import GradientWatch
@@ -72,8 +71,6 @@ class Accumulation:
     Args:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
-        outside: collects leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are computed, or only the values.
         places: the position of each micro-batch, for a loss function in pieces.
         modules: all modules of the loss; searched if they are not given.
     """
@@ -116,11 +113,6 @@ class Accumulation:
         self._has_begun = self._is_alone = False
         self._in_lockstep = settings.reducer.keeps_step
         self._power_iterations: PowerIterations | None = None
-
-    @property
-    def sums(self) -> Sums:
-        """The sums so far."""
-        return self._losses.sums
 
     @property
     def weight_tensors(self) -> list[torch.Tensor]:
@@ -341,7 +333,9 @@ def count_in_forward(
     raw: list[Any] = []
     places: list[tuple[int, str]] = []
     with torch.no_grad():
-        for index, batch in numbered(micro_batches):
+        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
+        for batch in micro_batches:
+            index = next(numbers)
             for name, loss in _losses_of(model, loss_fn, batch, settings):
                 if isinstance(loss, Mean):
                     raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)

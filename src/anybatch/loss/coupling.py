@@ -156,8 +156,6 @@ class CoupledPass:
     took 1.4 times as long.
 
     Args:
-        weights: the counts of the whole batch.
-        parameters: their ``.grad`` is filled; it is empty at the start.
         samples: positions in the logical batch, for each micro-batch.
     """
 

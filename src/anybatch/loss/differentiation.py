@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class Differentiation:
-    """Weights losses, differentiates them, and sums their values.
-
-    Args:
-        parameters: their gradients are scaled at the end if counts are known only then.
-        in_pieces: whether a micro-batch may have the same loss several times.
-    """
+    """Weights losses, differentiates them, and sums their values."""
 
     def __init__(
         self,

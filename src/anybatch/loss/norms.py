@@ -15,10 +15,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Returns:
         A 0-dim tensor on the device of the first gradient; 0 if there are none.
-
-    Example:
-        >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
-        5.0
     """
     sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:
@@ -63,12 +59,6 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
 
     Returns:
         The norm before clipping, a 0-dim tensor.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> float(clip_([weight], 1.0)), round(float(weight.grad.norm()), 4)
-        (5.0, 1.0)
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_plain = {torch.Tensor}.issuperset(map(type, gradients))

@@ -16,8 +16,6 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
     """Checks that the metrics of a micro-batch can be joined, and detaches them.
 
     Args:
-        metrics: by name, each a ``Mean`` or a tensor with one row per sample.
-        rows: samples in the micro-batch, ``None`` if not known.
         before: the checked metrics of the micro-batch before, ``None`` for the first.
     """
     checked = {str(name): _checked(str(name), value, rows) for name, value in metrics.items()}
@@ -74,10 +72,6 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
 
     Returns:
         The values of ``Mean`` s as floats; other metrics as tensors with one row per sample, in the order of the batch.
-
-    Example:
-        >>> joined_metrics([{"hits": Mean(3, 4)}, {"hits": Mean(1, 4)}], range(8))
-        {'hits': 0.5}
     """
     joined: dict[str, Any] = {}
     for name in found[0] if found else ():

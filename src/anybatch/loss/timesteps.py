@@ -18,7 +18,6 @@ class Steps:
     """A batch of sequences that can be cut along time.
 
     Args:
-        batch: any nested container of tensors of shape ``[rows, ..., time, ...]`` or of ``PackedSequence`` s.
         broadcast: dotted paths of leaves that are no sequences and go to every chunk as they are.
 
     Attributes:

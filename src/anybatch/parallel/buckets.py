@@ -31,10 +31,6 @@ def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Buc
 
     Args:
         most: bytes in a bucket, of which a larger tensor has one for itself.
-
-    Example:
-        >>> [len(bucket.gradients) for bucket in buckets_of([torch.zeros(10), torch.zeros(20), torch.zeros(90)], 200)]
-        [2, 1]
     """
     found: list[Bucket] = []
     running: dict[tuple[torch.device, torch.dtype], Bucket] = {}

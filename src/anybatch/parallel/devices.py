@@ -289,11 +289,6 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 
     Raises:
         BatchError: they are none, are not there, or the model or the loss can't be copied to them.
-
-    Example:
-        >>> found = devices_of_argument(["cpu", "cpu"], torch.nn.Linear(2, 1), None)
-        >>> [placement.device.type for placement in found.placements]
-        ['cpu', 'cpu']
     """
     if devices is None:
         return None

@@ -131,9 +131,6 @@ class ShardedRanks(Ranks):
         """Micro-batches that count nothing, with which this rank runs as many as the one that has most.
 
         A rank without samples gets one from another.
-
-        Args:
-            own: gives a micro-batch of this rank that is run in any case, ``None`` where there is none.
         """
         if not self.keeps_step or len({one["parts"] for one in self._heard}) == 1:
             return []

@@ -16,13 +16,6 @@ _WIDTH = 80
 class Reason(Plain):
     """One reason why a certificate is not exact, or one of its notes.
 
-    Args:
-        code: its kind, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``.
-        where: the qualified name of a module, a buffer or a parameter; ``"loss"``; or the name of one loss.
-        message: what was seen, in full sentences.
-        remedies: lines of code, the first choice first; each may end in a comment that says what it costs.
-        evidence: the numbers behind it, as plain values by name.
-
     Example:
         >>> print(Reason("sum", "loss", "The loss is a sum.", ("loss = loss / 8",)))
         sum, in loss: The loss is a sum.
@@ -30,11 +23,12 @@ class Reason(Plain):
     """
 
     _not_finite = nothing
-    code: str
-    where: str
-    message: str
+    code: str  # its kind, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``
+    where: str  # the qualified name of a module, a buffer or a parameter; ``"loss"``; or the name of one loss
+    message: str  # what was seen, in full sentences
+    # lines of code, the first choice first; each may end in a comment that says what it costs
     remedies: tuple[str, ...] = ()
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # the numbers behind it, as plain values by name
 
     @property
     def remedy(self) -> str:

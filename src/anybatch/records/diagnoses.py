@@ -100,23 +100,6 @@ class Suppressed(Plain):
 class Diagnosis(Shown):
     """What the doctor says about one run.
 
-    Args:
-        findings: ranked: each root cause is followed by its consequences.
-        cells: every parameter, grouped by module, in the order of the model.
-        steps: the number of optimizer steps; with several optimizers, that of the one that stepped most.
-        overhead: the doctor's own time divided by the rest of the run's; ``None`` if it was not measured.
-        script: the path of the script as the user wrote it; empty if the doctor was attached in code.
-        arguments: the arguments of the script.
-        device: the device of the run.
-        exit_code: the exit code of the script; ``None`` if the doctor was attached in code.
-        seconds: the duration of the run.
-        notes: remarks about the diagnosis itself, such as rules that failed.
-        unexamined: what could not be examined: codes and names of rules that failed; ``"all rules"`` if the diagnosis
-            as a whole failed or could not be made; ``SEVERAL_THREADS``; ``"the run"`` if the recorder itself failed.
-        verdict: the outcome of the run.
-        reason: how the verdict is known, or why it is not; the end of a sentence.
-        suppressed: findings that the user has suppressed; the verdict does not count them.
-
     Example:
         >>> found = (Finding("head.weight is in no group.", severity="error", name="A"),)
         >>> diagnosis = Diagnosis(found, steps=3, verdict="faults")
@@ -124,19 +107,23 @@ class Diagnosis(Shown):
         (False, True)
     """
 
-    findings: tuple[Finding, ...] = ()
-    cells: tuple[Cell, ...] = ()
-    steps: int = 0
+    findings: tuple[Finding, ...] = ()  # ranked: each root cause is followed by its consequences
+    cells: tuple[Cell, ...] = ()  # every parameter, grouped by module, in the order of the model
+    steps: int = 0  # the number of optimizer steps; with several optimizers, that of the one that stepped most
+    # the doctor's own time divided by the rest of the run's; ``None`` if it was not measured
     overhead: float | None = None
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    device: str = ""
-    exit_code: int | None = None
-    seconds: float = 0.0
-    notes: tuple[str, ...] = field(default=())
+    script: str = ""  # the path of the script as the user wrote it; empty if the doctor was attached in code
+    arguments: tuple[str, ...] = ()  # the arguments of the script
+    device: str = ""  # the device of the run
+    exit_code: int | None = None  # the exit code of the script; ``None`` if the doctor was attached in code
+    seconds: float = 0.0  # the duration of the run
+    notes: tuple[str, ...] = field(default=())  # remarks about the diagnosis itself, such as rules that failed
+    # what could not be examined: codes and names of rules that failed; ``"all rules"`` if the diagnosis as a whole
+    # failed or could not be made; ``SEVERAL_THREADS``; ``"the run"`` if the recorder itself failed
     unexamined: tuple[str, ...] = field(default=())
-    verdict: Verdict = "undecided"
-    reason: str = ""
+    verdict: Verdict = "undecided"  # the outcome of the run
+    reason: str = ""  # how the verdict is known, or why it is not; the end of a sentence
+    # findings that the user has suppressed; the verdict does not count them
     suppressed: tuple[Suppressed, ...] = field(default=())
 
     @property

@@ -59,26 +59,19 @@ class Timeline(Plain):
 class Memory(Shown):
     """The bytes of live tensors while something ran, by category.
 
-    Args:
-        peak_bytes: the most bytes alive at one moment.
-        end_bytes: the bytes alive at the end.
-        at_peak: the bytes at the peak by category, the keys from ``CATEGORIES``.
-        at_end: the bytes at the end by category.
-        operation: the operation after which the peak was reached; empty if no operation was seen.
-        reserved_bytes: the most bytes that a caching allocator held; 0 if there is none.
-        timeline: the bytes after each operation, with the lines that allocated them.
-
     Example:
         >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
         3.0 MiB at the peak, after mm: activations 2.0 MiB, parameters 1.0 MiB; 1.0 MiB at the end
     """
 
-    peak_bytes: int
-    end_bytes: int
+    peak_bytes: int  # the most bytes alive at one moment
+    end_bytes: int  # the bytes alive at the end
+    # the bytes at the peak by category, the keys from ``CATEGORIES``
     at_peak: Mapping[str, int] = field(default_factory=dict)
-    at_end: Mapping[str, int] = field(default_factory=dict)
-    operation: str = ""
-    reserved_bytes: int = 0
+    at_end: Mapping[str, int] = field(default_factory=dict)  # the bytes at the end by category
+    operation: str = ""  # the operation after which the peak was reached; empty if no operation was seen
+    reserved_bytes: int = 0  # the most bytes that a caching allocator held; 0 if there is none
+    # the bytes after each operation, with the lines that allocated them
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -75,9 +75,6 @@ def as_rich(root: Branch) -> "Tree":
 def names_joined(names: Collection[str], among: Collection[str]) -> str:
     """Joins names of parameters; where all parameters of a module are among them, the module is named instead.
 
-    Args:
-        names: the names to show; at most 12 entries are listed, the others are counted.
-
     Example:
         >>> names_joined(["a.0.w", "a.0.b", "b.w"], ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.b"])
         'a.0.* (2), b.w'

@@ -67,7 +67,6 @@ def spreads_of(
     Args:
         norms: |a_i| of each micro-batch.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
-        rows: the samples of each micro-batch.
 
     Example:
         >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
@@ -89,12 +88,7 @@ def _summed(norms: Sequence[Any], counts: Sequence[float]) -> list[Any]:
 
 
 def in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two sequences are multiples of each other.
-
-    Example:
-        >>> in_proportion([1, 2], [3, 6]), in_proportion([1, 2], [3, 5])
-        (True, False)
-    """
+    """Whether two sequences are multiples of each other."""
     total, other_total = sum(one), sum(other)
     return all(abs(a * other_total - b * total) <= 1e-9 * total * other_total for a, b in zip(one, other, strict=True))
 

@@ -159,15 +159,6 @@ class SampleDropout:
     sample does not change its mask. Samples are in dim 0, where each may have several consecutive rows. Parameters, and
     tensors without a sample dimension, get the same mask in all micro-batches. Dropout outside of these modules, such
     as ``F.dropout`` and fused attention, is refused. In a compiled model dropout is a graph break.
-
-    Example:
-        >>> model = torch.nn.Dropout(0.5)
-        >>> def first_row(rows):
-        ...     with SampleDropout(1, [model]) as masks:
-        ...         masks.begin(range(rows))
-        ...         return model(torch.ones(rows, 100))[0]
-        >>> torch.equal(first_row(2), first_row(7))
-        True
     """
 
     def __init__(self, seed: int, models: Iterable[nn.Module]) -> None:
@@ -314,14 +305,7 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Refuses a model with dropout inside fused functions or scripts, where masks can't be replaced.
-
-    Example:
-        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())
-        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1))
-        Traceback (most recent call last):
-        anybatch.errors.NotSplittable: 'model' is nn.LSTM, whose dropout between layers is drawn within the function...
-    """
+    """Refuses a model with dropout inside fused functions or scripts, where masks can't be replaced."""
     found = [(name or "model", *reason) for name, module in model.named_modules() if (reason := _reason(module))]
     if found:
         text = "; ".join(f"{name!r} is {what}, whose {does}. {remedy}" for name, what, does, remedy in found)

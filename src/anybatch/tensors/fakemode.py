@@ -186,12 +186,6 @@ class QuickFakeMode(FakeTensorMode):
 
     Attributes:
         is_over: whether operations on tensors of this mode raise, as the trace has ended.
-
-    Example:
-        >>> with QuickFakeMode(allow_non_fake_inputs=True):
-        ...     total = torch.empty(3, 4).sum(1)
-        >>> total.shape, type(total).__name__
-        (torch.Size([3]), 'FakeTensor')
     """
 
     def __init__(self, **options: Any) -> None:

@@ -23,14 +23,6 @@ class Fakes:
 
     Attributes:
         mode: the fake mode in which to run operations on them; it makes other tensors fake, too.
-
-    Example:
-        >>> fakes = Fakes()
-        >>> ones = fakes.like(torch.ones(3))
-        >>> with fakes.mode:
-        ...     total = ones.sum()
-        >>> total.shape, type(total).__name__
-        (torch.Size([]), 'FakeTensor')
     """
 
     def __init__(self, remembered: Remembered | None = None) -> None:

@@ -25,10 +25,6 @@ def modules_of(*models: Any) -> list[torch.nn.Module]:
     """All modules of some models, each once.
 
     ``torch.nn.Module.modules`` also builds every name, which takes longer for hundreds of layers than a small layer.
-
-    Example:
-        >>> [type(module).__name__ for module in modules_of(torch.nn.Sequential(torch.nn.ReLU()))]
-        ['Sequential', 'ReLU']
     """
     found: dict[int, torch.nn.Module] = {}
     _find([model for model in models if isinstance(model, torch.nn.Module)], found)

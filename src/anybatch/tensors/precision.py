@@ -19,11 +19,6 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
 
     Args:
         policy: ``"auto"`` for nine micro-batches or more, ``"fp32"`` for two or more, ``"native"`` never.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        >>> needs_float32([weight], 8, "auto"), needs_float32([weight], 9, "auto")
-        (False, True)
     """
     if policy == "native" or micro_batches < 2 or (policy == "auto" and micro_batches <= ACCUMULATED_AFTER):
         return False
@@ -40,11 +35,7 @@ def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torc
 
 
 def forget_unscaling(scaler: Any) -> None:
-    """Resets a ``GradScaler`` to before ``unscale_``, at the same scale.
-
-    Args:
-        scaler: may also be only partly initialized, as after running out of memory.
-    """
+    """Resets a ``GradScaler``, perhaps only partly initialized, to before ``unscale_``, at the same scale."""
     if scaler._growth_tracker is None:
         scaler._scale = None
     else:
@@ -142,12 +133,7 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor in another precision; ``dtype`` is that of the parts of a complex tensor, and integers stay.
-
-    Example:
-        >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype
-        torch.complex128
-    """
+    """A tensor in another precision; ``dtype`` is that of the parts of a complex tensor, and integers stay."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)

@@ -10,15 +10,7 @@ import torch
 
 
 class RandomState:
-    """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded.
-
-    Example:
-        >>> state = RandomState()
-        >>> first = torch.rand(2)
-        >>> state.restore()
-        >>> bool((torch.rand(2) == first).all())
-        True
-    """
+    """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded."""
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 

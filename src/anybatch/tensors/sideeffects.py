@@ -108,7 +108,6 @@ class SideEffects:
     """Saves everything that a model and a loss function can reach.
 
     Args:
-        roots: modules and functions of the user.
         tensors: whether to save the values of tensors; else only which storage each has, parameters included.
 
     Example:
@@ -456,12 +455,7 @@ def same(one: Any, other: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
-    """Whether a module, by name, is the user's own code and not a library.
-
-    Example:
-        >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")
-        (True, False, False)
-    """
+    """Whether a module, by name, is the user's own code and not a library."""
     name = module or ""
     if name == "__main__":
         return True

@@ -42,10 +42,6 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
         The modules by qualified name: BatchNorm of every kind in training mode, compiled by ``torch.jit`` or not, and
         in evaluation mode where it has no running statistics. InstanceNorm does not couple samples; what its running
         statistics see is merged exactly.
-
-    Example:
-        >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
-        ['1']
     """
     if not any(_couples(module) for module in modules_of(*models)):
         return {}

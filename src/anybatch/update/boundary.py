@@ -27,7 +27,6 @@ class Boundary:
     """Zeroing, unscaling, clipping, optimizers, scaler and schedulers, each once and in this order.
 
     Args:
-        model: names parameters when something failed.
         clip_norm: what the norm of the whole gradient is clipped to; infinite to measure only; ``None`` for neither.
 
     Attributes:

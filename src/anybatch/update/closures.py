@@ -45,11 +45,7 @@ class StepCall:
         self._begins_here: bool | None = None  # whether the first evaluation is where the step begins
 
     def __call__(self, again: Again | None, scaler: Any = None) -> None:
-        """Steps.
-
-        Args:
-            again: the gradient that is there; ``None`` only where no closure is given.
-        """
+        """Steps."""
         step: Callable[..., Any] = self._optimizer.step if scaler is None else partial(scaler.step, self._optimizer)
         unscales = scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")
         if again is None or not self.is_given or unscales:

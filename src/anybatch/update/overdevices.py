@@ -29,12 +29,7 @@ _SEEDS = 2**62
 
 
 def seeds_for(micro_batches: int) -> list[int]:
-    """A seed for each micro-batch, by torch's generator for the CPU, which stays as it is.
-
-    Example:
-        >>> seeds_for(3) == seeds_for(3), len(set(seeds_for(3)))
-        (True, 3)
-    """
+    """A seed for each micro-batch, by torch's generator for the CPU, which stays as it is."""
     with without_modes():
         generator = torch.Generator(device="cpu").set_state(torch.get_rng_state())
         first = int(torch.randint(_SEEDS, (), generator=generator, device="cpu").item())

@@ -31,10 +31,6 @@ def settings_of(
 
     Args:
         optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
-
-    Example:
-        >>> settings_of([torch.optim.SGD([torch.zeros(1)], lr=0.5)], (), None)["param_groups[0]['lr']"]
-        '0.5'
     """
     found = {"clip_norm": _shown(clip_norm), "scheduler": _shown([type(one).__name__ for one in schedulers])}
     for number, optimizer in enumerate(optimizers):

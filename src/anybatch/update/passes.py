@@ -111,22 +111,7 @@ NOBODY = Watch()
 
 
 class Progress:
-    """What is running.
-
-    Args:
-        text: of it.
-        watch: is notified of each micro-batch that begins.
-
-    Attributes:
-        text: may be set to what is running now.
-        watch: the same, and may be another one later.
-
-    Example:
-        >>> progress = Progress()
-        >>> progress.micro_batch(2, 5)
-        >>> progress()
-        'micro-batch 3 of 5'
-    """
+    """What is running."""
 
     __slots__ = ("_index", "_of", "text", "watch")
 

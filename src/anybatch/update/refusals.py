@@ -62,11 +62,6 @@ def cause_of(
 
     Args:
         **known: more of it, by the names of ``Cause``.
-
-    Example:
-        >>> whole = Splittable([torch.zeros(8, 1)])
-        >>> cause_of(whole, whole.plan(4)).ran_out, cause_of(whole, whole.plan(4), micro_batch_size=4).ran_out
-        (True, False)
     """
     wanted = math.inf if micro_batch_size is None else micro_batch_size
     wanted = min(wanted, math.inf if splittable.most is None else splittable.most)

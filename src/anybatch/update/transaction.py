@@ -41,10 +41,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Args:
         error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
-
-    Example:
-        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shape"))
-        (True, False)
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -118,12 +114,6 @@ class SizeLimit:
 
     Attributes:
         once: a smaller size for the next logical batch alone, which someone wants to see in parts.
-
-    Example:
-        >>> limit = SizeLimit(None)
-        >>> limit.shrink(tried=100)
-        >>> limit.value
-        50
     """
 
     PATIENCE = 32
@@ -140,11 +130,7 @@ class SizeLimit:
         self._grew = False
 
     def shrink(self, tried: float) -> None:
-        """Halves the size after it ran out of memory.
-
-        Args:
-            tried: the largest micro-batch of the attempt, in samples or in cost.
-        """
+        """Halves the size after it ran out of memory."""
         self.value = math.ceil(tried / 2)
         self._quiet = 0
         # It was the growth that ran out of memory: the next one waits twice as long.
