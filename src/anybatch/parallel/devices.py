@@ -203,7 +203,7 @@ class Placement(NamedTuple):
     copy: ModelCopy | None  # of the model; ``None`` where the model itself lies
 
 
-@dataclass
+@dataclass(eq=False)
 class Devices:
     """The devices of one process that share the micro-batches of a logical batch."""
 

@@ -372,9 +372,10 @@ def reducer_for(model: torch.nn.Module, group: Any, device: torch.device, before
             f"group is a {type(group).__name__}; expected a torch.distributed.ProcessGroup, None for the default one, "
             "or False never to reduce over ranks"
         )
-    wrappers = (module for module in modules_of(model) if isinstance(module, DistributedDataParallel))
-    usual = next((wrapper.process_group for wrapper in wrappers), None) or dist.group.WORLD
-    found = usual if group is None else group
+    found = group
+    if group is None:
+        wrapped = [module for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
+        found = wrapped[0].process_group if wrapped else dist.group.WORLD
     if isinstance(before, Ranks) and before.group is found and before.device == device:
         return before
     if isinstance(before, Apart) and (found is False or dist.get_world_size(found) < 2):
