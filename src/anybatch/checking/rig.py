@@ -40,8 +40,7 @@ from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import Effect, SideEffects, same
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Task, run_pass
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Progress, Task, run_pass
 
 
 class _OutsideLeaves(Exception):

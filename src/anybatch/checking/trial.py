@@ -33,8 +33,7 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import Task, run_pass
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Snapshot
 
 _ROUNDINGS = 128
@@ -273,8 +272,7 @@ class Trial:
             found = [] if outside is None else [leaf for leaf, _ in outside.found]
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
-                losses = values_of(sums) if sums.shared is None else dict(sums.shared.losses)
-                return Ran(Sketch(leaves), leaves, losses, *self._moved())
+                return Ran(Sketch(leaves), leaves, values_of(sums), *self._moved())
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""
