@@ -3,7 +3,7 @@
 import ast
 import builtins
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,6 +349,7 @@ def _find_batch(step: LoopStep) -> None:
     given = {name: step.names[name] for name in inputs if name in step.names}
     data = {name: value for name, value in given.items() if _is_data(value)}
     step.batch = {name: value for name, value in data.items() if name in inside}
+    _refuse_slices(step, data.keys() - inside, inside)
     if not step.batch:  # one batch, again and again
         longest = max((rows_of(value) for value in data.values()), default=0)
         step.batch = {name: value for name, value in data.items() if rows_of(value) == longest}
@@ -368,6 +369,18 @@ def _find_batch(step: LoopStep) -> None:
             f"the forward before {step.where(step.back)} gives {name!r} another value, so that what it began with is "
             f"gone; give the result another name. A state that goes on from batch to batch is for anybatch.OverTime"
         )
+
+
+def _refuse_slices(step: LoopStep, whole: Set[str], inside: Set[str]) -> None:
+    """Refuses a forward that takes its batch out of all samples itself, as it would of each micro-batch again."""
+    parts = [node for one in (*step.forward, step.loss) for node in ast.walk(one) if isinstance(node, ast.Subscript)]
+    for node in sorted(parts, key=step.source.start):
+        is_slice = any(isinstance(one, ast.Slice) for one in ast.walk(node.slice))
+        if _root(node) in whole and read([node.slice]) & inside and (is_slice or not step.batch):
+            raise StepUnclear(
+                f"{step.where(node)} takes the batch out of {_root(node)!r} within the forward; give it a name before, "
+                f"as in: xs = {step.source.of(node)}"
+            )
 
 
 def _is_data(value: Any) -> bool:
