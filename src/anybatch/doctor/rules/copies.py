@@ -25,7 +25,8 @@ def _called(run: Run, probed: Probed) -> Forward | None:
 
 @rule("AB115", "COPY_NEVER_UPDATED", "warning", needs=(Probed,))
 def copy_never_updated(run: Run) -> Iterator[Found]:
-    """Target nets that stay what they were."""
+    """Target nets and averages that stay what they were."""
+    yield from _of_first_weights(run)
     found = answers(run, "frozen copy")
     for probed in found[:1]:
         copied, online = _both(run, probed)
@@ -39,6 +40,25 @@ def copy_never_updated(run: Run) -> Iterator[Found]:
             since=probed,
             where=_called(run, probed) or NOWHERE,
             module=copied,
+        )
+
+
+def _of_first_weights(run: Run) -> Iterator[Found]:
+    """Averages that are evaluated, and still are the weights of the beginning for the most part."""
+    for probed in answers(run, "slow copy"):
+        copied, online = _both(run, probed)
+        seen = probed.evidence
+        yield Found(
+            text=f"{copied} has come {seen['way']:.2g} of the way from the first weights of {online} to its last in "
+            f"{seen['steps']} steps: it is evaluated with a loss of {seen['loss']:.4g} on a batch of the training, "
+            f"where {online} has {seen['online_loss']:.4g}.",
+            fix="decay = min(0.9999, (1 + step) / (10 + step))  # the average follows from the first step on",
+            cause="One minus the decay, times the number of updates, is far below 1: the decay is one for longer runs, "
+            "or the average is updated too rarely.",
+            since=probed,
+            where=_called(run, probed) or NOWHERE,
+            module=copied,
+            evidence=seen,
         )
 
 
