@@ -160,6 +160,9 @@ def test_field_unread_fires_and_names_the_field() -> None:
 
 def test_field_unread_is_quiet_without_an_answer() -> None:
     both("unread field", "FIELD_UNREAD")
+    split = {"name": "train_mask", "held_out": "test_mask", "kind": "split"}
+    run = Training(after=(replace(asked("unread field", "yes").after[0], evidence=split),)).run()
+    assert "those of test_mask are trained on" in fires(run, "FIELD_UNREAD", "warning").message
 
 
 def judged(values: tuple[float, ...], function: str = "binary_cross_entropy_with_logits", **more: Any) -> Training:
