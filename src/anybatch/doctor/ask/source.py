@@ -93,7 +93,8 @@ def _is_whole(kept: Kept, root: int, batches: Sequence[Any]) -> bool:
     same = all(mark(first) == mark(batches[0][0]) and len(first) == len(one["target"]) for first, _, one in batches)
     trained, evaluated = (kept.given.get((root, mode), []) for mode in (True, False))
     return (
-        len(batches) > 1
+        bool(trained)
+        and len(batches) > 1
         and same
         and any(one.rows == trained[0].rows and one.mean == trained[0].mean for one in evaluated)
     )
