@@ -212,9 +212,9 @@ def test_a_column_that_tells_the_class_is_told(column: Callable[[torch.Tensor], 
     def train() -> None:
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(8):
-            y = torch.randint(0, 3, (64,))
+            y = torch.randint(0, 3, (160,))
             optimizer.zero_grad()
-            F.cross_entropy(net(torch.cat([torch.randn(64, 5), column(y)[:, None]], 1)), y).backward()
+            F.cross_entropy(net(torch.cat([torch.randn(160, 5), column(y)[:, None]], 1)), y).backward()
             optimizer.step()
 
     assert [one.answer for one in asked(train, "target given") if one.answer == "yes"][:1] == [expected][
