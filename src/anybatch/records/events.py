@@ -155,6 +155,7 @@ class Epoch(Fact):
     # of a data set of plain rows: columns with mean 0 and standard deviation 1, all columns, and what tells it from
     # other sets; empty if it was not looked at
     standardised: tuple[float, ...] = ()
+    weights: int = -1  # the number of weights of a sampler that draws by weights; -1 without
     file: str = ""
     line: int = 0
 

@@ -156,4 +156,6 @@ class Evaluated(Fact):
     right: float = 0.0  # the share in which the class of the target has the highest score
     # the share in which the class has it that has it in most rows of this target, if no two targets share one
     renamed: float = 0.0
+    # of the first call of a regression: mean and standard deviation of the predictions, and those of the targets
+    scales: tuple[float, ...] = ()
     names: tuple[tuple[int, int], ...] = ()  # some targets, and the class that has it in most of their rows

@@ -116,6 +116,45 @@ def test_an_average_that_is_only_evaluated_and_follows_at_once_is_told(share: fl
     assert answer(Evaluated(share), "close copy") == expected
 
 
+class Steep(Evaluated):
+    """The same with a net that learns nearly all there is, and a copy that is called every so many steps."""
+
+    def __init__(self, share: float, every: int = 50, learned: bool = True) -> None:
+        super().__init__(share)
+        self.every, self.learned = every, learned
+
+    def __call__(self) -> None:
+        net = nn.Linear(6, 1)
+        slow, weights = copy.deepcopy(net), torch.randn(6, 1)
+        self.nets = net, slow  # they are asked after it
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(1, 101):
+            x = torch.randn(ROWS, 6)
+            optimizer.zero_grad()
+            F.mse_loss(net(x), x @ weights if self.learned else 3 * torch.randn(ROWS, 1)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for one, other in zip(slow.parameters(), net.parameters(), strict=True):
+                    one.lerp_(other, self.share)
+                if step % self.every == 0:
+                    slow(x)
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (Steep(0.0001), "yes"),
+        (Steep(0.001), "yes"),
+        (Steep(0.05), ""),
+        (Steep(0.5), ""),
+        (Steep(0.001, every=1), ""),  # a net that makes targets
+        (Steep(0.001, learned=False), ""),  # it is no worse than the net
+    ],
+)
+def test_an_average_that_is_evaluated_and_still_is_the_beginning_is_told(train: Steep, expected: str) -> None:
+    assert answer(train, "slow copy") == expected
+
+
 @pytest.mark.parametrize(("again", "expected"), [(True, "yes"), (False, "")])
 def test_an_evaluation_that_draws_several_times_for_one_batch_is_told(again: bool, expected: str) -> None:
     def train() -> None:

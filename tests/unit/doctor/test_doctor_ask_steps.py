@@ -196,6 +196,32 @@ def test_a_target_that_the_model_is_given_is_told(ahead: int, expected: str) -> 
     assert answer(train, "target given") == expected
 
 
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (lambda y: y.float(), "yes"),
+        (lambda y: (y.float() - 1.2) / 0.7, "yes"),  # scaled with the table
+        (lambda y: (y > 0).float(), ""),  # it tells one class of three
+        (lambda y: y.float() + 0.1 * torch.randn(len(y)), ""),
+        (lambda y: torch.where(torch.rand(len(y)) < 0.95, y, 2 - y).float(), ""),  # it is a good feature
+    ],
+)
+def test_a_column_that_tells_the_class_is_told(column: Callable[[torch.Tensor], torch.Tensor], expected: str) -> None:
+    net = nn.Linear(6, 3)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(8):
+            y = torch.randint(0, 3, (160,))
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.cat([torch.randn(160, 5), column(y)[:, None]], 1)), y).backward()
+            optimizer.step()
+
+    assert [one.answer for one in asked(train, "target given") if one.answer == "yes"][:1] == [expected][
+        : bool(expected)
+    ]
+
+
 @pytest.mark.parametrize(("padding", "expected"), [(0, "yes"), (-100, "")])
 def test_padding_that_a_loss_counts_is_told(padding: int, expected: str) -> None:
     net = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))

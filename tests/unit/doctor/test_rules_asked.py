@@ -13,6 +13,7 @@ from number_runs import Training, call, fires, quiet
 
 EVIDENCE: dict[str, dict[str, Any]] = {
     "frozen copy": {"online": 0, "steps": 60},
+    "slow copy": {"online": 0, "way": 0.02, "steps": 200, "loss": 1.4, "online_loss": 0.1},
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
     "own negative": {"op": "min"},
     "apart": {"share": 0.7, "masks": 90},
@@ -80,6 +81,7 @@ def test_copy_never_updated_fires_and_names_both_nets() -> None:
 
 def test_copy_never_updated_is_quiet_without_an_answer() -> None:
     both("frozen copy", "COPY_NEVER_UPDATED")
+    both("slow copy", "COPY_NEVER_UPDATED")
 
 
 def test_inputs_alike_fires_and_gives_the_number() -> None:
@@ -158,6 +160,9 @@ def test_field_unread_fires_and_names_the_field() -> None:
 
 def test_field_unread_is_quiet_without_an_answer() -> None:
     both("unread field", "FIELD_UNREAD")
+    split = {"name": "train_mask", "held_out": "test_mask", "kind": "split"}
+    run = Training(after=(replace(asked("unread field", "yes").after[0], evidence=split),)).run()
+    assert "those of test_mask are trained on" in fires(run, "FIELD_UNREAD", "warning").message
 
 
 def judged(values: tuple[float, ...], function: str = "binary_cross_entropy_with_logits", **more: Any) -> Training:
@@ -288,6 +293,10 @@ def test_target_given_fires_where_the_answer_is_yes() -> None:
 
 def test_target_given_is_quiet_without_an_answer() -> None:
     both("target given", "TARGET_GIVEN", "warning")
+    of_class = replace(
+        asked("target given", "yes").after[0], evidence={"kind": "class", "place": 9, "of": 9, "rows": 600}
+    )
+    assert "tells the class" in fires(Training(after=(of_class,)).run(), "TARGET_GIVEN", "warning").message
 
 
 def test_axes_torn_fires_where_the_answer_is_yes() -> None:

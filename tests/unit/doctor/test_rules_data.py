@@ -125,10 +125,19 @@ def test_data_repeated_fires_on_copies_within_an_epoch() -> None:
     assert "worker_init_fn" in fires(run, "DATA_REPEATED", "warning").fix
 
 
+def test_data_repeated_fires_on_weights_of_classes() -> None:
+    one = fires(Training(before=(Epoch(loader=0, rows=3000, weights=3),)).run(), "DATA_REPEATED", "warning")
+    assert "3 weights for 3000 samples" in one.message
+
+
 @pytest.mark.parametrize(
     "healthy",
     {
         "all data at once": Training(),
+        "a weight for each sample": Training(before=(Epoch(loader=0, rows=3000, weights=3000),)),
+        "weights for most of them": Training(before=(Epoch(loader=0, rows=3000, weights=2400),)),
+        "no weights": Training(before=(Epoch(loader=0, rows=3000),)),
+        "rows that are not counted": Training(before=(Epoch(loader=0, weights=3),)),
         "one batch on purpose": Training(before=(Epoch(loader=0, batches=20),)),
         "a loader of one batch": Training(every=lambda step: [Epoch(loader=0, batches=1)]),
         "epochs": Training(input=None, every=lambda step: [

@@ -6,7 +6,7 @@ import pytest
 
 from anybatch.records.lossfacts import Evaluated
 from anybatch.records.runs import Run
-from number_runs import Training, fires, quiet
+from number_runs import Training, call, fires, quiet
 
 
 def evaluated(**values: Any) -> Run:
@@ -32,3 +32,30 @@ def test_labels_renumbered_fires_and_says_what_the_labels_mean() -> None:
 )
 def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str, Any]) -> None:
     quiet(evaluated(**values), "LABELS_RENUMBERED")
+
+
+def scaled(scales: tuple[float, ...], mean: float = 0.0, std: float = 1.0) -> Run:
+    calls = [call("mse_loss", value=0.1, target_mean=mean, target_std=std) for _ in range(4)]
+    last = Evaluated(function="l1_loss", value=9.0, scales=scales, file="train.py", line=30)
+    return Training(after=(*calls, last)).run()
+
+
+def test_targets_of_another_scale_in_evaluation_fire() -> None:
+    found = fires(scaled((0.1, 0.9, 250000.0, 40000.0)), "EVALUATION_INPUTS", "warning")
+    assert found.place.line == 30
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        scaled((249000.0, 39000.0, 250000.0, 40000.0)),  # put back into their units
+        scaled((0.1, 0.9, 0.2, 1.1)),
+        scaled((0.1, 0.9, 8.0, 1.5)),  # others, of the same spread
+        scaled((0.1, 0.9, 0.0, 0.0)),  # one target only
+        scaled((2.0, 11.0, 3.0, 12.0)),  # harder data, and larger predictions
+        scaled((250000.0, 30000.0, 250000.0, 40000.0), 250000.0, 40000.0),
+        scaled(()),
+    ],
+)
+def test_targets_of_the_scale_of_the_predictions_are_quiet(run: Run) -> None:
+    quiet(run, "EVALUATION_INPUTS")

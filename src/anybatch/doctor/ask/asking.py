@@ -31,9 +31,9 @@ from anybatch.records.runs import Run
 
 Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
-    copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
-    schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
-    axes.about_padding, axes.about_several, uncounted.about_uncounted,
+    copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
+    source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
+    functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 

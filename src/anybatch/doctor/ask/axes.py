@@ -19,6 +19,7 @@ _MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of a
 _MOST = 0.6  # of the samples: some may have one colour
 _LEAST_BATCHES = 3
 _LEAST_SEVERAL = 0.2  # of the rows
+_LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no chance
 _LEAST_PADDED = 0.1  # of the tokens
 _SIGNED = frozenset({"cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"})
 _REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
@@ -99,6 +100,33 @@ def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
         return -1  # a few values may be equal by accident
     same = [(inputs == column[:, None]).all(0).nonzero() for column in target.T]
     return int(same[0][-1]) if all(map(len, same)) else -1
+
+
+def about_given(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether one of the numbers that a root is given has another value for each class, and one for all of its rows."""
+    for root, batches in kept.batches.items():
+        pairs = [(first, marks) for first, _, one in batches if (marks := _marks(first, one["target"])) is not None]
+        pairs = [one for one in pairs if one[0].shape[1:] == pairs[0][0].shape[1:]]
+        rows = sum(len(marks) for _, marks in pairs)
+        if rows < _LEAST_ROWS:
+            continue
+        inputs, marks = (torch.cat([pair[part] for pair in pairs]) for part in (0, 1))
+        classes = len(marks.unique())
+        for place in range(inputs.shape[1] if 1 < classes <= _MOST_CLASSES else 0):
+            values = inputs[:, place].unique()
+            if len(values) == classes and len(torch.stack((inputs[:, place], marks)).unique(dim=1).T) == classes:
+                yield told("target given", root=root, kind="class", place=place + 1, of=inputs.shape[1], rows=rows)
+                break
+
+
+def _marks(first: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """The classes of a table of numbers, one for each row; ``None`` where they are something else."""
+    is_table = first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1 and first.is_cpu and target.is_cpu
+    if not is_table or target.numel() != len(first) or (
+        target.is_floating_point() and not bool(((target == 0) | (target == 1)).all())
+    ):  # fmt: skip
+        return None
+    return target.flatten().to(first)
 
 
 def blank(tape: Tape) -> Probed:

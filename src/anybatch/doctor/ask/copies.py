@@ -1,16 +1,20 @@
 """Nets that are copies of trained ones: do they ever change, do their buffers, and does evaluation change them?"""
 
+import itertools
 import math
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
+
 from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.doctor.ask.tape import Slot, Tape, slots
-from anybatch.doctor.ask.trials import told
+from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
 from anybatch.records.draws import Scored
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 _ENOUGH_STEPS = 30
@@ -18,6 +22,8 @@ _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets fast
 _SAME_SHARE = 0.02  # warm-ups of averages begin with large shares, which fall
 _LEAST_LOOKS = 4
 _BEHIND = 0.3  # of a step: an average with equal shares is one step behind
+_HALFWAY = 0.5  # of the way from the first weights of a net to its last
+_SECONDS = 2.0  # for one forward
 _CACHE = re.compile(r"cache|\bkv|_seen|rope|rotary|cos|sin|freq|alibi|mask|position", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
@@ -43,6 +49,8 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
         acts = share == 1.0 and any(True for _ in run.of(Scored))  # what only acts may be the newest net
         if share is not None and share > _TOO_MUCH and not acts and not _learns(kept, state):
             yield _of_copy("close copy", state, online, share=share)
+        if share is None and (slow := _still_at_first(kept, run, state, online)):
+            yield _of_copy("slow copy", state, online, steps=run.steps, **slow)
         if state.modes == {False} and not _learns(kept, state):
             stale = _fresh_statistics(state, online)  # of one that had moved when it was first called
             if equal is not None:
@@ -166,6 +174,40 @@ def _kept_up(run: Run, state: State, online: State) -> float | None:
     behind = [apart(state.values, first), apart(state.last, online.last)]
     is_near = step > 0 and all(0 < one < _BEHIND * step for one in behind)
     return 1 - max(behind) / step if is_near else None
+
+
+def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[str, float]:
+    """How far a copy that is only evaluated came on the way of a net, where its loss shows that this was too little.
+
+    Where a net that makes targets moves as slowly, it is called in each step.
+    """
+    called = sorted(state.inputs)
+    if state.within or any(later - step < 2 for step, later in itertools.pairwise(called)) or _learns(kept, state):
+        return {}
+    names = {name for name in state.weights if all(len(one.get(name, ())) == 2 for one in (online.values, online.last))}
+    went, whole = (
+        math.dist(*([each[name][1] for name in sorted(names)] for each in (one.last, online.values)))
+        for one in (state, online)
+    )
+    losses = [_loss_of(kept, one, online.root) for one in (state, online)] if 0 < went < _HALFWAY * whole else []
+    values = [one.value for one in run.of(LossCall) if one.root == online.root and one.value is not None]
+    if not values or len(losses) < 2 or not max(2 * losses[1], values[0] / 2) < losses[0] < math.inf:
+        return {}
+    return {"way": went / whole, "loss": losses[0], "online_loss": losses[1]}
+
+
+def _loss_of(kept: Kept, state: State, root: int) -> float:
+    """The loss of a net for a batch that was kept of the training of a root; NaN where it can't be told."""
+    for first, name, given in kept.batches.get(root, [])[-1:]:
+        options = {key: value for key, value in given.items() if key != "shape"}
+        try:
+            trial = Trial(state.module(), (first,), {}, time.perf_counter() + _SECONDS)
+            made = [one for one in tensors(trial.forward(trial.inputs)) if one.shape == given["shape"]]
+        except Unknown:
+            break
+        if len(made) == 1:
+            return float(getattr(F, name)(made[0], **options).mean())
+    return math.nan
 
 
 def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:

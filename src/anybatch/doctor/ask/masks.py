@@ -10,6 +10,8 @@ from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
 _LEAST, _MOST, _LEAST_SIDE, _MOST_CLASSES = 20, 200, 12, 21
+_LEAST_GRID = 4
+_ERRORS, _SOMETHING = 6.0, 0.1  # standard errors of what one way explains more, and of the variance it has to explain
 _CLEAR = 0.3  # of the variance of a channel that a mask explains where it lies on what it shows
 _MOST_CLEAR = 0.5  # of the pictures: fewer explain more than the pictures of other masks by accident
 _BETTER = 2.0  # times as much is explained where it is turned
@@ -22,11 +24,13 @@ def apart(kept: Kept, root: int) -> Probed:
     pairs = list(_pairs(kept, root))
     for number, (picture, mask) in enumerate(pairs):
         own.append(_explained(picture, mask))
-        other.append(float(_explained(pairs[number - 1][0], mask).max()))
+        other.append(_explained(pairs[number - 1][0], mask))
     if len(own) < _LEAST:
         raise Unknown("few masks of pictures were kept")
-    shares, best = torch.stack(own), torch.stack(own).max(1).values
-    clear = best > max(_CLEAR, float(torch.tensor(other).quantile(0.9)))
+    shares, others, best = torch.stack(own), torch.stack(other), torch.stack(own).max(1).values
+    if (share := _all_alike(shares, others)) > 0:
+        return told("apart", root=root, answer="yes", share=share, masks=len(own))
+    clear = best > max(_CLEAR, float(others.max(1).values.quantile(0.9)))
     if clear.double().mean() < _MOST_CLEAR:
         raise Unknown("masks explain little of the colours of their pictures")
     share = float((_BETTER * shares[:, 0] < best)[clear].double().mean())
@@ -34,8 +38,20 @@ def apart(kept: Kept, root: int) -> Probed:
     return told("apart", root=root, answer="yes" if share > _SHARE else "no", **seen)
 
 
+def _all_alike(shares: torch.Tensor, others: torch.Tensor) -> float:
+    """Of how many pictures one way to turn all masks explains more, where it does so surely; 0 where it does not.
+
+    More than the mask as it is, and than that of another picture: what lies at one place in all pictures tells nothing.
+    """
+    way = int(shares.mean(0).argmax())
+    gained = [shares[:, way] - one for one in (shares[:, 0], others[:, way])]
+    sure = all(float(one.mean()) > _ERRORS * float(one.std()) / len(one) ** 0.5 for one in gained)
+    much = all(_BETTER * float(one.mean()) > float(shares[:, way].mean()) > _SOMETHING for one in gained)
+    return float((gained[0] > 0).double().mean()) if way and sure and much else 0.0
+
+
 def _pairs(kept: Kept, root: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pictures with a mask of few classes of the same size."""
+    """Pictures with a mask of few classes of the same size, or with a coarse grid of them, as detectors have."""
     count = 0
     for pictures, _, given in kept.batches.get(root, ()):
         masks = given["target"]
@@ -43,9 +59,15 @@ def _pairs(kept: Kept, root: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
         sides = pictures.shape[2:]
         if pictures.dim() != 4 or not pictures.is_floating_point() or min(sides) < _LEAST_SIDE:
             return
-        if masks.shape != (len(pictures), *sides) or len(masks.unique()) > _MOST_CLASSES:
+        if masks.dim() != 3 or len(masks) != len(pictures) or len(masks.unique()) > _MOST_CLASSES:
+            continue  # what else a loss has, such as boxes
+        if masks.shape[1:] != sides and (
+            min(masks.shape[1:]) < _LEAST_GRID
+            or any(side % one for side, one in zip(sides, masks.shape[1:], strict=True))
+        ):
             return
-        for pair in zip(pictures.double(), masks, strict=True):
+        seen = torch.nn.functional.adaptive_avg_pool2d(pictures.double(), tuple(masks.shape[1:]))
+        for pair in zip(seen, masks, strict=True):
             if count < _MOST:
                 count += 1
                 yield pair

@@ -4,11 +4,11 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.keeping import Kept, mark
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -21,6 +21,9 @@ _ACTIONS = re.compile(r"^(b_?|batch_?)?a(ct(ion)?s?)?(_batch)?(_?b)?$", re.I)
 _REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
 _FIELDS = {"end": _ENDS, "mask": _MASKS, "action": _ACTIONS}
+_TRAINED = re.compile(r"^(train_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_train)$")
+_HELD_OUT = re.compile(r"^((val|valid|test)_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_(val|valid|test))$")
+_WITHOUT_GRADIENT = re.compile(r"no_grad|inference_mode")
 _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
 
@@ -69,6 +72,70 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
                 (_ENDS.match(name) or (_ACTIONS.match(name) and is_of_values)) and _discounts(scope, literals=goes_back)
             ) or _MASKS.match(name):
                 yield name, line
+
+
+def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a loss over all rows leaves out the mask of those of the training, which the evaluation alone reads."""
+    if not any(_is_whole(kept, root, batches) for root, batches in kept.batches.items()):
+        return
+    for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
+        try:
+            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for name, held, line in evaluated_splits(tree):
+            evidence = {"name": name, "held_out": held, "kind": "split"}
+            yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+
+
+def _is_whole(kept: Kept, root: int, batches: Sequence[Any]) -> bool:
+    """Whether each loss is over all rows of one and the same input, which is the one that is evaluated."""
+    same = all(mark(first) == mark(batches[0][0]) and len(first) == len(one["target"]) for first, _, one in batches)
+    trained, evaluated = (kept.given.get((root, mode), []) for mode in (True, False))
+    return (
+        bool(trained)
+        and len(batches) > 1
+        and same
+        and any(one.rows == trained[0].rows and one.mean == trained[0].mean for one in evaluated)
+    )
+
+
+def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """Masks of the rows of the training that nothing reads but an evaluation, and beside them what is held out.
+
+    Example:
+        >>> text = "@torch.no_grad()\ndef test():\n  return [acc(data.y[m]) for m in (data.train_mask, data.test_mask)]"
+        >>> list(evaluated_splits(ast.parse(text)))
+        [('train_mask', 'test_mask', 3)]
+        >>> list(evaluated_splits(ast.parse(text + "\nloss = f(out[data.train_mask])")))
+        []
+    """
+    tested = {id(one) for scope in ast.walk(tree) if _evaluates(scope) for one in ast.walk(scope)}
+    stored = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Subscript) and _is_stored(one)}
+    read = [
+        (one.id if isinstance(one, ast.Name) else one.attr, one.lineno, id(one) in tested)
+        for one in ast.walk(tree)
+        if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load) and id(one) not in stored
+    ]
+    held = [name for name, _, is_tested in read if is_tested and _HELD_OUT.match(name)]
+    for name in dict.fromkeys(name for name, *_ in read if _TRAINED.match(name)):
+        lines = [line for other, line, is_tested in read if other == name and is_tested]
+        if held and len(lines) == sum(other == name for other, *_ in read):
+            yield name, held[-1], lines[0]
+
+
+def _is_stored(one: ast.Subscript) -> bool:
+    return isinstance(one.ctx, ast.Store)
+
+
+def _evaluates(scope: ast.AST) -> bool:
+    """Whether a function or a block is run without gradients."""
+    parts: list[ast.expr] = []
+    if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        parts = scope.decorator_list
+    elif isinstance(scope, ast.With):
+        parts = [one.context_expr for one in scope.items]
+    return any(_WITHOUT_GRADIENT.search(ast.unparse(one)) for one in parts)
 
 
 def _scopes(tree: ast.Module) -> Iterator[Any]:

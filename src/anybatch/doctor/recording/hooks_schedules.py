@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as loaders
 
 from anybatch.doctor.recording.describing import rates_of
@@ -154,6 +154,7 @@ class LoaderHooks:
                 batch_size=getattr(loader, "batch_size", None) or -1,
                 shuffled=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
                 workers=int(getattr(loader, "num_workers", 0)), standardised=self._scales.get(number, ()),
+                weights=_length(sampler.weights) if isinstance(sampler, WeightedRandomSampler) else -1,
                 **self._recording.place(),
             )
         )  # fmt: skip

@@ -157,12 +157,13 @@ def data_order(
     )
 
 
-@rule("AB653", "DATA_REPEATED", "warning", explains=("LOSS_CONSTANT",), needs=(InputSample, Epoch))
+@rule("AB653", "DATA_REPEATED", "warning", explains=("LOSS_CONSTANT",), needs=(Epoch,))
 def data_repeated(
     run: Run, *, samples: float = Limit(5, "by chance"), copies: float = Limit(3, "by chance"),
     steps: float = Limit(20, "with one batch are more than a look at whether the model can fit it"),
 ) -> Iterator[Found]:  # fmt: skip
-    """Batches that are bitwise equal although they should differ."""
+    """Batches that are bitwise equal although they should differ, and samples that are never drawn."""
+    yield from _never_drawn(run)
     inputs: dict[tuple[int, str], list[InputSample]] = {}
     for one in trained_on(run):
         if one.hash:
@@ -189,6 +190,21 @@ def data_repeated(
         if found is not None:
             yield found
             return
+
+
+def _never_drawn(run: Run) -> Iterator[Found]:
+    """Samplers with weights for some of the samples only, as where there is one for each class."""
+    few = [one for one in run.of(Epoch) if 0 < one.weights < one.rows / 2]
+    for one in few[:1]:
+        yield Found(
+            text=f"The sampler has {one.weights} weights for {one.rows} samples: the first {one.weights} of them are "
+            "drawn again and again, and no other one ever.",
+            fix="WeightedRandomSampler(class_weights[targets], len(targets))  # a weight for each sample",
+            cause="The weights are those of the classes, and not of the samples.",
+            since=one,
+            where=one,
+            evidence={"weights": one.weights, "rows": one.rows},
+        )
 
 
 def _always_the_same(run: Run, samples: list[InputSample], long: float) -> Iterator[Found]:

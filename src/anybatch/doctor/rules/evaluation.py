@@ -1,4 +1,4 @@
-"""Rules on what an evaluation is given: labels of other numbers, and inputs scaled by themselves."""
+"""Rules on what an evaluation is given: inputs and targets of another scale or scaled by themselves, other labels."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,38 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.naming import near
 from anybatch.records.events import Backward, Epoch, Forward
-from anybatch.records.lossfacts import Evaluated
+from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.runs import Run
+
+
+@rule("AB655", "EVALUATION_INPUTS", "warning")
+def evaluation_inputs(
+    run: Run, *, larger: float = Limit(5, "times the deviation of the targets of the training"),
+    like: float = Limit(2.5, "of these deviations: predictions of the scale of the training"),
+    calls: float = Limit(3, "by which the scale of the training is known"),
+) -> Iterator[Found]:  # fmt: skip
+    """Evaluations whose inputs, or targets, have another scale than those of the training."""
+    yield from say(run, "AB655")
+    trained = [(one.target_mean, one.target_std) for one in run.of(LossCall) if one.target_std and not one.classes]
+    stds = sorted(std for mean, std in trained if std and mean is not None)
+    if len(stds) < calls or stds[-1] > 2 * stds[0]:
+        return
+    mean, std = trained[-1][0] or 0.0, stds[len(stds) // 2]
+    last = {(one.file, one.line): one for one in run.of(Evaluated) if one.scales}
+    for one in last.values():
+        made_mean, made_std, target_mean, target_std = one.scales
+        if target_std < larger * std or abs(made_mean - mean) > like * std or made_std > like * std:
+            continue
+        yield Found(
+            text=f"The targets of {one.function} in the evaluation{near(one)} have mean {target_mean:.3g} and standard "
+            f"deviation {target_std:.3g}, and its predictions {made_mean:.3g} and {made_std:.3g}, as the targets of "
+            f"the training ({mean:.3g} and {std:.3g}).",
+            fix="prediction = prediction * std + mean  # with those of the training targets",
+            cause="The predictions are not put back into the units of the targets, or the targets are not scaled.",
+            since=one,
+            where=(one.file, one.line),
+            evidence={"std": std, "std_evaluated": target_std, "std_predicted": made_std},
+        )
 
 
 @rule("AB663", "LABELS_RENUMBERED", "warning", needs=(Evaluated,))

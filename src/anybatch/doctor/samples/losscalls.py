@@ -34,6 +34,7 @@ LOSSES = (
     *("hinge_embedding_loss", "triplet_margin_loss", "cosine_embedding_loss", "ctc_loss", "soft_margin_loss"),
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
+_REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,6 +98,7 @@ class Calls:
         self._guesses = Guesses()
         self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
         self._targets: Targets | None = None  # of that evaluation
+        self._scales: tuple[float, ...] = ()  # of its first call
         self._evaluations = 0
 
     def attach(self) -> None:
@@ -164,6 +166,7 @@ class Calls:
             )
         else:
             self._evaluation = [name, user_place(3), 1, value, counts]
+            self._scales = _scales_of(name, first, others[0])
             self._targets = Targets(name) if self._evaluations < _LOOKED_AT else None
             self._evaluations += 1
         if self._targets is not None and not self._targets.add(first, others):
@@ -174,7 +177,7 @@ class Calls:
         if self._evaluation:
             (name, (file, line), count, total, counts), self._evaluation = self._evaluation, []
             known = self._targets.facts() if self._targets is not None else {}
-            known |= _renamed(counts)
+            known |= _renamed(counts) | {"scales": self._scales}
             self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line, **known))
 
     def _facts(
@@ -276,6 +279,18 @@ def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
     pairs = target[kept] * classes + scores.argmax(1)[kept]
     counts: torch.Tensor = pairs.bincount(minlength=classes * classes)
     return counts.reshape(classes, classes)
+
+
+@unseen
+def _scales_of(name: str, made: Any, target: Any) -> tuple[float, ...]:
+    """Mean and standard deviation of predictions and of their targets; nothing where they are no regression's."""
+    both = (made, target)
+    if name not in _REGRESSIONS or any(type(one) not in _PLAIN or not one.is_cpu for one in both):
+        return ()
+    if made.shape != target.shape or made.numel() < 2 or not all(one.is_floating_point() for one in both):
+        return ()
+    found = (torch.std_mean(one.detach().double()) for one in both)
+    return tuple(float(one) for std, mean in found for one in (mean, std))
 
 
 @unseen

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.courses import Phase, adversarial, course, groups_of, phases, updates
+from anybatch.doctor.views.courses import Course, Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
@@ -84,8 +84,12 @@ def outcome(run: Run) -> Outcome:
     Args:
         run: the facts.
     """
-    found = [_doubted(run, part, _of_phase(run, part)) for part in phases(run) or _by_hand(run)]
-    told = [one for one in found if one.steps >= FEW_STEPS]
+    parts = phases(run) or _by_hand(run)
+    found = [_doubted(run, part, _of_phase(run, part)) for part in parts]
+    learned = [part for part, one in zip(parts, found, strict=True) if one.word == "learning"]
+    told = [
+        one for part, one in zip(parts, found, strict=True) if one.steps >= FEW_STEPS and not _goes_on(part, learned)
+    ]
     if not told:
         most = max((one.steps for one in found), default=0)
         return Outcome("undecided", f"{most} step{'s are' if most != 1 else ' is'} too few to see whether it learns")
@@ -95,6 +99,12 @@ def outcome(run: Run) -> Outcome:
             return worst
     beside = one_batch(run) or _by_heart(run, told[-1])
     return Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
+
+
+def _goes_on(part: Phase, learned: list[Phase]) -> bool:
+    """Whether the same loop learned later, with more parameters: a head alone may learn nothing on a frozen net."""
+    later = [one for one in learned if one.start > part.start and one.lines & part.lines]
+    return any(part.parameters < one.parameters for one in later)
 
 
 def _by_heart(run: Run, found: Outcome) -> str:
@@ -184,13 +194,15 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
     better = [term for term in terms if term.word == "learning"]
     if better:
         return better[0]
+    went = course(run, numbers[0] if numbers else None)
+    if _weighed(terms, went, steps):
+        return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if terms and all(term.word == "not learning" for term in terms) and steps >= ENOUGH_STEPS:
         return Outcome("not learning", terms[0].said, terms[0].call, terms[0].last, terms[0].guess, steps)
     if terms:
         return Outcome("undecided", terms[0].said, steps=steps)
     if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
         return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
-    went = course(run, numbers[0] if numbers else None)
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if any(True for _ in run.of(Scored)):
@@ -201,6 +213,17 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         "undecided", f"the loss did not clearly fall: {went.first:.4g} at first, {went.last:.4g} at the end",
         steps=steps,
     )  # fmt: skip
+
+
+def _weighed(terms: list[Outcome], went: Course, steps: int) -> bool:
+    """Whether a step has several terms, each no better than a guess, and their weighted mean fell below one.
+
+    As with mixup, where each batch has two targets, and the one with the small weight is wrong by intent.
+    """
+    if sum(term.steps for term in terms) < 2 * steps or not went.fell:
+        return False
+    guess = fmean(term.guess for term in terms)
+    return went.first > _MOST * guess and went.last < (1 - _SOMETHING) * guess
 
 
 def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
