@@ -44,6 +44,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),
     ("misplaced", weighing.misplaced), ("unlikely", weighing.unlikely), ("forgotten", functions.forgotten),
+    ("not carried", functions.not_carried),
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
     ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),

@@ -82,6 +82,14 @@ _ASKED = {
         "h = cell(x[:, t], h)  # without detach; between sequences it may stand",
         "A detached state is a constant, so that no gradient goes back to the steps before.",
     ),
+    "not carried": (
+        (
+            "Each of {steps} calls of {op}{near} starts from one and the same state: what the call before gave goes to "
+            "the output only, and nothing of earlier steps is known."
+        ),
+        "h = cell(x[:, t], h)  # what it gives is the state of the next call",
+        "The new state has a name of its own, or is made anew in the loop.",
+    ),
     "quantised": (
         (
             "What is nearest by {op}{near} takes the place of what the encoder made, and the encoder gets no gradient "
