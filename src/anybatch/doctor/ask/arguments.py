@@ -27,6 +27,11 @@ _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are dr
 _ENOUGH_NOISE = 100  # numbers
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
+_CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
+_ARITHMETIC = frozenset(
+    {"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+)
+_CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 
 
 def rates(tape: Tape) -> Probed:
@@ -113,6 +118,36 @@ def _is_unseen(noise: torch.Tensor, tape: Tape, made_of: set[Slot]) -> bool:
     if away * count**0.5 > _KOLMOGOROV:
         return False
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
+
+
+def of_indices(tape: Tape) -> Probed:
+    """Whether a target is a sum of numbers and of the places at which what a net gave is largest."""
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, made = replayed(tape, loss, lambda one: one), set(tape.parameters)
+    places: dict[Slot, Operation] = {}  # what is computed of places alone, and numbers from outside
+    sums: dict[Slot, Operation] = {}  # of them and of something else
+    for one in tape.operations[: loss.before]:
+        given = list(slots((one.args, one.kwargs)))
+        if one.name in _CHOOSING and made & set(given):
+            places |= {slot: one for slot in one.outs if run.values[slot].dtype == torch.int64}
+        elif one.name in _DISTANCES or (
+            one.name in _DIFFERENCES and any(run.values[slot].requires_grad for slot in given)
+        ):
+            wrong = next((sums[slot] for slot in given if slot in sums and not run.values[slot].requires_grad), None)
+            if wrong is not None:
+                return told("indices", wrong, op=wrong.name)
+        elif one.name in _ARITHMETIC | _SHAPING | _CASTING:
+            of = next((known[slot] for known in (sums, places) for slot in given if slot in known), None)
+            beside = [slot for slot in given if slot not in places and slot not in sums]
+            is_sum = one.name.strip("_r") in ("add", "sub") and any(
+                run.values[slot].is_floating_point() for slot in beside
+            )
+            if of is not None:
+                (sums if is_sum or set(given) & sums.keys() else places).update(dict.fromkeys(one.outs, of))
+        if made & set(given):
+            made |= set(one.outs)
+    return told("indices", answer="no")
 
 
 def _given(operation: Operation) -> dict[str, Any]:

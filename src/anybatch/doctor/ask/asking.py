@@ -33,7 +33,7 @@ Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_methods,
     schedules.about_plateaus, schedules.about_own_states, schedules.about_nan, functions.about_functions,
-    axes.about_padding, axes.about_several, uncounted.about_uncounted,
+    axes.about_padding, axes.about_several, uncounted.about_uncounted, uncounted.about_ends,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
@@ -48,6 +48,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
     ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),
+    ("indices", arguments.of_indices),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 

@@ -220,7 +220,8 @@ class Kept:
     def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
         first = given[0]
         found = self.given.setdefault(key, [])
-        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
+        is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
+        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and is_batch:
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
@@ -378,11 +379,13 @@ def _is_scaled(table: torch.Tensor) -> bool:
     """Whether each column of a table that varies has mean 0 and deviation 1, as no part of a scaled one has."""
     if table.dim() != 2 or len(table) < _LEAST_TABLE or table.numel() > _MOST_TABLE:
         return False
-    std, mean = torch.std_mean(table.detach().double(), 0, correction=0)
-    varied = std > _ROUNDED
     off = 1 / len(table) + _ROUNDED  # a deviation with one degree of freedom less
-    near = (mean.abs() < _ROUNDED) & ((std - 1).abs() < off)
-    return int(varied.sum()) > 1 and bool(near[varied].all())
+    for columns in (table[:, :: max(1, table.shape[1] // 8)], table):  # a few mostly tell
+        std, mean = torch.std_mean(columns.detach().double(), 0, correction=0)
+        varied = std > _ROUNDED
+        if not bool(((mean.abs() < _ROUNDED) & ((std - 1).abs() < off))[varied].all()):
+            return False
+    return int(varied.sum()) > 1
 
 
 @unseen

@@ -5,16 +5,15 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial, course
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest, outputs
-from anybatch.doctor.views.naming import first_call, near, root_variable
+from anybatch.doctor.views.naming import first_call, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of
-from anybatch.records.draws import Scored
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -103,39 +102,6 @@ def _same_value(run: Run, least: float) -> Iterator[Found]:
             )
 
 
-_ASKED = {
-    "rewarded": (
-        "The loss rises with log-probability times reward{near}: what was rewarded becomes less likely with each step.",
-        "loss = -(log_prob * advantage).mean()",
-        "An optimizer minimises, and what is expected of the rewards is to be large.",
-    ),
-    "punished": (
-        "The loss rises with the {kind} the target{near}, in each row: with each step the model gives less of it.",
-        "loss = -loss, or 1 - term of one term, or F.cross_entropy(scores, y), or 1 - F.cosine_similarity(a, b).mean()",
-        "An optimizer minimises: what should become large needs a minus.",
-    ),
-    "misplaced": (
-        "The loss makes positive pairs less alike, or negative ones more{near}.",
-        (
-            "loss = -F.logsigmoid(positive - negative).mean() of scores; "
-            "(positive - negative + margin).relu().mean() of distances; -F.logsigmoid(-negative)"
-        ),
-        "Scores are large for what is alike; only distances are taken the other way round.",
-    ),
-    "unlikely": (
-        "A log-likelihood is minimised{near}: what is seen becomes less likely with each step.",
-        "loss = -log_prob.mean()",
-        "An optimizer minimises: a likelihood that should become large needs a minus.",
-    ),
-    "signs": (
-        "{op} takes 1 and -1, and its targets{near} are also {others[0]:g}.",
-        "y = 2 * y - 1  # targets of 0 and 1 become -1 and 1",
-        "With other numbers the side that should be driven apart is left out, and all becomes alike.",
-    ),
-}
-"""What a question to a step has shown: the text, what to change, and why."""
-
-
 @rule(
     "AB606", "LOSS_SIGN", "warning",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
@@ -146,41 +112,7 @@ def loss_sign(
 ) -> Iterator[Found]:  # fmt: skip
     """Losses below their bound, and losses that are maximised."""
     yield from _negative(run)
-    for probe, (text, fix, cause) in _ASKED.items():
-        if probe == "punished" and any(run.of(Scored)):
-            continue  # what was drawn may be bad
-        for probed in answers(run, probe):
-            if probed.evidence.get("beside") and outcome(run).word == "learning":
-                continue  # another loss outweighs it, as in a poly loss
-            yield Found(
-                text=text.format(near=near(probed), **probed.evidence),
-                fix=fix,
-                cause=cause,
-                since=probed,
-                severity="error" if probe == "punished" else "",
-            )
-    for probed in answers(run, "helped"):
-        generator, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
-        yield Found(
-            text=f"A step of {generator} changes the critic's score of what is generated as a step of {critic} does: "
-            "the generator helps the critic to tell it from data.",
-            fix="bce(critic(fake), torch.ones_like(...))  # the label of data; -critic(fake).mean() in a WGAN",
-            cause="The loss of the generator has the sign, or the labels, of that of the critic.",
-            since=probed,
-            optimizer=int(probed.evidence["optimizer"]),
-            evidence=probed.evidence,
-        )
-    for probed in answers(run, "small value"):
-        actor, critic = (OptimizerView(run, int(probed.evidence[one])) for one in ("optimizer", "critic"))
-        yield Found(
-            text=f"The loss of {actor} rises with the value that the critic of {critic} gives{near(probed)}, which it "
-            "learns from rewards: the actor looks for what is worst.",
-            fix="loss = -critic(state, actor(state)).mean()",
-            cause="An optimizer minimises, and a value should become large.",
-            since=probed,
-            optimizer=int(probed.evidence["optimizer"]),
-            evidence=probed.evidence,
-        )
+    yield from say(run, "AB606")
     if not adversarial(run):
         yield from _turned(run)
         yield from _unbounded(run, faster, absurd)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import NOWHERE, Found, rule
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.naming import Names, counted, module_code, near, root_variable, verb
+from anybatch.doctor.views.naming import Names, counted, module_code, near, verb
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Forward, Loaded
 from anybatch.records.lossfacts import Probed
@@ -77,20 +77,6 @@ def copy_buffers_stale(run: Run) -> Iterator[Found]:
         )
 
 
-@rule("AB117", "STATE_NOT_COPIED", "warning", needs=(Probed,))
-def state_not_copied(run: Run) -> Iterator[Found]:
-    """States that are loaded into the tensors they are."""
-    for probed in answers(run, "own state"):
-        yield Found(
-            text=f"The state that is loaded{near(probed)} is that of the module itself, not a copy: all "
-            f"{probed.evidence['tensors']} tensors are its own, and nothing is put back.",
-            fix="best = copy.deepcopy(model.state_dict())  # where the state is kept",
-            cause="state_dict() gives the live tensors, which go on training.",
-            since=probed,
-            step=probed,
-        )
-
-
 @rule("AB118", "OPT_STATE_UNUSED", "warning", needs=(Loaded,))
 def opt_state_unused(run: Run) -> Iterator[Found]:
     """Optimizers that load and never step."""
@@ -121,16 +107,3 @@ def _like(one: OptimizerView, other: OptimizerView) -> bool:
     """Whether two optimizers are of one class, with as many parameters."""
     counts = [sum(len(group.parameters) for group in each.facts.groups) for each in (one, other)]
     return other.number not in other.run.optimizers or (one.facts.cls == other.facts.cls and counts[0] == counts[1])
-
-
-@rule("AB459", "EVALUATION_WRITES", "warning", needs=(Probed,))
-def evaluation_writes(run: Run) -> Iterator[Found]:
-    """Forwards in evaluation mode that write."""
-    for probed in answers(run, "written in evaluation"):
-        yield Found(
-            text=f"{root_variable(run, probed.root)} changes {Names(map(str, probed.evidence['names']))} in "
-            f"evaluation, too{near(probed)}.",
-            fix="if self.training:  # in front of the lines of forward that write to it",
-            cause="The forward updates it in both modes, so that the validation data become a part of the model.",
-            since=probed,
-        )

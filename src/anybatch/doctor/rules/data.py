@@ -5,16 +5,16 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest
-from anybatch.doctor.views.naming import first_call, near, qualified, root_variable
+from anybatch.doctor.views.naming import first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
-from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, InputSample
 
@@ -270,14 +270,7 @@ def mask_inverted(
     run: Run, *, share: float = Limit(0.9, "of the tokens: some padding is a token, too")
 ) -> Iterator[Found]:
     """Masks whose sign is the wrong one."""
-    for probed in answers(run, "hidden tokens"):
-        yield Found(
-            text=f"What {probed.evidence['op']} hides{near(probed)} are tokens, and no padding: the mask is the wrong "
-            "way round.",
-            fix="scores.masked_fill(tokens == PAD, -inf)  # True is what is left out",
-            cause="A mask of what is kept was taken for one of what is hidden.",
-            since=probed,
-        )
+    yield from say(run, "AB654")
     for root, samples in latest(run):
         looked = [(one, *one.hidden) for one in samples if one.hidden is not None]
         wrong = [entry for entry in looked if entry[1] >= share and entry[2] <= 1 - share]
@@ -293,25 +286,4 @@ def mask_inverted(
             step=wrong[1][0],
             where=next((one for one in run.of(Forward) if one.at == sample.forward), None),
             evidence={"content_hidden": content, "padding_hidden": padding, "samples": len(wrong)},
-        )
-
-
-@rule(
-    "AB658", "INPUTS_ALIKE", "error", needs=(Probed,),
-    explains=("FROZEN_MOVES", "INPUT_IGNORED", "INPUT_SCALE", "LOSS_CONSTANT", "VANISHING", "DEAD_UNITS",
-              "DATA_REPEATED"),
-)  # fmt: skip
-def inputs_alike(run: Run) -> Iterator[Found]:
-    """Models that are given one number only, or one row."""
-    for probed in answers(run, "inputs alike")[:1]:
-        seen = probed.evidence
-        value = "the same in each row" if seen["value"] is None else f"{seen['value']:g}"
-        yield Found(
-            text=f"Every entry of what {root_variable(run, probed.root)} is given{near(probed)} is {value}, "
-            f"in all {seen['calls']} calls of the training that were looked at.",
-            fix="print(x.std(), x.std(0))  # before the call, and where x is made; store array.copy(), not the array",
-            cause="The input was overwritten, masked or scaled to nothing, or one array was stored again and again.",
-            severity="warning" if seen["value"] is None else "",
-            since=probed,
-            step=0,
         )

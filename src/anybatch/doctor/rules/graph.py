@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
@@ -24,7 +25,7 @@ from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.draws import Drawn, Scored
 from anybatch.records.events import Backward, Forward, Stepped, Warned
-from anybatch.records.lossfacts import Followed, Probed, Walk
+from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Stop
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations, Norms
@@ -73,35 +74,6 @@ class Cut(NamedTuple):
     step: int
 
 
-_ASKED = {
-    "forgotten": (
-        (
-            "The state is detached{near} at each of {steps} steps of a sequence, and the loss comes behind the last "
-            "one: nothing is trained to remember what came before."
-        ),
-        "h = cell(x[:, t], h)  # without detach; between sequences it may stand",
-        "A detached state is a constant, so that no gradient goes back to the steps before.",
-    ),
-    "not carried": (
-        (
-            "Each of {steps} calls of {op}{near} starts from one and the same state: what the call before gave goes to "
-            "the output only, and nothing of earlier steps is known."
-        ),
-        "h = cell(x[:, t], h)  # what it gives is the state of the next call",
-        "The new state has a name of its own, or is made anew in the loop.",
-    ),
-    "quantised": (
-        (
-            "What is nearest by {op}{near} takes the place of what the encoder made, and the encoder gets no gradient "
-            "from what is computed of it: it does not learn to say what the decoder needs."
-        ),
-        "q = z + (q - z).detach()  # straight through: the value of q, and the gradient goes to z",
-        "An index has no gradient, so that a look-up trains the table and nothing before it.",
-    ),
-}
-"""What a question to a step has shown: the text, what to change, and why."""
-
-
 @rule(
     "AB201", "GRAPH_CUT", "error",
     explains=(*STANDS_STILL, "STEP_WITHOUT_GRADIENT", "PARAM_UNUSED", "BACKEND_NO_WRITE", "LOSS_TERM_CUT"),
@@ -109,17 +81,7 @@ _ASKED = {
 def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave a part out")) -> Iterator[Found]:
     """Parameters whose way to the loss is cut."""
     yield from _zero_gradients(run)
-    for probe, (text, fix, cause) in _ASKED.items():
-        for probed in answers(run, probe):
-            yield Found(
-                text=text.format(near=near(probed), **probed.evidence),
-                fix=fix,
-                cause=cause,
-                since=0,
-                where=probed,
-                evidence=probed.evidence,
-                severity="warning",
-            )
+    yield from say(run, "AB201")
     hidden = _roots_without_graph(run)
     lost = {number for number in _without_gradient(run) if run.parameters[number].root not in hidden}
     count = len(passes(run))
@@ -392,31 +354,3 @@ def _of_normal(run: Run, least: float) -> Iterator[Found]:
         evidence={"graphs": len(walks)},
         severity="" if outcome(run).word == "not learning" else "info",
     )
-
-
-@rule("AB210", "BACKWARD_OF_MODULE", "warning", needs=(Probed,))
-def backward_of_module(run: Run) -> Iterator[Found]:
-    """Methods that look like a rule of differentiation."""
-    for probed in answers(run, "method backward"):
-        cls = probed.evidence["cls"]
-        yield Found(
-            text=f"{cls}.backward{near(probed)} is never called: {cls} is a module, and autograd asks only a "
-            "torch.autograd.Function for its gradient.",
-            fix=f"make it a torch.autograd.Function with static forward(ctx, x) and backward(ctx, grad), and call "
-            f"{cls}.apply(x)",
-            cause="Only the graph of what forward did is differentiated.",
-            since=probed,
-        )
-
-
-@rule("AB211", "FUNCTION_GRADIENT", "error", needs=(Probed,))
-def function_gradient(run: Run) -> Iterator[Found]:
-    """Backwards that don't multiply with what comes in."""
-    for probed in answers(run, "function gradient"):
-        yield Found(
-            text=f"{probed.evidence['cls']}.backward{near(probed)} does not follow the gradient that it is given: "
-            f"{probed.detail}.",
-            fix="multiply what backward returns with the gradient that comes in, such as grad * ctx.saved_tensors[0]",
-            cause="The gradient that comes in is left out of the product.",
-            since=probed,
-        )

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.naming import near, qualified, root_variable
+from anybatch.doctor.views.naming import qualified, root_variable
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -42,25 +43,7 @@ def double_activation(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterato
         yield replace(one, text=one.text + more)
     if not first:
         yield from _again_by_hand(run, batches)
-    for probed in answers(run, "rates"):
-        yield Found(
-            text=f"poisson_nll_loss{near(probed)} gets rates ({probed.evidence['op']}) where it takes their "
-            "logarithms.",
-            fix="nn.PoissonNLLLoss(log_input=False), or give it the output of the model without the "
-            f"{probed.evidence['op']}",
-            cause="By default it takes the exponential itself, so that the model learns the logarithm of the rate.",
-            since=probed,
-        )
-    for probed in answers(run, "evaluated scores"):
-        function = probed.evidence["function"]
-        yield Found(
-            text=f"{root_variable(run, probed.root)} gives probabilities in evaluation mode and scores in training "
-            f"mode, and {function}{near(probed)} is given the former: it takes its own softmax or sigmoid, so that "
-            "this loss is not that of the training.",
-            fix="give scores in both modes, and take the softmax where classes are predicted",
-            cause="The forward ends in an activation in evaluation mode only.",
-            since=probed,
-        )
+    yield from say(run, "AB601")
 
 
 def _again_by_hand(run: Run, least: float) -> Iterator[Found]:
@@ -267,15 +250,7 @@ _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")
 )  # fmt: skip
 def softmax_dim(run: Run) -> Iterator[Found]:
     """Softmaxes along the batch, and along another axis than the one that is summed over."""
-    for probed in answers(run, "softmax axis"):
-        seen = probed.evidence
-        yield Found(
-            text=f"The softmax{near(probed)} runs along dim {seen['dim']} of {seen['dims']}, and the values that it "
-            f"weighs are summed up along dim {seen['summed']}: their weights do not sum to 1.",
-            fix="softmax(dim=-1)",
-            cause="The weights of a sum have to be those of what is summed.",
-            since=probed,
-        )
+    yield from say(run, "AB603")
     beside = next(_beside_classes(run), None)
     if beside is not None:
         yield beside
@@ -469,34 +444,3 @@ def _bounded(run: Run, calls: list[LossCall], activation: str) -> Found:
         evidence={"activation": activation, "calls": len(calls)},
         severity="info" if course(run).fell else "warning",
     )
-
-
-@rule("AB610", "LOSS_MIXED_REDUCTION", "warning", needs=(Probed,))
-def loss_mixed_reduction(run: Run) -> Iterator[Found]:
-    """Sums over the batch that are added to means."""
-    for probed in answers(run, "sums")[:1]:
-        yield Found(
-            text=f"The loss adds a sum over the batch to a mean over it{near(probed)}: with each of "
-            f"{probed.evidence['rows']} rows twice, one term doubles and the other stays.",
-            fix="take the mean over the batch of both terms, such as kl.sum(-1).mean() for kl.sum()",
-            cause="One term is summed over all rows, so that it grows with the batch.",
-            since=probed,
-        )
-
-
-@rule("AB611", "ROWS_TORN", "error", explains=("LOSS_CONSTANT", "CANNOT_FIT_BATCH", "INPUT_IGNORED"), needs=(Probed,))
-def rows_torn(run: Run) -> Iterator[Found]:
-    """Views that mix samples between the model and the loss."""
-    for probed in answers(run, "rows")[:1]:
-        seen, is_table = probed.evidence, "table" in probed.detail
-        yield Found(
-            text=f"Rows and labels are torn apart by {seen['op']}{near(probed)}: permuted together, they give a loss "
-            f"of {seen['permuted']:.4g} instead of {seen['loss']:.4g} ({probed.detail}).",
-            fix="pe[:, : x.size(1)]  # of the shape (1, length, width): entry i belongs to place i of each row"
-            if is_table
-            else "bring the dims into order before the view: scores.movedim(1, -1).reshape(-1, scores.shape[1])",
-            cause="The table is cut along the batch, as is right where the length of the rows comes first."
-            if is_table
-            else "A view reads memory in its order, whatever the dims mean.",
-            since=probed,
-        )

@@ -126,32 +126,3 @@ def input_ignored(run: Run) -> Iterator[Found]:
             module=(root, found.module),
             evidence={"spread_first": found.first, "spread_last": found.last},
         )
-
-
-@rule("AB804", "INITIAL_LOSS", "info", needs=(Probed,))
-def initial_loss(run: Run) -> Iterator[Found]:
-    """First losses far from the prior."""
-    for probed in answers(run, "prior", "no"):
-        yield Found(
-            text=f"The first loss of {root_variable(run, probed.root)} is far from that of a constant guess"
-            f"{f': {probed.detail}' if probed.detail else ''}.",
-            fix="nn.init.zeros_ of the last layer's weight, and its bias at the mean of the targets or log frequencies",
-            cause="The outputs of the last layer are too large, or its bias is far off.",
-            since=probed,
-        )
-
-
-@rule("AB805", "CANNOT_FIT_BATCH", "warning", needs=(Probed,))
-def cannot_fit_batch(run: Run) -> Iterator[Found]:
-    """Copies that don't learn one batch."""
-    for probed in answers(run, "one batch", "no"):
-        yield Found(
-            text=f"A copy of {root_variable(run, probed.root)} can't fit one batch"
-            f"{f': {probed.detail}' if probed.detail else ''}.",
-            fix="print(x.shape, x.mean(), x.std(), y[:10])  # do the labels belong to the inputs?",
-            cause="Labels that don't belong to their inputs, a loss that does not fit, or a model that is too small.",
-            since=probed.at,
-            step=probed,
-            where=probed,
-            evidence=probed.evidence,
-        )

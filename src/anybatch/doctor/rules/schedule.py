@@ -5,12 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.naming import near
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
-from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import SchedulerFacts
 
@@ -250,19 +247,3 @@ def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest fa
             },
             severity="info" if course(run, optimizer.number).converged else "",
         )  # fmt: skip
-
-
-@rule("AB509", "PLATEAU_MODE", "warning", explains=("LR_TOO_LOW", "LR_COLLAPSED"), needs=(Probed,))
-def plateau_mode(run: Run) -> Iterator[Found]:
-    """Values that improve against the mode."""
-    for probed in answers(run, "plateau"):
-        seen = probed.evidence
-        mode, goes = ("max", "rises") if seen["mode"] == "min" else ("min", "falls")
-        yield Found(
-            text=f"ReduceLROnPlateau has mode={seen['mode']!r} and is given {seen['name'] or 'a value'}, which {goes} "
-            f"from {seen['first']:.4g} to {seen['last']:.4g}{near(probed)}: the rate fell from "
-            f"{seen['rate_first']:.3g} to {seen['rate']:.3g}.",
-            fix=f'ReduceLROnPlateau(..., mode="{mode}")',
-            cause="What gets better counts as worse.",
-            since=probed,
-        )

@@ -20,14 +20,16 @@ class Taken:
     """What was taken of one tensor.
 
     Args:
-        row: its figures, on its device.
+        sample: some of its entries, samples of the batch times others, copied.
+        absmax: of all entries.
         live: which of its units are not zero for the whole batch.
         limit: ``"sigmoid"``, ``"tanh"`` or ``"softmax"`` where entries have limits.
         classes: how many entries a row of a softmax has.
         several: whether the batch has several rows.
     """
 
-    row: torch.Tensor
+    sample: torch.Tensor
+    absmax: torch.Tensor
     live: torch.Tensor
     limit: str = ""
     classes: int = 0
@@ -50,25 +52,24 @@ def take(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
     rows, classes = values.shape[0], values.shape[axis] if limit else 0
     some = values[:: -(-rows // _ROWS)]
     some = some.reshape(some.shape[0], -1)
-    figures = _of_sample(some[:, :: -(-some.shape[1] // _COLUMNS)].double())
+    some = some[:, :: -(-some.shape[1] // _COLUMNS)].to(torch.float64, copy=True)  # so that a spread of 1e-9 is seen
     if values.numel() > _READ:
         values = _fewer(values, axis % values.dim())
     others = [dim for dim in range(values.dim()) if dim != axis % values.dim()]
-    ends = torch.stack([values.amax(others), values.amin(others)])
-    live = (ends != 0).any(0)
-    figures += [ends.abs().amax().double(), live.sum(dtype=torch.float64)]
-    return Taken(torch.stack(figures), live, limit, classes, rows > 1)
+    largest = values.abs().amax(others)  # of each unit
+    return Taken(some, largest.amax().double(), largest != 0, limit, classes, rows > 1)
 
 
-def _of_sample(sample: torch.Tensor) -> list[torch.Tensor]:
-    """Percentiles, mean, deviation, zeros, spread over the batch, and the shares near one and near zero."""
-    flat, size, mean = sample.flatten(), sample.abs(), sample.mean()  # double, so that a spread of 1e-9 is seen
-    ordered = flat[:: -(-flat.numel() // _ORDERED)].sort().values
-    percentiles = [ordered[round((len(ordered) - 1) * percent / 100)] for percent in PERCENTILES]
-    spread = (sample - sample.mean(0)).square_().mean(0).sqrt_().mean() / size.mean()
-    deviation = (flat - mean).square_().mean().sqrt_()
-    shares = [one.double().mean() for one in (sample == 0, size > 1 - _NEAR, size < _NEAR)]
-    return [*percentiles, mean, deviation, spread, *shares]
+def _figures_of(samples: torch.Tensor) -> torch.Tensor:
+    """Percentiles, mean, deviation, spread over the batch, zeros, and the shares near one and near zero of each."""
+    flat = samples.flatten(1)
+    size, mean = flat.abs(), flat.mean(1, keepdim=True)
+    ordered = flat[:, :: -(-flat.shape[1] // _ORDERED)].sort(1).values
+    percentiles = ordered[:, [round((ordered.shape[1] - 1) * percent / 100) for percent in PERCENTILES]]
+    deviation = (flat - mean).square_().mean(1).sqrt_()
+    spread = (samples - samples.mean(1, keepdim=True)).square_().mean(1).sqrt_().mean(1) / size.mean(1)
+    shares = [one.double().mean(1) for one in (flat == 0, size > 1 - _NEAR, size < _NEAR)]
+    return torch.cat([percentiles, mean, torch.stack([deviation, spread, *shares], 1)], 1)
 
 
 def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
@@ -132,17 +133,22 @@ class Units:
         Returns:
             The figures of each tensor.
         """
-        found, by_device = dict[Any, Figures](), dict[torch.device, list[Any]]()
+        found, alike = dict[Any, Figures](), dict[Any, list[Any]]()
         for key, one in taken.items():
-            by_device.setdefault(one.row.device, []).append(key)
+            alike.setdefault((one.sample.device, one.sample.shape), []).append(key)
             known = self._live.get(key)
             is_same = known is not None and known.shape == one.live.shape and known.device == one.live.device
             self._live[key] = one.live | known if is_same and known is not None else one.live
             self._counts[key] = self._counts.get(key, 0) + 1
-        for keys in by_device.values():  # one wait for each device
-            ever = torch.stack([self._live[key].sum(dtype=torch.float64) for key in keys])
-            rows = torch.cat([torch.stack([taken[key].row for key in keys]), ever[:, None]], 1).tolist()
-            found |= {key: self._figures(key, taken[key], row) for key, row in zip(keys, rows, strict=True)}
+        rows = dict[torch.device, list[torch.Tensor]]()
+        for (device, _), keys in alike.items():
+            of_all = torch.stack([taken[key].absmax for key in keys])
+            units = [one.sum(dtype=torch.float64) for key in keys for one in (taken[key].live, self._live[key])]
+            figures = _figures_of(torch.stack([taken[key].sample for key in keys]))
+            rows.setdefault(device, []).append(torch.cat([figures, of_all[:, None], torch.stack(units).view(-1, 2)], 1))
+        read = {device: iter(torch.cat(parts).tolist()) for device, parts in rows.items()}  # one wait for each device
+        for (device, _), keys in alike.items():
+            found |= {key: self._figures(key, taken[key], next(read[device])) for key in keys}
         return found
 
     def _figures(self, key: Any, one: Taken, row: list[float]) -> Figures:
