@@ -1,5 +1,6 @@
 """What a loss function is given: rates where it takes their logarithms, weights of classes, targets that are noise."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are dr
 _ENOUGH_NOISE = 100  # numbers
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
+_NOTHING = 1e-3  # of the power of the noise
+_LEAST_LEVELS = 4
 _CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
 _ARITHMETIC = frozenset(
     {"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
@@ -90,6 +93,39 @@ def drawn_targets(tape: Tape) -> Probed:
             if (draw and not draw & made_of) or (noise is not None and _is_unseen(noise, tape, made_of)):
                 return told("drawn targets", operation, op=operation.name.strip("_"))
     return told("drawn targets", answer="no")
+
+
+def drowned(tape: Tape) -> Probed:
+    """Whether data are nothing beside the noise that is added to them, in all rows, and that noise is the target."""
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run = replayed(tape, loss, lambda one: one)
+    data = {slot for slot, one in tape.leaves.items() if one.is_floating_point() and slot not in tape.parameters}
+    for number, operation in enumerate(tape.operations[: loss.before]):
+        given = list(slots((operation.args, operation.kwargs)))
+        if operation.name not in _DISTANCES or len(given) != 2:
+            continue
+        draw = next((drawn for slot in given if (drawn := _source(tape, slot)[0])), set[Slot]())
+        for one in tape.operations[:number] if draw else ():
+            sides = list(slots(one.args))
+            if one.name not in ("add", "__add__") or len(sides) != 2:
+                continue
+            of = [slots_of(tape, Loss(slot, number, "", 0)) for slot in sides]
+            noise = [slot for slot, its in zip(sides, of, strict=True) if draw & its and not data & its]
+            rest = [slot for slot, its in zip(sides, of, strict=True) if data & its and not draw & its]
+            if not noise or not rest:
+                continue
+            share = float(run.values[rest[0]].pow(2).mean() / run.values[noise[0]].pow(2).mean())
+            if share < _NOTHING and _levels(tape, rest[0], run.values) >= _LEAST_LEVELS:
+                return told("drowned", one, share=share**0.5, rows=rows)
+            break
+    return told("drowned", answer="no")
+
+
+def _levels(tape: Tape, slot: Slot, values: Mapping[Slot, torch.Tensor]) -> int:
+    """By how many numbers the rows of a product were scaled: one for all may be that of a late time."""
+    made = next((one for one in reversed(tape.operations) if slot in one.outs), None)
+    given = [values[one] for one in slots(made.args)] if made is not None and made.name.strip("_r") == "mul" else []
+    return min((len(one.unique()) for one in given), default=0)
 
 
 def _source(tape: Tape, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:

@@ -48,7 +48,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("flat", functions.flat), ("quantised", functions.quantised), ("twice", functions.twice),
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
     ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),
-    ("indices", arguments.of_indices),
+    ("indices", arguments.of_indices), ("drowned", arguments.drowned), ("weighed away", weighing.weighed_away),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 
