@@ -226,8 +226,20 @@ def test_a_target_that_adds_places_to_numbers_is_told(goal: Goal, expected: str,
     assert answer(lambda: values(goal, by_hand=by_hand), "indices") == expected
 
 
+class Timed(nn.Module):
+    """Predicts noise at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.time = nn.Linear(8, 8), nn.Embedding(100, 8)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Gives the noise."""
+        return self.net(x + self.time(t))  # type: ignore[no-any-return]
+
+
 def scheduled(data: Callable[[torch.Tensor], torch.Tensor], times: str = "each") -> None:
-    net, betas = nn.Linear(8, 8), torch.linspace(1e-4, 0.08, 100)
+    net, betas = Timed(), torch.linspace(1e-4, 0.08, 100)
     optimizer = torch.optim.Adam(net.parameters())
     kept = data(betas)
     for _ in range(4):
@@ -236,7 +248,7 @@ def scheduled(data: Callable[[torch.Tensor], torch.Tensor], times: str = "each")
         noise = torch.randn_like(x)
         noisy = kept[t].sqrt()[:, None] * x + (1 - kept[t]).sqrt()[:, None] * noise
         optimizer.zero_grad()
-        F.mse_loss(net(noisy), noise).backward()
+        F.mse_loss(net(noisy, t), noise).backward()
         optimizer.step()
 
 
@@ -278,3 +290,16 @@ def multitask(total: Terms, start: float = 0.0) -> None:
 ], ids=["exp", "variance", "stacked", "held", "held by hand", "softmax", "linear", "detached", "none"])  # fmt: skip
 def test_a_weight_that_may_make_the_loss_nothing_is_told(total: Terms, start: float, expected: str) -> None:
     assert answer(lambda: multitask(total, start), "weighed away") == expected
+
+
+def test_a_denoiser_of_little_noise_has_to_predict_its_data() -> None:
+    def train() -> None:
+        net = Timed()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x, level = torch.randn(32, 8), torch.randint(100, (32,))
+            optimizer.zero_grad()
+            F.mse_loss(net(x + level[:, None] * torch.randn_like(x), level), x).backward()
+            optimizer.step()
+
+    assert answer(train, "drowned") == "no"

@@ -1,6 +1,5 @@
 """What a loss function is given: rates where it takes their logarithms, weights of classes, targets that are noise."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ _ENOUGH_NOISE = 100  # numbers
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
 _NOTHING = 1e-3  # of the power of the noise
-_LEAST_LEVELS = 4
+_LEAST_TIMES = 4
 _CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
 _ARITHMETIC = frozenset(
     {"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
@@ -96,36 +95,31 @@ def drawn_targets(tape: Tape) -> Probed:
 
 
 def drowned(tape: Tape) -> Probed:
-    """Whether data are nothing beside the noise that is added to them, in all rows, and that noise is the target."""
+    """Whether a net that is to predict noise is given next to nothing else, at times of many kinds."""
     rows, loss = rows_of(tape), tape.losses[-1]
-    run = replayed(tape, loss, lambda one: one)
-    data = {slot for slot, one in tape.leaves.items() if one.is_floating_point() and slot not in tape.parameters}
+    values = replayed(tape, loss, lambda one: one).values
+    taken = {
+        slot for one in tape.operations for slot in slots(one.args) if set(slots(one.args)) & tape.parameters.keys()
+    }
     for number, operation in enumerate(tape.operations[: loss.before]):
         given = list(slots((operation.args, operation.kwargs)))
-        if operation.name not in _DISTANCES or len(given) != 2:
-            continue
-        draw = next((drawn for slot in given if (drawn := _source(tape, slot)[0])), set[Slot]())
-        for one in tape.operations[:number] if draw else ():
-            sides = list(slots(one.args))
-            if one.name not in ("add", "__add__") or len(sides) != 2:
+        for target, predicted in (given, given[::-1]) if operation.name in _DISTANCES and len(given) == 2 else ():
+            noise, made_of = values[target], slots_of(tape, Loss(predicted, number, "", 0)) - tape.parameters.keys()
+            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not _is_normal(noise):
                 continue
-            of = [slots_of(tape, Loss(slot, number, "", 0)) for slot in sides]
-            noise = [slot for slot, its in zip(sides, of, strict=True) if draw & its and not data & its]
-            rest = [slot for slot, its in zip(sides, of, strict=True) if data & its and not draw & its]
-            if not noise or not rest:
-                continue
-            share = float(run.values[rest[0]].pow(2).mean() / run.values[noise[0]].pow(2).mean())
-            if share < _NOTHING and _levels(tape, rest[0], run.values) >= _LEAST_LEVELS:
-                return told("drowned", one, share=share**0.5, rows=rows)
-            break
+            beside = [one for slot in made_of if not (one := values[slot]).requires_grad]
+            nets = [values[slot] for slot in made_of & (taken | tape.leaves.keys())]
+            away = [_power(one - noise) / _power(noise) for one in nets if one.shape == noise.shape]
+            is_timed = any(
+                one.numel() == rows and len(one.unique()) >= _LEAST_TIMES for one in beside
+            )  # not one late time
+            if is_timed and away and 0 < min(away) < _NOTHING:
+                return told("drowned", operation, share=min(away) ** 0.5, rows=rows)
     return told("drowned", answer="no")
 
 
-def _levels(tape: Tape, slot: Slot, values: Mapping[Slot, torch.Tensor]) -> int:
-    """By how many numbers the rows of a product were scaled: one for all may be that of a late time."""
-    made = next((one for one in reversed(tape.operations) if slot in one.outs), None)
-    given = [values[one] for one in slots(made.args)] if made is not None and made.name.strip("_r") == "mul" else []
-    return min((len(one.unique()) for one in given), default=0)
+def _power(one: torch.Tensor) -> float:
+    return float(one.double().pow(2).mean())
 
 
 def _source(tape: Tape, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:
@@ -148,11 +142,9 @@ def _is_unseen(noise: torch.Tensor, tape: Tape, made_of: set[Slot]) -> bool:
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
     if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point():
         return False
-    drawn = noise.detach().double().flatten().cpu()
-    steps = torch.arange(1, count + 1, dtype=torch.double) / count
-    away = (torch.special.ndtr(drawn.sort().values) - steps).abs().max()
-    if away * count**0.5 > _KOLMOGOROV:
+    if not _is_normal(noise):
         return False
+    drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
 
 
@@ -184,6 +176,14 @@ def of_indices(tape: Tape) -> Probed:
         if made & set(given):
             made |= set(one.outs)
     return told("indices", answer="no")
+
+
+def _is_normal(noise: torch.Tensor) -> bool:
+    """Whether numbers are distributed as normal draws are."""
+    count = noise.numel()
+    steps = torch.arange(1, count + 1, dtype=torch.double) / count
+    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
+    return bool(away * count**0.5 <= _KOLMOGOROV)
 
 
 def _given(operation: Operation) -> dict[str, Any]:
