@@ -156,7 +156,7 @@ def texts(end: int | None, padding: int, width: int | None = None, *, counted: b
 
 
 def test_class_uncounted_fires_where_the_end_is_padding() -> None:
-    one = fires(of(lambda: train(Speaker(), texts(1, 1), 20, ignoring()), ask=True), "CLASS_UNCOUNTED", "warning")
+    one = fires(of(lambda: train(Speaker(), texts(1, 1), 200, ignoring()), ask=True), "CLASS_UNCOUNTED", "warning")
     assert one.evidence["number"] == 1
     assert "where to end" in one.message
 
@@ -165,7 +165,7 @@ def test_class_uncounted_fires_where_the_end_is_padding() -> None:
     texts(1, 0), texts(None, 0), texts(1, 0, 8), texts(None, 0, 9), texts(1, 1, counted=True),
 ], ids=["an end of its own", "no end", "a width", "no end and a width", "counted"])  # fmt: skip
 def test_class_uncounted_is_quiet_about_ends(batches: Batches) -> None:
-    silent(of(lambda: train(Speaker(), batches, 20, ignoring()), ask=True), "CLASS_UNCOUNTED")
+    silent(of(lambda: train(Speaker(), batches, 200, ignoring()), ask=True), "CLASS_UNCOUNTED")
 
 
 def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
