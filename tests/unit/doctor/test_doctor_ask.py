@@ -478,11 +478,10 @@ def spread(made: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("loss", "collapsed"), [
     (cosine, True),
-    (lambda made, wanted: F.mse_loss(F.normalize(made, dim=1), F.normalize(wanted, dim=1)), True),
     (lambda made, wanted: cosine(made, wanted.detach()), False),
     (lambda made, wanted: F.mse_loss(made, wanted) + spread(made) + spread(wanted), False),
     (lambda made, wanted: F.cross_entropy(5 * made @ wanted.T, torch.arange(len(made))), False),
-], ids=["cosine", "distance", "a target", "spread", "negatives"])  # fmt: skip
+], ids=["cosine", "a target", "spread", "negatives"])  # fmt: skip
 def test_rows_that_become_alike_are_told(loss: Callable[[Any, Any], torch.Tensor], collapsed: bool) -> None:
     found = asked(lambda: seen_twice(loss), "related inputs")
     assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed
