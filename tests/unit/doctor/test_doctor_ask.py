@@ -446,6 +446,47 @@ def test_without_targets_the_rows_of_one_input_stand_beside_those_of_another(ali
     assert answer(train, "related inputs") == expected
 
 
+class Views(nn.Module):
+    """Makes something of two views, with a net and what predicts one from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.ahead = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)), nn.Linear(4, 4)
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gives the prediction, and what it is of."""
+        return self.ahead(self.net(one)), self.net(two)
+
+
+def seen_twice(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    net = Views()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(150):
+        x = torch.randn(32, 6)
+        optimizer.zero_grad()
+        loss(*net(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))).backward()
+        optimizer.step()
+
+
+def cosine(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return -F.cosine_similarity(made, wanted, dim=1).mean()
+
+
+def spread(made: torch.Tensor) -> torch.Tensor:
+    return (1 - made.std(0)).relu().mean()
+
+
+@pytest.mark.parametrize(("loss", "collapsed"), [
+    (cosine, True),
+    (lambda made, wanted: cosine(made, wanted.detach()), False),
+    (lambda made, wanted: F.mse_loss(made, wanted) + spread(made) + spread(wanted), False),
+    (lambda made, wanted: F.cross_entropy(5 * made @ wanted.T, torch.arange(len(made))), False),
+], ids=["cosine", "a target", "spread", "negatives"])  # fmt: skip
+def test_rows_that_become_alike_are_told(loss: Callable[[Any, Any], torch.Tensor], collapsed: bool) -> None:
+    found = asked(lambda: seen_twice(loss), "related inputs")
+    assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed
+
+
 @pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])
 def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: str) -> None:
     net = nn.Linear(6, 3)
@@ -456,6 +497,27 @@ def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: st
             optimizer.zero_grad()
             F.cross_entropy(net(torch.randn(ROWS, 6) * factor), torch.randint(0, 3, (ROWS,))).backward()
             optimizer.step()
+
+    assert answer(train, "inputs alike") == expected
+
+
+@pytest.mark.parametrize(("copied", "expected"), [(False, "yes"), (True, "")])
+def test_states_of_one_array_are_told_though_the_net_was_mostly_asked_for_one_action(
+    copied: bool, expected: str
+) -> None:
+    net, array = nn.Linear(6, 3), torch.randn(6)
+
+    def train() -> None:
+        optimizer, stored = torch.optim.Adam(net.parameters()), list[torch.Tensor]()
+        for _ in range(80):
+            array.copy_(torch.randn(6))
+            stored.append(array.clone() if copied else array)
+            with torch.no_grad():
+                net(array)
+            if len(stored) > 60:
+                optimizer.zero_grad()
+                net(torch.stack(stored[-ROWS:])).pow(2).mean().backward()
+                optimizer.step()
 
     assert answer(train, "inputs alike") == expected
 

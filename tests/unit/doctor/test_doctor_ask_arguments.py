@@ -13,6 +13,8 @@ from test_doctor_ask import answer, nothing_was_compiled
 __all__ = ["nothing_was_compiled"]
 
 Rate = Callable[[torch.Tensor], torch.Tensor]
+Goal = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ROWS = 12
 
 
 def counts(rate: Rate, *, is_log: bool) -> None:
@@ -193,3 +195,111 @@ class Averaged:
 def test_an_average_that_is_evaluated_with_the_statistics_of_a_new_net_is_told() -> None:
     assert answer(Averaged(with_buffers=False), "copied buffers") == "yes"
     assert answer(Averaged(with_buffers=True), "copied buffers") == ""
+
+
+def values(goal: Goal, *, by_hand: bool = False) -> None:
+    net = nn.Linear(6, 3)
+    target = copy.deepcopy(net)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        before, after, reward = torch.randn(ROWS, 6), torch.randn(ROWS, 6), torch.randn(ROWS)
+        given = net(before).gather(1, torch.randint(3, (ROWS, 1))).squeeze(1)
+        with torch.no_grad():
+            wanted = goal(target(after), reward)
+        optimizer.zero_grad()
+        ((given - wanted).pow(2).mean() if by_hand else F.smooth_l1_loss(given, wanted)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("goal", "expected"), [
+    (lambda q, r: r + 0.9 * q.argmax(1), "yes"),
+    (lambda q, r: r + 0.9 * q.max(1)[1].float() * (r < 1), "yes"),
+    (lambda q, r: r + 0.9 * q.max(1)[0], "no"),
+    (lambda q, r: r + 0.9 * q.gather(1, q.argmax(1, keepdim=True)).squeeze(1), "no"),
+    (lambda q, r: r + 0.9 * q[torch.arange(len(q)), q.argmax(1)], "no"),
+    (lambda q, r: q.argmax(1).float() / 2, "no"),
+    (lambda q, r: F.one_hot(q.argmax(1), 3)[:, 0] + r, "no"),
+    (lambda q, r: r + (q.argmax(1) == 0).float(), "no"),
+], ids=["argmax", "max[1]", "max", "gathered", "picked", "alone", "one hot", "compared"])  # fmt: skip
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_target_that_adds_places_to_numbers_is_told(goal: Goal, expected: str, by_hand: bool) -> None:
+    assert answer(lambda: values(goal, by_hand=by_hand), "indices") == expected
+
+
+class Timed(nn.Module):
+    """Predicts noise at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.time = nn.Linear(8, 8), nn.Embedding(100, 8)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Gives the noise."""
+        return self.net(x + self.time(t))  # type: ignore[no-any-return]
+
+
+def scheduled(data: Callable[[torch.Tensor], torch.Tensor], times: str = "each") -> None:
+    net, betas = Timed(), torch.linspace(1e-4, 0.08, 100)
+    optimizer = torch.optim.Adam(net.parameters())
+    kept = data(betas)
+    for _ in range(4):
+        x = torch.randn(32, 8)
+        t = torch.full((32,), 99) if times == "late" else torch.randint(100, (32,))
+        noise = torch.randn_like(x)
+        noisy = kept[t].sqrt()[:, None] * x + (1 - kept[t]).sqrt()[:, None] * noise
+        optimizer.zero_grad()
+        F.mse_loss(net(noisy, t), noise).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("data", "times", "expected"), [
+    (lambda betas: betas.cumprod(0), "each", "yes"),
+    (lambda betas: (1 - betas).cumprod(0), "each", "no"),
+    (lambda betas: betas.cumprod(0), "late", "no"),
+    (lambda betas: 1 - betas, "each", "no"),
+], ids=["betas", "alphas", "one time", "no product"])  # fmt: skip
+def test_data_that_are_nothing_beside_the_noise_are_told(data: Rate, times: str, expected: str) -> None:
+    assert answer(lambda: scheduled(data, times), "drowned") == expected
+
+
+Terms = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def multitask(total: Terms, start: float = 0.0) -> None:
+    net, s = nn.Linear(6, 4), nn.Parameter(torch.full((2,), start))
+    optimizer = torch.optim.SGD([*net.parameters(), s], lr=0.01)
+    for _ in range(4):
+        x = torch.randn(ROWS, 6)
+        made = net(x)
+        optimizer.zero_grad()
+        first, second = F.mse_loss(made[:, 0], x.sum(1)), F.cross_entropy(made[:, 1:], x[:, :3].argmax(1))
+        total(s, first, second).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("total", "start", "expected"), [
+    (lambda s, a, b: (-s[0]).exp() * a + (-s[1]).exp() * b, 0.0, "yes"),
+    (lambda s, a, b: a / (2 * s[0] ** 2) + b / s[1] ** 2, 1.0, "yes"),
+    (lambda s, a, b: ((-s).exp() * torch.stack([a, b])).sum(), 0.0, "yes"),
+    (lambda s, a, b: (-s[0]).exp() * a + s[0] + (-s[1]).exp() * b + s[1], 0.0, "no"),
+    (lambda s, a, b: a / (2 * s[0] ** 2) + b / s[1] ** 2 + (1 + s**2).log().sum(), 1.0, "no"),
+    (lambda s, a, b: s.softmax(0)[0] * a + s.softmax(0)[1] * b, 0.0, "no"),
+    (lambda s, a, b: s[0] * a + s[1] * b, 1.0, "no"),
+    (lambda s, a, b: (-s[0]).exp().detach() * a + b, 0.0, "no"),
+    (lambda s, a, b: a + b, 0.0, "no"),
+], ids=["exp", "variance", "stacked", "held", "held by hand", "softmax", "linear", "detached", "none"])  # fmt: skip
+def test_a_weight_that_may_make_the_loss_nothing_is_told(total: Terms, start: float, expected: str) -> None:
+    assert answer(lambda: multitask(total, start), "weighed away") == expected
+
+
+def test_a_denoiser_of_little_noise_has_to_predict_its_data() -> None:
+    def train() -> None:
+        net = Timed()
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x, level = torch.randn(32, 8), torch.randint(100, (32,))
+            optimizer.zero_grad()
+            F.mse_loss(net(x + level[:, None] * torch.randn_like(x), level), x).backward()
+            optimizer.step()
+
+    assert answer(train, "drowned") == "no"

@@ -179,6 +179,37 @@ def test_a_state_that_is_detached_at_each_step_is_told_unless_each_step_counts()
     assert answer(lambda: sequences(fed), "forgotten") == "no"
 
 
+def cells(state: str, cell: type[nn.Module] = nn.GRUCell, calls: int = TIME) -> None:
+    """A cell that is called for each piece of a sequence, with some state."""
+    made_by, first, head = cell(1, 5), nn.Linear(TIME, 5), nn.Linear(5, 1)
+    adam = torch.optim.Adam([*made_by.parameters(), *first.parameters(), *head.parameters()])
+    for _ in range(4):
+        x = torch.randn(ROWS, TIME)
+        start, total = first(x).tanh(), torch.zeros(ROWS, 1)
+        h: Any = (start, start) if cell is nn.LSTMCell else start
+        for t in range(calls):
+            given = {"carried": h, "from zeros": None, "the first": h, "made anew": first(x + t).tanh()}
+            new = made_by(x[:, t : t + 1], given[state])
+            h = new if state == "carried" else h
+            total = total + head(new[0] if cell is nn.LSTMCell else new)
+        adam.zero_grad()
+        (total - x.sum(1, keepdim=True)).pow(2).mean().backward()
+        adam.step()
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"), [("carried", "no"), ("from zeros", "yes"), ("the first", "yes"), ("made anew", "no")]
+)
+def test_a_cell_of_which_each_call_starts_from_the_same_state_is_told(state: str, expected: str) -> None:
+    assert answer(lambda: cells(state), "not carried") == expected
+    if state in ("carried", "the first"):
+        assert answer(lambda: cells(state, nn.LSTMCell), "not carried") == expected
+
+
+def test_a_few_branches_of_one_state_are_no_sequence() -> None:
+    assert answer(lambda: cells("the first", calls=3), "not carried") == "no"
+
+
 def test_what_is_made_again_and_again_of_the_same_may_be_trained_by_its_last_step() -> None:
     assert answer(lambda: sequences(lambda cell, x, h: cell(torch.ones_like(x), h.detach())), "forgotten") != "unknown"
 

@@ -44,12 +44,17 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
     "forgotten": {"steps": 12},
+    "not carried": {"op": "gru_cell", "steps": 7, "zero": False},
     "quantised": {"op": "argmin"},
     "small value": {"critic": 1, "optimizer": 0},
     "evaluated scores": {"function": "cross_entropy"},
     "padding read": {"moved": 0.3, "spread": 0.1, "share": 0.6, "tokens": 60},
     "scaled apart": {"rows": 400, "columns": 4},
     "drawn targets": {"op": "mse_loss"},
+    "indices": {"op": "argmax"},
+    "related inputs": {"collapsed": True, "loss": -0.998, "others": -0.994, "rows": 64, "optimizer": 0},
+    "drowned": {"share": 0.001, "rows": 64},
+    "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
@@ -240,6 +245,37 @@ def test_target_drawn_is_quiet_where_it_is_learned_and_without_an_answer() -> No
     quiet(replace(asked("drawn targets", "no"), loss=flat).run(), "TARGET_DRAWN")
 
 
+def test_target_of_indices_fires_and_names_the_operation() -> None:
+    assert "argmax" in fires(asked("indices", "yes").run(), "TARGET_OF_INDICES", "warning").message
+
+
+def test_target_of_indices_is_quiet_without_an_answer() -> None:
+    both("indices", "TARGET_OF_INDICES")
+
+
+def test_collapsed_fires_with_both_losses() -> None:
+    run = asked("related inputs", "no").run()
+    assert "is -0.998, and -0.994" in fires(run, "COLLAPSED", "warning").message
+
+
+def test_collapsed_is_quiet_where_rows_count_and_after_few_steps() -> None:
+    quiet(asked("related inputs", "yes").run(), "COLLAPSED")
+    quiet(replace(asked("related inputs", "no"), steps=20).run(), "COLLAPSED")
+
+
+def test_weight_escapes_fires_with_both_losses() -> None:
+    assert "from 1.5 to 0" in fires(asked("weighed away", "yes").run(), "WEIGHT_ESCAPES", "warning").message
+
+
+def test_weight_escapes_is_quiet_without_an_answer() -> None:
+    both("weighed away", "WEIGHT_ESCAPES")
+
+
+def test_target_given_fires_where_data_are_nothing_beside_the_noise() -> None:
+    assert "over all 64 rows" in fires(asked("drowned", "yes").run(), "TARGET_GIVEN", "warning").message
+    both("drowned", "TARGET_GIVEN")
+
+
 def test_rows_torn_fires_at_the_view() -> None:
     assert "view" in fires(asked("rows", "yes").run(), "ROWS_TORN", "error").message
 
@@ -349,6 +385,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
         ("forgotten", "GRAPH_CUT", "warning"),
+        ("not carried", "GRAPH_CUT", "warning"),
         ("quantised", "GRAPH_CUT", "warning"),
         ("small value", "LOSS_SIGN", "warning"),
         ("evaluated scores", "DOUBLE_ACTIVATION", "error"),

@@ -27,6 +27,13 @@ _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are dr
 _ENOUGH_NOISE = 100  # numbers
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
+_NOTHING = 1e-3  # of the power of the noise
+_LEAST_TIMES = 4
+_CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
+_ARITHMETIC = frozenset(
+    {"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
+)
+_CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 
 
 def rates(tape: Tape) -> Probed:
@@ -87,6 +94,34 @@ def drawn_targets(tape: Tape) -> Probed:
     return told("drawn targets", answer="no")
 
 
+def drowned(tape: Tape) -> Probed:
+    """Whether a net that is to predict noise is given next to nothing else, at times of many kinds."""
+    rows, loss = rows_of(tape), tape.losses[-1]
+    values = replayed(tape, loss, lambda one: one).values
+    taken = {
+        slot for one in tape.operations for slot in slots(one.args) if set(slots(one.args)) & tape.parameters.keys()
+    }
+    for number, operation in enumerate(tape.operations[: loss.before]):
+        given = list(slots((operation.args, operation.kwargs)))
+        for target, predicted in (given, given[::-1]) if operation.name in _DISTANCES and len(given) == 2 else ():
+            noise, made_of = values[target], slots_of(tape, Loss(predicted, number, "", 0)) - tape.parameters.keys()
+            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not _is_normal(noise):
+                continue
+            beside = [one for slot in made_of if not (one := values[slot]).requires_grad]
+            nets = [values[slot] for slot in made_of & (taken | tape.leaves.keys())]
+            away = [_power(one - noise) / _power(noise) for one in nets if one.shape == noise.shape]
+            is_timed = any(
+                one.numel() == rows and len(one.unique()) >= _LEAST_TIMES for one in beside
+            )  # not one late time
+            if is_timed and away and 0 < min(away) < _NOTHING:
+                return told("drowned", operation, share=min(away) ** 0.5, rows=rows)
+    return told("drowned", answer="no")
+
+
+def _power(one: torch.Tensor) -> float:
+    return float(one.double().pow(2).mean())
+
+
 def _source(tape: Tape, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:
     """Where a tensor is from, whatever its shape and its scale: of the step's own draws, or from outside."""
     for operation in reversed(tape.operations):
@@ -107,12 +142,48 @@ def _is_unseen(noise: torch.Tensor, tape: Tape, made_of: set[Slot]) -> bool:
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
     if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point():
         return False
-    drawn = noise.detach().double().flatten().cpu()
-    steps = torch.arange(1, count + 1, dtype=torch.double) / count
-    away = (torch.special.ndtr(drawn.sort().values) - steps).abs().max()
-    if away * count**0.5 > _KOLMOGOROV:
+    if not _is_normal(noise):
         return False
+    drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
+
+
+def of_indices(tape: Tape) -> Probed:
+    """Whether a target is a sum of numbers and of the places at which what a net gave is largest."""
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, made = replayed(tape, loss, lambda one: one), set(tape.parameters)
+    places: dict[Slot, Operation] = {}  # what is computed of places alone, and numbers from outside
+    sums: dict[Slot, Operation] = {}  # of them and of something else
+    for one in tape.operations[: loss.before]:
+        given = list(slots((one.args, one.kwargs)))
+        if one.name in _CHOOSING and made & set(given):
+            places |= {slot: one for slot in one.outs if run.values[slot].dtype == torch.int64}
+        elif one.name in _DISTANCES or (
+            one.name in _DIFFERENCES and any(run.values[slot].requires_grad for slot in given)
+        ):
+            wrong = next((sums[slot] for slot in given if slot in sums and not run.values[slot].requires_grad), None)
+            if wrong is not None:
+                return told("indices", wrong, op=wrong.name)
+        elif one.name in _ARITHMETIC | _SHAPING | _CASTING:
+            of = next((known[slot] for known in (sums, places) for slot in given if slot in known), None)
+            beside = [slot for slot in given if slot not in places and slot not in sums]
+            is_sum = one.name.strip("_r") in ("add", "sub") and any(
+                run.values[slot].is_floating_point() for slot in beside
+            )
+            if of is not None:
+                (sums if is_sum or set(given) & sums.keys() else places).update(dict.fromkeys(one.outs, of))
+        if made & set(given):
+            made |= set(one.outs)
+    return told("indices", answer="no")
+
+
+def _is_normal(noise: torch.Tensor) -> bool:
+    """Whether numbers are distributed as normal draws are."""
+    count = noise.numel()
+    steps = torch.arange(1, count + 1, dtype=torch.double) / count
+    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
+    return bool(away * count**0.5 <= _KOLMOGOROV)
 
 
 def _given(operation: Operation) -> dict[str, Any]:

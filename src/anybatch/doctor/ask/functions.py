@@ -19,6 +19,7 @@ _MOST_NODES = 3000
 _MOST_FUNCTIONS = 8
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
 _LEAST_CUTS = 3
+_CELLS = frozenset({"gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"})
 _NEAREST = frozenset({"argmin", "min"})
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 
@@ -125,6 +126,30 @@ def forgotten(tape: Tape) -> Probed:
         if all(one is None for one in slopes):
             return told("forgotten", cuts[0], steps=len(cuts))
     return told("forgotten", answer="no")
+
+
+def not_carried(tape: Tape) -> Probed:
+    """Whether each call of a recurrent cell starts from one and the same state, or from zeros, and not from the last.
+
+    Of a cell that is called for the pieces of a sequence; branches of one state need as many calls, but no sequence.
+    """
+    rows_of(tape)
+    loss = tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    calls: dict[frozenset[Slot], list[Operation]] = {}
+    for one in tape.operations[: loss.before]:
+        if one.name in _CELLS and one.grad and needed & set(one.outs):
+            held = set(slots((one.args, one.kwargs))) & tape.parameters.keys()
+            calls.setdefault(frozenset(held), []).append(one)
+    for same in calls.values():
+        states = [tuple(slots(one.args[1])) for one in same]
+        given = {next(iter(slots(one.args))) for one in same}
+        if len(given) <= _LEAST_CUTS or not all(states):
+            continue
+        is_zero = not any(bool(run.values[slot].count_nonzero()) for state in states for slot in state)
+        if len(set(states)) == 1 or is_zero:
+            return told("not carried", same[1], op=same[1].name, steps=len(same), zero=is_zero)
+    return told("not carried", answer="no")
 
 
 def twice(tape: Tape) -> Probed:

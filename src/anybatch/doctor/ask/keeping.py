@@ -220,7 +220,8 @@ class Kept:
     def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
         first = given[0]
         found = self.given.setdefault(key, [])
-        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and first.numel() > 1:
+        is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
+        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and is_batch:
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not

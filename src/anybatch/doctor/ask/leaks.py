@@ -273,7 +273,9 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not verdicts:
         raise Unknown("no output has a place for each token")
     if all(verdicts):
-        return told("time", root=root, answer="no", length=length)
+        own = (_only_later(a, b, length, cut + 1, counted) for a, b in _pairs(before, after))
+        is_shifted = all(one is not False for one in own)  # by the model: no output depends on the token at its place
+        return told("time", root=root, answer="no", length=length, shifted=is_shifted)
     guilty = _first_early(first, second, length, cut)
     return told("time", guilty, root=root, length=length, position=cut, op="" if guilty is None else guilty.name)
 

@@ -36,6 +36,12 @@ _NOTHING = 0.01
 """A share of the loss that says nothing, however surely it is there."""
 
 
+_ALIKE = 0.95
+"""The cosine of rows that have become alike."""
+
+_PAIRING = frozenset({"cosine_similarity", "mse_loss", "sub", "__sub__", "mul", "__mul__", "smooth_l1_loss", "l1_loss"})
+"""Operations that compare, entry by entry, what two inputs become."""
+
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
@@ -133,7 +139,29 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
     seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    return told("related inputs", loss, answer=answer, **seen)
+    collapsed = _collapsed(tape, first) if answer == "no" else None
+    return told("related inputs", collapsed or loss, answer=answer, collapsed=collapsed is not None, **seen)
+
+
+def _collapsed(tape: Tape, run: Replay) -> Operation | None:
+    """What compares two inputs behind the same parameters, both with a gradient, where all rows have become alike."""
+    loss = tape.losses[-1]
+    needed = slots_of(tape, loss)
+    for operation in tape.operations[: loss.before]:
+        given = list(slots(operation.args))[:2]
+        sides = [run.values[one] for one in given]
+        if operation.name not in _PAIRING or len(set(given)) < 2 or not needed & set(operation.outs):
+            continue
+        if sides[0].shape != sides[1].shape or sides[0].dim() != 2 or not all(one.requires_grad for one in sides):
+            continue
+        one, two = (slots_of(tape, replace(loss, slot=side)) for side in given)
+        inputs = tape.leaves.keys() - tape.parameters.keys()
+        if not one & two & tape.parameters.keys() or not one & inputs - two or not two & inputs - one:
+            continue
+        unit = [torch.nn.functional.normalize(side.detach().double(), dim=1) for side in sides]
+        if all(float((side @ side.T).mean()) > _ALIKE for side in unit):
+            return operation
+    return None
 
 
 def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:

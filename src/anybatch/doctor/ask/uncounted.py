@@ -9,6 +9,7 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -16,6 +17,7 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 _BETWEEN = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
 _LEAST = 3  # targets of a class, none of which counts
 _FEWEST = 100  # targets that were kept
+_BATCHES = 5  # that have to agree
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
 
@@ -50,6 +52,33 @@ def _told(root: int, counts: Sequence[float], left_out: Sequence[int], place: An
         if counts[number] >= _LEAST and usual / _USUAL <= counts[number] <= usual * _USUAL:
             share = counts[number] / sum(counts)
             yield told("uncounted", place, root=root, number=number, share=share, classes=len(counts), by=by)
+
+
+def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether the token that ends each row is the padding, and never a target of a model of the next token.
+
+    Rows that are filled up to the longest have no padding in that one. Where the longest of each batch has one place of
+    it, and what stands before it is not one token, that place is the end.
+    """
+    for root, batches in kept.batches.items():
+        found = {_end_of(*batch) for batch in batches}
+        rows = sum(len(tokens) for tokens, _, _ in batches)
+        if len(batches) >= _BATCHES and len(found) == 1 and rows >= _FEWEST and (number := found.pop()) is not None:
+            yield told("end uncounted", root=root, number=number, rows=rows)
+
+
+def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | None:
+    """The token that ends all rows of a batch and is no target; ``None`` where it is one, or there is none."""
+    behind, target = padding_of(tokens), given["target"]
+    if behind is None or name not in _LOSSES or target.numel() != tokens[:, 1:].numel():
+        return None
+    number, ahead = int(tokens[0, -1]), tokens[:, 1:]
+    target, lengths = target.reshape(ahead.shape), (~behind).sum(1)
+    out = target == given.get("ignore_index", -100)
+    is_next = torch.equal(out, ahead == number) and torch.equal(target[~out], ahead[~out])
+    last = tokens.gather(1, lengths[:, None] - 1).unique()
+    is_output = len(given["shape"]) > 1 and number < given["shape"][1]
+    return number if is_next and is_output and int(behind.sum(1).min()) == 1 and len(last) > 1 else None
 
 
 def masked_out(tape: Tape) -> Probed:

@@ -6,11 +6,12 @@ And which way the loss goes with what it should make large: what was rewarded, w
 import linecache
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Operation, Replay, Slot, Tape, slots
+from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
@@ -23,6 +24,8 @@ _SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
 _TIMES = frozenset({"mul", "__mul__", "__rmul__"})
+_OVER = frozenset({"div", "__truediv__", "true_divide"})
+_FEW, _FAR, _VANISHED = 16, 50.0, 1e-3  # entries of weights, how far they are moved, and what is left of the loss
 _PICKING = frozenset({"gather", "__getitem__", "take_along_dim"})
 _THROUGH = frozenset(
     {"log", "clamp", "clamp_min", "add", "__add__", "squeeze", "view", "reshape", "flatten", *_BETWEEN}
@@ -45,6 +48,39 @@ _TURNED = frozenset({"__rsub__", "rsub", "sub", "__sub__", "neg", "__neg__"})
 _NEGATIONS = frozenset({"ne", "__ne__", "logical_not", "bitwise_not", "__invert__"})
 _LOGARITHMS = frozenset({"log", "log1p", "binary_cross_entropy"})
 _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may differ from 1
+
+
+def weighed_away(tape: Tape) -> Probed:
+    """Whether what parameters make alone scales a loss, and may make it 0 whatever the rest of the net does."""
+    rows, loss = rows_of(tape), tape.losses[-1]
+    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
+    own, follows = float(run.values[loss.slot].sum()), _following(tape, loss)
+    small = [slot for slot, one in tape.parameters.items() if one.requires_grad and one.numel() <= _FEW]
+    for operation in tape.operations[: loss.before]:
+        given = list(slots(operation.args))
+        if operation.name not in _TIMES | _OVER or len(given) != 2 or not needed & set(operation.outs) or own <= 0:
+            continue
+        made = [slot for slot in given if slot in follows and run.values[slot].numel() <= min(_FEW, rows - 1)]
+        factor = [slot for slot in given if slot not in follows and run.values[slot].requires_grad]
+        if len(made) != 1 or not factor or not run.values[made[0]].requires_grad:
+            continue
+        of = slots_of(tape, replace(loss, slot=factor[0]))
+        for slot in (one for one in small if one in of):
+            for far in (_FAR, -_FAR):
+                moved = (tape.parameters[slot].detach() + far).requires_grad_()
+                there = float(replayed(tape, loss, lambda one: one, held={slot: moved}).values[loss.slot].sum())
+                if 0 <= there < _VANISHED * own:
+                    return told("weighed away", operation, op=operation.name, loss=own, there=there, far=far)
+    return told("weighed away", answer="no")
+
+
+def _following(tape: Tape, loss: Loss) -> set[Slot]:
+    """The slots that depend on anything but parameters."""
+    found = tape.leaves.keys() - tape.parameters.keys()
+    for operation in tape.operations[: loss.before]:
+        if operation.drawn is not None or found & set(slots((operation.args, operation.kwargs))):
+            found |= set(operation.outs)
+    return found
 
 
 def softmax_axis(tape: Tape) -> Probed:

@@ -10,6 +10,7 @@ from typing import Any
 
 from anybatch.doctor.rules.registry import NOWHERE, Found, rule
 from anybatch.doctor.views.asked import answers
+from anybatch.doctor.views.courses import updates
 from anybatch.doctor.views.naming import (
     Names,
     counted,
@@ -20,7 +21,7 @@ from anybatch.doctor.views.naming import (
     optimizer_variable,
     root_variable,
 )
-from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
 from anybatch.records.draws import Scored
 from anybatch.records.events import Forward
 from anybatch.records.lossfacts import LossCall, Probed
@@ -37,6 +38,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
+    "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
     "of a table": lambda run, probed: "table" in probed.detail,
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
