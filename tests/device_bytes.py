@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import anybatch
-from anybatch.parallel.modelcopies import ModelCopy
+from anybatch.parallel.devices import ModelCopy
 from anybatch.tensors.dispatch import without_modes
 from anybatch.update import overdevices
 from device_models import devices_of

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import anybatch
-from anybatch.parallel.devices import Devices
-from anybatch.parallel.modelcopies import ModelCopy
+from anybatch.parallel.devices import Devices, ModelCopy
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]

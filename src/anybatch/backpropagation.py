@@ -22,8 +22,7 @@ from anybatch.records.results import StepResult
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.precision import AccumulatePolicy
-from anybatch.update.passes import Outcome, Task, run_pass
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Outcome, Progress, Task, run_pass
 from anybatch.update.transaction import Retries, SizeLimit, Snapshot
 
 if TYPE_CHECKING:

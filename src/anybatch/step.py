@@ -39,8 +39,7 @@ from anybatch.tensors.precision import AccumulatePolicy
 from anybatch.tensors.randomness import RandomState
 from anybatch.update.boundary import Boundary
 from anybatch.update.closures import Again
-from anybatch.update.passes import Outcome, Task, run_pass
-from anybatch.update.progress import NOBODY, Progress, Watch
+from anybatch.update.passes import NOBODY, Outcome, Progress, Task, Watch, run_pass
 from anybatch.update.stepstate import StepState, check_scaled, load_whole, part
 from anybatch.update.transaction import Retries, SizeLimit, Snapshot, is_out_of_memory
 from anybatch.update.weakmethods import Owner, weak_method
@@ -100,7 +99,7 @@ class TrainStep:
         updates: number of updates applied.
         skipped: number of logical batches without an update.
         samples: number of samples in applied updates.
-        watcher: called at the start of each attempt at a logical batch; returns an ``anybatch.update.progress.Watch``,
+        watcher: called at the start of each attempt at a logical batch; returns an ``anybatch.update.passes.Watch``,
             which is notified of each micro-batch. ``None`` for none; ``NoiseScale`` sets it.
         layout: the sample dimension found in each leaf of the last batch; ``print`` shows it.
 

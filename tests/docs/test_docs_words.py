@@ -9,6 +9,7 @@ from source_tree import PACKAGE, ROOT
 NOT_USED = (
     "lever", "levers", "lane", "lanes", "told of", "nothing traded", "settle", "settled", "habit", "habits",
     "pretends to have", "wired wrongly", "numbers never", "ways to run it", "came to no step", "what binds",
+    "big batch", "recomputed away", "exact bytes",
 )  # fmt: skip
 PAGES = [
     *(path for path in sorted(PACKAGE.rglob("*")) if path.suffix in {".py", ".md", ".html", ".js"}),

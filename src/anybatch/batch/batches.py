@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -35,13 +36,6 @@ def sizes_of(rows: int, micro_batch_size: int | None) -> list[int]:
 
 def split(layout: Layout, sizes: Sequence[int]) -> Iterator[Any]:
     """Splits a batch into consecutive slices. Slices of dense tensors are views.
-
-    Args:
-        layout: of the batch.
-        sizes: rows of each slice.
-
-    Returns:
-        An iterator over micro-batches in containers like the batch's.
 
     Example:
         >>> [part["x"].shape[0] for part in split(lay_out({"x": torch.zeros(5, 3)}), [2, 2, 1])]
@@ -103,8 +97,6 @@ class Splittable:
     """A logical batch that can be split at any size: one batch, a window of several, or a list of raw samples.
 
     Args:
-        batches: the batches from the loader.
-        broadcast: dotted paths of leaves that are not split.
         collate: builds a batch from a list of raw samples; each of ``batches`` is then such a list.
         cost: the cost of one raw sample, such as its number of tokens.
         may_be_empty: whether a batch may have no samples, since other processes have some.
@@ -113,8 +105,6 @@ class Splittable:
         most: an upper limit of the micro-batch size that gives every device a micro-batch; ``None`` for no limit.
         is_copied: whether micro-batches are copies, for a loss that writes into its batch and may run again.
         layouts: one for each batch; empty for raw samples.
-        collate, broadcast: the arguments.
-        rows: number of samples.
         largest: the size of the whole batch as one micro-batch, in samples or padded cost.
         obstacle: why a batch can't be split and runs whole; ``None`` if all can be split.
 
@@ -146,13 +136,14 @@ class Splittable:
             if cost is not None:
                 raise BatchError("cost= was given without collate=; cost packs raw samples, which collate joins")
             self.layouts = [lay_out(one, broadcast, may_be_empty=may_be_empty, may_be_whole=True) for one in batches]
-            rows = [layout.rows for layout in self.layouts]
-            self.rows, self.largest = sum(rows), float(max(rows))
+            self._rows = [layout.rows for layout in self.layouts]
+            self.rows, self.largest = sum(self._rows), float(max(self._rows))
             for layout in self.layouts:
                 self.obstacle = self.obstacle or layout.obstacle
         else:
             self._samples = [sample for batch in batches for sample in _raw(batch, may_be_empty)]
             self.rows = len(self._samples)
+            self._rows = [self.rows]
             self._costs = None if cost is None else [_checked_cost(cost, s, i) for i, s in enumerate(self._samples)]
             self.largest = float(self.rows) if self._costs is None else self.rows * max(self._costs, default=0)
 
@@ -192,40 +183,25 @@ class Splittable:
         Args:
             limit: the most samples in a micro-batch, or with costs its padded cost; ``None`` for all samples.
             oversized: whether a sample that costs more than the limit is refused or runs alone.
-            is_shared: whether ``most`` applies.
 
         Raises:
             BatchError: a sample costs more than the limit, or a leaf that is split has a graph.
         """
         if is_shared and self.most is not None and (limit is None or limit > self.most):
             limit, oversized = self.most, "alone"
-        if self.collate is not None:
-            return self._packed(limit, oversized)
+        if (costs := self._costs) is not None:
+            packs = pack_by_cost(costs, limit, oversized) if costs else []
+            return [Part(pack, len(pack) * max(costs[i] for i in pack)) for pack in packs]
         size = None if limit is None else int(limit)
         parts: list[Part] = []
         start = 0
-        for index, layout in enumerate(self.layouts):
-            if size is not None and layout.rows > size:
+        for index, rows in enumerate(self._rows):
+            if size is not None and rows > size:
                 refuse_graphs(self.nodes(index))
-            for n in sizes_of(layout.rows, size):
+            for n in sizes_of(rows, size):
                 parts.append(Part(range(start, start + n), n, index))
                 start += n
         return parts
-
-    def _packed(self, limit: float | None, oversized: Oversized) -> list["Part"]:
-        if not self.rows:
-            return []
-        if self._costs is None:
-            starts = 0
-            parts = []
-            for n in sizes_of(self.rows, None if limit is None else int(limit)):
-                parts.append(Part(samples=range(starts, starts + n), cost=n))
-                starts += n
-            return parts
-        return [
-            Part(samples=samples, cost=len(samples) * max(self._costs[i] for i in samples))
-            for samples in pack_by_cost(self._costs, limit, oversized)
-        ]
 
     def whole(self) -> Any:
         """The logical batch as one: the batch itself, the joined batches of a window, or the list of raw samples."""
@@ -246,7 +222,7 @@ class Splittable:
         """
         found = copy.copy(self)
         found.most, found._costs = None, None
-        found.rows, found.largest = len(samples), float(len(samples))
+        found.rows, found._rows, found.largest = len(samples), [len(samples)], float(len(samples))
         if self.collate is not None:
             found._samples = [self._samples[i] for i in samples]
             found.batches = [found._samples]
@@ -349,7 +325,6 @@ def _outline_of_leaf(node: Rows | Constant, dim: int) -> LeafLayout:
 
 
 def _joined(nodes: Sequence[Node]) -> Any:
-    """Concatenates several batches of one layout."""
     first = nodes[0]
     if isinstance(first, Constant):
         return first.value
@@ -370,7 +345,6 @@ def _joined(nodes: Sequence[Node]) -> Any:
 
 
 def _chosen(node: Node, samples: list[int]) -> Node:
-    """A node with some of its samples, in the given order."""
     if isinstance(node, Constant):
         return node
     if isinstance(node, Branch):
@@ -413,21 +387,13 @@ def _add_leaves(node: Node, into: list[Rows | Constant]) -> None:
             into.append(child)
 
 
+@dataclass(slots=True, eq=False)
 class Part:
-    """The samples of a micro-batch.
+    """The samples of a micro-batch."""
 
-    Args:
-        samples: their positions in the logical batch.
-        cost: the number of samples, or with costs that number times the largest cost of a sample.
-        batch: the index of their batch in the window.
-    """
-
-    __slots__ = ("batch", "cost", "samples")
-
-    def __init__(self, samples: Sequence[int], cost: float, batch: int = 0) -> None:
-        self.samples = samples
-        self.cost = cost
-        self.batch = batch
+    samples: Sequence[int]  # their positions in the logical batch
+    cost: float  # the number of samples, or with costs that number times the largest cost of a sample
+    batch: int = 0  # the index of their batch in the window
 
 
 def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversized = "refuse") -> list[list[int]]:
@@ -436,15 +402,10 @@ def pack_by_cost(costs: Sequence[float], limit: float | None, oversized: Oversiz
     Samples are sorted by cost first, so that samples of similar length are padded together.
 
     Args:
-        costs: of each sample.
         limit: the most ``len(pack) * max(cost in pack)``; ``None`` for one pack.
-        oversized: whether a sample that costs more than the limit is refused or makes a pack alone.
 
     Returns:
         The positions of the samples in each pack, ascending.
-
-    Raises:
-        BatchError: a sample costs more than the limit, and ``oversized`` is ``"refuse"``.
 
     Example:
         >>> pack_by_cost([3, 10, 4, 9], limit=20)

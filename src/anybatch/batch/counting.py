@@ -72,16 +72,12 @@ def count_tokens(path: str, *, ignore_index: int = -100, shift: int = 0) -> Call
                 "[rows, time] with the time as the last dimension",
                 path=path,
             )
-        predicted = _without_first(labels, shift)
+        # Rows of a nested tensor differ in length.
+        rows = [row[..., shift:].reshape(-1) for row in labels.unbind()] if labels.is_nested else []
+        predicted = torch.cat(rows) if labels.is_nested else labels[..., shift:]
         limits = torch.iinfo(labels.dtype)
         if not limits.min <= ignore_index <= limits.max:  # a comparison would wrap it around
             return torch.tensor(predicted.numel(), device=labels.device)
         return (predicted != ignore_index).sum()
 
     return count
-
-
-def _without_first(labels: torch.Tensor, shift: int) -> torch.Tensor:
-    if labels.is_nested:  # rows differ in length
-        return torch.cat([row[..., shift:].reshape(-1) for row in labels.unbind()])
-    return labels[..., shift:]

@@ -23,12 +23,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.questions import IN_A_ROW, Found, could_be_both, mismatch
 from anybatch.batch.trees import Child, Container, leaves, opened
 from anybatch.errors import BatchError
 
@@ -53,16 +52,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A container and the layouts of its children.
+    """A container and the layouts of its children."""
 
-    Args:
-        container: the opened container.
-        children: in the same order.
-        dim: the sample dimension of a single tensor child, where it is not 0; in the child it is moved to 0.
-    """
-
-    container: Container
-    children: list["Node"]
+    container: Container  # the opened container
+    children: list["Node"]  # in the same order
+    # the sample dimension of a single tensor child, where it is not 0; in the child it is moved to 0
     dim: int | None = None
 
 
@@ -71,23 +65,15 @@ Node = Constant | Rows | Branch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a batch is split.
+    """How a batch is split."""
 
-    Args:
-        rows: the number of samples; 1 for a batch that can't be split.
-        root: the tree of leaves.
-        devices: of its tensors; with ``None`` if it has objects whose devices are not known.
-        obstacle: why the batch can't be split; ``None`` if it can.
-        at_most: the most samples that a batch that can't be split may have; ``None`` if not known.
-        is_counted: whether it has exactly ``at_most`` samples, however it is read.
-    """
-
-    rows: int
-    root: Node
+    rows: int  # the number of samples; 1 for a batch that can't be split
+    root: Node  # the tree of leaves
+    # of its tensors; with ``None`` if it has objects whose devices are not known
     devices: frozenset[torch.device | None] = frozenset()
-    obstacle: BatchError | None = None
-    at_most: int | None = None
-    is_counted: bool = False
+    obstacle: BatchError | None = None  # why the batch can't be split; ``None`` if it can
+    at_most: int | None = None  # the most samples that a batch that can't be split may have; ``None`` if not known
+    is_counted: bool = False  # whether it has exactly ``at_most`` samples, however it is read
 
     @property
     def samples(self) -> int | None:
@@ -109,7 +95,6 @@ def placement(broadcast: Sequence[str], layout: Mapping[str, int | None] | None 
     """Reads ``broadcast=`` and ``layout=``.
 
     Args:
-        broadcast: dotted paths that are not split.
         layout: sample dimension by dotted path, or ``None`` for a leaf that is not split.
 
     Raises:
@@ -224,14 +209,7 @@ def moves_itself(leaf: Any) -> bool:
 
 
 def refuse_graphs(nodes: Iterable[Rows | Constant]) -> None:
-    """Refuses leaves with a ``grad_fn``: the backward of the first micro-batch would free their graph.
-
-    Args:
-        nodes: the leaves of a batch that is split.
-
-    Raises:
-        BatchError: a leaf that is split has a ``grad_fn``.
-    """
+    """Refuses leaves with a ``grad_fn``: the backward of the first micro-batch would free their graph."""
     for node in nodes:
         tensor = node.value.data if isinstance(node.value, PackedSequence) else node.value
         if isinstance(node, Rows) and isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -254,6 +232,15 @@ def rows_of(leaf: Any) -> int | None:
 
 def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, PLAIN) or (type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", ()))
+
+
+class Found(NamedTuple):
+    """A leaf with rows, or a container whose items may be samples."""
+
+    label: str  # such as batch['x']
+    dotted: str  # its path
+    rows: int
+    node: Any = None
 
 
 class _Surveyor:
@@ -356,7 +343,8 @@ class _Surveyor:
             if dim is None and _may_be_samples(node):
                 self._lists.append(Found(label, dotted, len(node), node))
                 return
-            if dim is None and _is_tuple_of_alike(node) and into is self._leaves:
+            may_hold_samples = type(node) is tuple and len(node) > 1 and into is self._leaves
+            if dim is None and may_hold_samples and _are_alike(node):
                 into = []
                 self._tuples.append((Found(label, dotted, len(node), node), into))
         for child in _children(node):
@@ -396,7 +384,8 @@ class _Surveyor:
         elif self._tuples and len(together) > 1 and len({found.rows for found in together}) == 1:
             rows = together[0].rows
             sizes |= {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
-            is_pair = len(self._tuples) == 1 and sizes == {rows} and all(map(_holds_plain, self._lists))
+            is_plain = all(_is_plain(item) for found in self._lists for item in found.node)
+            is_pair = len(self._tuples) == 1 and sizes == {rows} and is_plain
             if len(sizes) == 1 and not is_pair:
                 raise could_be_both(together, rows, next(iter(sizes)))
             if len(sizes) != 1 and (not sizes or self._lists or any(_children(one.node[0]) for one, _ in self._tuples)):
@@ -475,14 +464,6 @@ def _may_be_samples(node: Any) -> bool:
     return _is_sequence(node) and len(node) > 0 and all(_is_plain(item) for item in node)
 
 
-def _holds_plain(found: Found) -> bool:
-    return all(_is_plain(item) for item in found.node)
-
-
-def _is_tuple_of_alike(node: Any) -> bool:
-    return type(node) is tuple and len(node) > 1 and _are_alike(node)
-
-
 def _are_alike(items: Sequence[Any]) -> bool:
     """Whether items are of one kind, as samples are; the inputs of a model often are not."""
     return len({_kind(item) for item in items}) == 1
@@ -536,3 +517,61 @@ def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
         f"to every micro-batch. {IN_A_ROW}",
         path=label,
     )
+
+
+IN_A_ROW = (
+    "If rows of several samples are concatenated, let the DataLoader return raw samples (collate_fn=list) and "
+    "pass collate=, the function that joins them"
+)
+"""The remedy for flat pixels, nodes of graphs and packed sequences."""
+
+
+def could_be_both(found: Sequence[Found], rows: int, own: int | None) -> BatchError:
+    """The error about containers that may hold samples, or leaves with rows of their own."""
+    first = found[0]
+    kind = f"{first.label} is a {type(first.node).__name__}" if len(found) == 1 else "the batch"
+    if len(found) > 1 or not first.dotted:
+        what = f"{', '.join(one.label for one in found[:4])}: the batch could be {rows} samples or leaves of {own} rows"
+    else:
+        what = f"{kind} of {rows} items with {own} rows each, so it could be {rows} samples or {rows} leaves"
+    items = ", ".join(f"{one.dotted!r}: 0" for one in found)
+    inside = ", ".join(f"{(one.dotted + '.*').removeprefix('.')!r}: 0" for one in found)
+    as_tuple = len(found) == 1 and isinstance(first.node, list)
+    leaves_too = f"make it a tuple if the items are leaves, or pass layout={{{inside}}}"
+    return BatchError(
+        f"{what}; {leaves_too if as_tuple else f'if the items are leaves, pass layout={{{inside}}}'}. If they are "
+        f"samples, pass layout={{{items}}}, or stack them; where their shapes differ, pass a list, or let the "
+        "DataLoader return raw samples (collate_fn=list) and pass collate=",
+        path=first.label,
+    )
+
+
+def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError:
+    """The error about leaves with different numbers of rows.
+
+    Args:
+        found: the leaves; first the one that differs, then those that most agree with.
+    """
+    odd, usual = found[0], found[1]
+    others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
+    text = (
+        f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
+        f"along dimension 0.{_turned(odd, usual)}{_turned(usual, odd)} If {odd.label} is not per "
+        f"sample, pass broadcast=({odd.dotted!r},)"
+    )
+    if 0 < len(others) <= 3:
+        text += f"; if {usual.label} is not, broadcast={others!r}"
+    if tuples:
+        paths = ", ".join(f"{one.dotted!r}: 0" for one in tuples)
+        text += f". If the items of {' and '.join(one.label for one in tuples[:2])} are samples, pass them as a list, "
+        text += f"or pass layout={{{paths}}}"
+    return BatchError(f"{text}. {IN_A_ROW}", path=odd.label)
+
+
+def _turned(one: Found, other: Found) -> str:
+    """The hint that the samples of a leaf may be in a later dimension."""
+    shape = tuple(getattr(one.node, "shape", ()))
+    if not one.dotted or other.rows not in shape[1:]:
+        return ""
+    dim = shape.index(other.rows, 1)
+    return f" If the samples of {one.label} are in dimension {dim}, pass layout={{{one.dotted!r}: {dim}}}."

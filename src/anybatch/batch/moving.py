@@ -1,6 +1,5 @@
 """Moves micro-batches to the device: the next one is copied while the current one computes."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,10 +16,6 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
     On an accelerator with streams, each is copied from pinned memory on a side stream, one ahead of the computation.
     Micro-batches that are already there are yielded as they are.
-
-    Example:
-        >>> [batch.device.type for batch in moved([torch.zeros(2)], torch.device("cpu"))]
-        ['cpu']
     """
     if has_streams(device):
         yield from _prefetched(micro_batches, device)
@@ -30,25 +25,10 @@ def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         del batch  # frees it before the next one is made
 
 
-def numbered(micro_batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Like ``enumerate``, but keeps no micro-batch alive while the next one is made.
-
-    Example:
-        >>> list(numbered("ab"))
-        [(0, 'a'), (1, 'b')]
-    """
-    numbers = itertools.count()
-    for batch in micro_batches:
-        yield next(numbers), batch
-        del batch
-
-
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Moves the tensors of a batch, and objects with ``.to(device)``, to a device.
 
     Args:
-        batch: any nested container.
-        device: the target.
         pin: copy host tensors to pinned memory first, so that the copy is asynchronous; objects are not moved.
 
     Returns:

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -213,13 +213,14 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     return container.rebuild([map_leaves(function, child.value) for child in container.children])
 
 
-def flat(node: Any) -> list[Any]:
-    """All leaves, in order.
+def like(node: Any, values: Iterable[Any]) -> Any:
+    """The same containers around other leaves."""
+    iterator = iter(values)
+    return map_leaves(lambda _: next(iterator), node)
 
-    Example:
-        >>> flat({"x": (1, [2, 3])})
-        [1, 2, 3]
-    """
+
+def flat(node: Any) -> list[Any]:
+    """All leaves, in order."""
     kind = type(node)
     if kind is torch.Tensor or node is None:
         return [node]
@@ -252,7 +253,6 @@ def lookup(node: Any, dotted: str) -> Any:
     """Returns the value at a dotted path, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        node: any nested container.
         dotted: keys, field names and positions, joined by dots; the empty string is the node itself.
 
     Raises:

@@ -11,15 +11,7 @@ from anybatch.errors import BatchError
 
 
 class Window:
-    """Several batches of a loader that make one logical batch.
-
-    Args:
-        batches: in the order of the loader.
-
-    Example:
-        >>> len(Window([1, 2]))
-        2
-    """
+    """Several batches of a loader that make one logical batch."""
 
     __slots__ = ("batches",)
 
@@ -40,7 +32,6 @@ class Windows:
     """The windows of a loader; each ``for`` loop iterates over the loader again.
 
     Args:
-        loader: an iterable of batches.
         make: yields the windows of one pass.
         batches: number of batches in a window, if it is fixed.
     """

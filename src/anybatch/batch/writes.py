@@ -16,18 +16,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 class Writes:
-    """Detects in-place writes to tensors, also through views. Writes to NumPy arrays are not detected.
-
-    Args:
-        values: tensors, and containers of them.
-
-    Example:
-        >>> x = torch.ones(4, 2)
-        >>> writes = Writes([x, torch.ones(4)])
-        >>> _ = x[:2].mul_(2)
-        >>> writes.were_made
-        True
-    """
+    """Detects in-place writes to tensors, also through views. Writes to NumPy arrays are not detected."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -47,9 +36,6 @@ class Writes:
         Args:
             batches: in which the tensors are named.
             cause: why the loss runs again, a part of the message.
-
-        Raises:
-            LossError: a tensor was written to.
         """
         if not self.were_made:
             return
@@ -63,12 +49,7 @@ class Writes:
 
 
 def writable(batch: Any, *, arrays_only: bool = False) -> Any:
-    """A copy of a batch that may be written to; tensors that shared memory share it in the copy.
-
-    Args:
-        batch: any nested container.
-        arrays_only: copies NumPy arrays, but no tensors.
-    """
+    """A copy of a batch that may be written to; tensors that shared memory share it in the copy."""
     shared = {} if arrays_only else _copies_of_shared(batch)
 
     def own(leaf: Any) -> Any:
@@ -89,26 +70,21 @@ def _copies_of_shared(batch: Any) -> dict[int, torch.Tensor]:
     for _, _, leaf in leaves(batch):
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested and leaf.numel():
             homes.setdefault((leaf.untyped_storage()._cdata, leaf.dtype), []).append(leaf)
+    groups: list[list[torch.Tensor]] = []
+    for home in homes.values():
+        end = -1
+        for one in sorted(home, key=lambda tensor: tensor.storage_offset()):
+            if one.storage_offset() >= end:
+                groups.append([])
+            groups[-1].append(one)
+            end = max(end if len(groups[-1]) > 1 else 0, _end_of(one))
     found: dict[int, torch.Tensor] = {}
-    for several in (group for home in homes.values() for group in _overlapping(home)):
+    for several in (group for group in groups if len(group) > 1):
         start = several[0].storage_offset()
         copied = several[0].as_strided((max(map(_end_of, several)) - start,), (1,), start).clone()
         for one in several:
             found[id(one)] = copied.as_strided(one.size(), one.stride(), one.storage_offset() - start)
     return found
-
-
-def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups of overlapping tensors of one storage, by offset."""
-    group: list[torch.Tensor] = []
-    end = 0
-    for tensor in sorted(tensors, key=lambda one: (one.storage_offset(), -_end_of(one))):
-        if group and tensor.storage_offset() >= end:
-            yield from [group] if len(group) > 1 else []
-            group = []
-        end = max(end, _end_of(tensor)) if group else _end_of(tensor)
-        group.append(tensor)
-    yield from [group] if len(group) > 1 else []
 
 
 def _end_of(tensor: torch.Tensor) -> int:

@@ -32,8 +32,14 @@ def announced(
         begin()
         return loss_fn(model, batch)
 
-    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))  # type: ignore[attr-defined]
-    return evaluate  # the modules of the loss are found behind it
+    return in_place_of(loss_fn, evaluate)
+
+
+def in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
+    """Lets the modules of a loss be found behind a function that calls it."""
+    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
+    function: LossFunction = evaluate
+    return function
 
 
 def _coupled(coupled: Coupled, begin: Callable[[], None], begin_whole: Callable[[], None]) -> Coupled:

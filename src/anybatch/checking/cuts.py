@@ -20,7 +20,7 @@ _TURNS = 4  # cuts at most: what their samples have in common does not fit into 
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
-_SORTED = 1024  # raw samples at most whose micro-batches are sorted by size
+_SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
 _ENTRIES = 512  # of a tensor in floating point that are added up
@@ -33,10 +33,12 @@ class Cut(NamedTuple):
     Args:
         splittable: the samples.
         sizes: of the parts, the first samples first.
+        order: where each sample stood in the cut that was put into another order, whose random numbers it keeps.
     """
 
     splittable: Splittable
     sizes: tuple[int, ...]
+    order: Sequence[int] | None = None
 
     @property
     def whole(self) -> list[Part]:
@@ -54,6 +56,16 @@ class Cut(NamedTuple):
         """The same parts, the last one first."""
         rows = [row for part in reversed(self.parts) for row in part.samples]
         return Cut(self.splittable.chosen(rows), self.sizes[::-1])
+
+    @property
+    def apart(self) -> "Cut":
+        """The same samples in parts that are as unlike as can be: usual ones in the first, unusual ones in the last.
+
+        A branch on ``any()`` or on the number of a loss, which all micro-batches of a batch may take alike, then goes
+        another way in each. A sum over samples does not change with their order.
+        """
+        order = _from_usual_to_unusual(self.splittable, 0, sum(self.sizes))
+        return Cut(self.splittable.chosen(order), self.sizes, order)
 
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
@@ -98,7 +110,7 @@ def cuts_inside(
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
-def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0) -> Cut | None:
+def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0, *, is_free: bool = False) -> Cut | None:
     """Some of the step's own micro-batches of one batch, the first and the last of those of the full size among them.
 
     What goes over from one to the next may do so only where both have the same size, as a hidden state does.
@@ -107,6 +119,7 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0) -
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples up to which more than two micro-batches are taken; what one or two samples give may not differ.
+        is_free: whether samples may be put together otherwise, so that the most usual and unusual ones are taken.
 
     Returns:
         The cut; ``None`` if no batch has two micro-batches.
@@ -115,23 +128,26 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0) -
     for batch in range(max(1, len(splittable.layouts))):
         own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
         if len(own) > 1:
-            order, largest = _from_short_to_long(splittable, own), max(map(len, own))
+            order, largest = list(range(len(own))), max(map(len, own))
             full = [number for number in order if len(own[number]) == largest]
             order = order if len(full) < 2 or splittable.has_costs else full
             taken = min(len(order), max(2, most // largest))
             chosen = [own[n] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
-            return Cut(splittable.chosen([row for rows in chosen for row in rows], batch), tuple(map(len, chosen)))
+            rows, sizes = [row for rows in chosen for row in rows], tuple(map(len, chosen))
+            if is_free and not splittable.has_costs and len(rows) <= _SORTED:
+                usual, half = _from_usual_to_unusual(splittable, batch, _SORTED), len(rows) // 2
+                rows = sorted([*usual[:half], *usual[half - len(rows) :]])
+            return Cut(splittable.chosen(rows, batch), sizes)
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
 
 
-def _from_short_to_long(splittable: Splittable, own: Sequence[list[int]]) -> list[int]:
-    """Micro-batches by the largest of their raw samples, to which a collate may pad; others, and many, as they are."""
-    rows = 1 + max(map(max, own))
-    if not splittable.is_collated or rows > _SORTED:
-        return list(range(len(own)))
-    sizes = _of_items([splittable.sample(row) for row in range(rows)])[0]
-    return sorted(range(len(own)), key=lambda number: max(sizes[row] for row in own[number]))
+def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> list[int]:
+    """The first samples of a batch, those last that have a number far from the others' of its kind."""
+    columns = _numbers(splittable, batch, among)[:, :among]
+    apart = (columns - columns.mean(1, keepdim=True)) / columns.std(1, keepdim=True)
+    order: list[int] = apart.nan_to_num().abs().amax(0).argsort(stable=True).tolist()
+    return order
 
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:

@@ -122,7 +122,7 @@ class _Prover:
                 if reason is not None or proof.by == "certificate":
                     break
             if found is not None:
-                return found if found[0].by == "certificate" or found[1] else self._as_split(found)
+                return found if found[1] else self._as_split(found)
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
@@ -136,11 +136,12 @@ class _Prover:
         failure = None
         try:
             is_small = self._largest < SMALL and not self._task.is_planned
-            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0)
-            difference = None if cut is None else self._trial.of_losses_beside(cut)
-            if cut is None or difference is None or not math.isfinite(difference.value_error):
+            is_open, is_free = not found[0].exact, found[0].exact and not found[0].note
+            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0, is_free=is_free)
+            compared = None if cut is None else self._trial.of_losses_beside(cut, is_free=is_free)
+            if compared is None or not math.isfinite(compared[1].value_error):
                 return found  # nothing counts, or is a number
-            is_open = not found[0].exact
+            cut, difference = compared
             if difference.is_none:
                 return (_proof("exact", "losses", cut, difference, note=found[0].note), None) if is_open else found
             if is_open:

@@ -19,7 +19,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import to_device
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import own_array
-from anybatch.checking.beginnings import announced
+from anybatch.checking.beginnings import announced, in_place_of
 from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
@@ -40,8 +40,7 @@ from anybatch.tensors.precision import in_precision
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import Effect, SideEffects, same
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.passes import Task, run_pass
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Progress, Task, run_pass
 
 
 class _OutsideLeaves(Exception):
@@ -384,13 +383,6 @@ def scaled(loss_fn: LossFunction, factor: float) -> LossFunction:
     return _multiplied(loss_fn, lambda name: factor)
 
 
-def _in_place_of(loss_fn: LossFunction, evaluate: Any) -> LossFunction:
-    """Lets the modules of a loss be found behind a function that calls it."""
-    evaluate.user_functions = (loss_fn, *getattr(loss_fn, "user_functions", ()))
-    function: LossFunction = evaluate
-    return function
-
-
 def _filled(loss_fn: LossFunction) -> LossFunction:
     """A loss function that gives 0 where another gives nothing, as for a micro-batch without items."""
 
@@ -400,7 +392,7 @@ def _filled(loss_fn: LossFunction) -> LossFunction:
             result = {name: loss for name, loss in result.items() if not is_nothing(loss)}
         return torch.zeros((), requires_grad=True, device="cpu") if is_nothing(result) else result
 
-    return _in_place_of(loss_fn, evaluate)
+    return in_place_of(loss_fn, evaluate)
 
 
 def _multiplied(loss_fn: LossFunction, factor_of: Callable[[str], float]) -> LossFunction:
@@ -426,7 +418,7 @@ def _with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> Lo
 
         return one_by_one()
 
-    return _in_place_of(loss_fn, evaluate)
+    return in_place_of(loss_fn, evaluate)
 
 
 def copies_of(splittable: Splittable, dtype: torch.dtype | None) -> Splittable:

@@ -33,8 +33,7 @@ from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
-from anybatch.update.passes import Task, run_pass
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Snapshot
 
 _ROUNDINGS = 128
@@ -188,31 +187,45 @@ class Trial:
                 self.run(alone, alone.whole, None)
             if recording.most:  # else it counts nothing, and was not run
                 break
-        return self._of_losses(cut, recording.most)[0]
+        return self._of_losses(cut, recording.most)[1]
 
-    def of_losses_beside(self, cut: Cut) -> Difference | None:
+    def of_losses_beside(self, cut: Cut, *, is_free: bool) -> tuple[Cut, Difference] | None:
         """The same of whole micro-batches, for which a plan has the room of the gradients.
 
+        Args:
+            cut: the samples.
+            is_free: whether they are compared in an order that tells the parts apart, too.
+
         Returns:
-            The difference; ``None`` where numbers are drawn that nothing stands in for, which no two runs share.
+            The cut that makes a difference, or the last one, and the difference; ``None`` where numbers are drawn that
+            nothing stands in for, which no two runs share.
 
         Raises:
             OverBudget: they take more than a plan has room for.
         """
         room = sum(one.nbytes for one in self.parameters if one.grad is None) if self._task.is_planned else None
-        difference, drew_others = self._of_losses(cut, room)
-        return None if drew_others else difference
+        cut, difference, drew_others = self._of_losses(cut, room, is_free=is_free)
+        return None if drew_others else (cut, difference)
 
-    def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Difference, bool]:
+    def _of_losses(self, cut: Cut, limit: int | None, *, is_free: bool = False) -> tuple[Cut, Difference, bool]:
         with contextlib.nullcontext() if limit is None else Recording(limit=limit):
             whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=False)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
-        split = self.run(cut, cut.parts, numbers if draws else None, differentiate=False)
-        off = split.value_error(whole, without=math.inf)
-        if self._has_moved and not draws:  # a largest value so far may be the first micro-batch's
-            back = self.run(cut.backwards, cut.backwards.parts, None, differentiate=False)
-            off = max(off, back.value_error(whole, without=math.inf))
-        return self.judged(self.parameters, off, off, draws=draws), whole.drew_others
+
+        def orders() -> Iterator[Cut]:
+            yield cut
+            if self._has_moved and not draws:  # a largest value so far may be the first micro-batch's
+                yield cut.backwards
+            if is_free:
+                yield cut.apart
+
+        for other in orders():
+            split = self.run(other, other.parts, numbers if draws else None, differentiate=False)
+            off = split.value_error(whole, without=math.inf)
+            difference = self.judged(self.parameters, off, off, draws=draws)
+            if not difference.is_none:
+                break
+        return other, difference, whole.drew_others
 
     def run(
         self,
@@ -233,6 +246,8 @@ class Trial:
             bounds: notes the bounds that are met.
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
+        if cut is not None and cut.order is not None:
+            samples = [[cut.order[sample] for sample in part] for part in samples]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
         in_pieces = numbers is None and not self._is_shared
         kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)
@@ -257,8 +272,7 @@ class Trial:
             found = [] if outside is None else [leaf for leaf, _ in outside.found]
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
-                losses = values_of(sums) if sums.shared is None else dict(sums.shared.losses)
-                return Ran(Sketch(leaves), leaves, losses, *self._moved())
+                return Ran(Sketch(leaves), leaves, values_of(sums), *self._moved())
 
     def _moved(self) -> tuple[bool, bool]:
         """Whether generators of torch have moved, and whether others have; the user's own included."""

@@ -1,4 +1,4 @@
-"""``anybatch check``: is the gradient of micro-batches the whole batch's, for the user's own script?"""
+"""``anybatch check``: do micro-batches of the user's script give the gradient of the whole batch?"""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ VERSION = 1
 
 
 class NoCertificate(click.ClickException):
-    """The script did not come as far as a step that can be checked."""
+    """The script did not reach a step that can be checked."""
 
     exit_code = 2
 
@@ -71,7 +71,7 @@ def check_command(
 
 
 def show(certificate: Certificate, console: Console) -> None:
-    """Writes a certificate, in colour on a terminal and as plain text elsewhere."""
+    """Prints a certificate, in colour on a terminal and as plain text elsewhere."""
     head = certificate.verdict
     for line in str(certificate).splitlines():
         style = ""
@@ -85,7 +85,7 @@ def show(certificate: Certificate, console: Console) -> None:
 
 
 def _diagnosis_of(certificate: Certificate, script: Path, arguments: tuple[str, ...], at: tuple[str, int]) -> Diagnosis:
-    """What a certificate says, as findings at the line that goes back, for the formats that know findings."""
+    """The reasons and notes of a certificate as findings at the line of the backward, for formats of findings."""
     kinds: list[tuple[Severity, Reason]] = [("error", one) for one in certificate.reasons]
     kinds += [("info", one) for one in certificate.notes]
     found = tuple(

@@ -1,7 +1,7 @@
-"""The child process of ``anybatch check``, ``plan`` and ``tune``: it is the user's script, up to its first steps.
+"""The child process of ``anybatch check``, ``plan`` and ``tune``: it runs the user's script up to its first steps.
 
-Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``: QUESTION is JSON with the verb and what
-belongs to it; what happened is written to the file RESULT.
+Called as ``python -m anybatch.cli.child RESULT QUESTION SCRIPT ARGUMENTS...``. QUESTION is JSON: the verb and its
+options. The outcome is written to the file RESULT.
 """
 
 import importlib.machinery
@@ -32,11 +32,11 @@ _PLANNED_OPTIONS = (*_SHARED_OPTIONS, "optimizer", "autocast", "clip_norm", "inp
 
 
 class Answer:
-    """Takes the first call of the script: asks about its arguments, writes the answer and leaves the process.
+    """Intercepts the first call of the script: answers the question about its arguments and ends the process.
 
     Args:
-        result: the file to write.
-        question: the verb, and what belongs to it.
+        result: the file for the answer.
+        question: the verb and its options.
     """
 
     def __init__(self, result: Path, question: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Answer:
         self._only_once = threading.Lock()
 
     def __call__(self, call: interception.Call) -> NoReturn:
-        """Answers, and does not return."""
+        """Answers about a call of anybatch; does not return."""
         self._only_once.acquire()  # a second thread waits here until the process is gone
         try:
             interception.first_call.set(None)  # a step within the answer is a step
@@ -60,7 +60,7 @@ class Answer:
             _leave(self._process)
 
     def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
-        """Answers about a step that the script takes by hand, and does not return."""
+        """Answers about a step of a plain loop; does not return."""
         self._only_once.acquire()
         try:
             interception.first_call.set(None)
@@ -72,18 +72,18 @@ class Answer:
             _leave(self._process)
 
     def told(self, facts: dict[str, Any]) -> NoReturn:
-        """Writes what was found, and does not return."""
+        """Writes facts as the answer; does not return."""
         self.write(**facts)
         _leave(self._process)
 
     def refused(self, why: str) -> NoReturn:
-        """Ends the script, and does not return."""
+        """Writes why there is no answer; does not return."""
         self._only_once.acquire()
         self.write(status="refused", error=why)
         _leave(self._process)
 
     def write(self, **facts: Any) -> None:
-        """Writes what happened, all or nothing."""
+        """Writes the result file atomically."""
         unfinished = self._result.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(facts, allow_nan=False), encoding="utf-8")
         unfinished.replace(self._result)
@@ -178,7 +178,7 @@ def _leave(script_process: int) -> NoReturn:
 
 
 def run(result: Path, question: Mapping[str, Any], script: str, arguments: Sequence[str]) -> int:
-    """Runs a script as ``__main__``."""
+    """Runs a script as ``__main__`` and returns its exit code, if no answer ends the process first."""
     answer = Answer(result, question)
     tuning = TuneWatch(question["steps"], answer.told) if question["verb"] == "tune" else None
     watch = tuning or LoopWatch(answer.found, answer.refused)

@@ -1,4 +1,4 @@
-"""``anybatch demo``: trains for real on this machine, on data that it already has."""
+"""``anybatch demo``: trains a real model on this machine, on files that are already there."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ _PROMPT = "def "
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     quick: bool  # whether it all has to be over in about 20 seconds
     seconds: float | None  # of training, ``None`` for what suits

@@ -1,4 +1,4 @@
-"""What ``anybatch demo`` shows: a progress bar on a terminal, plain lines where output is piped."""
+"""The output of ``anybatch demo``: a progress bar on a terminal, plain lines in a pipe."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,21 +28,21 @@ _PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
 class Screen:
-    """Writes the demonstration to a terminal or a pipe.
+    """Prints the demonstration.
 
     Args:
-        console: where to.
+        console: a terminal or a pipe.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def say(self, text: str) -> None:
-        """Writes a sentence."""
+        """Prints a sentence."""
         self._console.print(text, markup=False)
 
     def announce(self, text: "TextFacts", duration: str, samples: int, memory: str, page: Path | None) -> None:
-        """Says what is going to happen."""
+        """Prints what the demonstration will do."""
         self._heading("anybatch demo: a logical batch larger than the memory")
         rows = (
             ("text", f"the Python files below {text.root}"),
@@ -63,23 +63,23 @@ class Screen:
         self._console.print(_terms(rows))
 
     def planning(self) -> AbstractContextManager[Any]:
-        """Shows that something is going on while the update is planned."""
+        """Shows a spinner on a terminal while the update is planned."""
         self._heading("1. The plan")
         return self._working("planning ...")
 
     def show_plan(self, plan: "Plan") -> None:
-        """Shows what was chosen, and from what."""
+        """Prints the chosen configuration and its alternatives."""
         show_choice(plan, self._console)
         self._console.print()
         show_ways(plan, self._console, _MOST_WAYS, "the page")
 
     def comparing(self) -> AbstractContextManager[Any]:
-        """Shows that something is going on while the gradients are compared."""
+        """Shows a spinner on a terminal while the gradients are compared."""
         self._heading("2. The gradient of one logical batch")
         return self._working("computing ...")
 
     def show_comparison(self, comparison: "GradientComparison") -> None:
-        """Shows the table and what it means."""
+        """Prints the table and its explanation."""
         from anybatch.demo.presentation import comparison_notes, comparison_table
 
         content = comparison_table(comparison)
@@ -93,7 +93,7 @@ class Screen:
 
     @contextmanager
     def training(self) -> Iterator[Callbacks]:
-        """Gives what is called after each update and after each validation."""
+        """Yields the callbacks for each update and for each validation."""
         from anybatch.demo.presentation import CURVE_HEADER, curve_row
 
         self._heading("3. Training (losses in bits per byte)")
@@ -109,14 +109,14 @@ class Screen:
             yield _Bar(progress).advance, on_validation
 
     def show_outcome(self, text: "TextFacts", plan: "Plan", training: "TrainingCurve") -> None:
-        """Says what training reached."""
+        """Prints the outcome of the training."""
         from anybatch.demo.presentation import outcome_text
 
         self._console.print()
         self.say(outcome_text(text, plan, training))
 
     def show_sample(self, sample: str) -> None:
-        """Shows what the model wrote, or says that it has not learned to."""
+        """Prints the text that the model wrote; if it is empty, says that the model has not learned enough."""
         self._heading("4. What the model writes")
         if not sample:
             self.say("Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
@@ -126,7 +126,7 @@ class Screen:
             self._console.print(sample, markup=False, soft_wrap=True)
 
     def finish(self, page: Path | None, json_path: Path | None, seconds: float) -> None:
-        """Says where the results are."""
+        """Prints the paths of the results and the total time."""
         self._console.print()
         if page is not None:
             self._console.print(f"Page  {page.absolute()}", markup=False, soft_wrap=True)

@@ -35,7 +35,7 @@ _TIMED_OUT = 124
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The doctor's own options."""
+    """The options of the doctor."""
 
     wanted: Wanted  # what is reported, and how
     record: Path | None  # what was seen

@@ -1,7 +1,7 @@
-"""The doctor within the process of the user's script: it waits for torch, attaches, and comes back at the exit.
+"""The doctor in the process of the user's script: attaches once torch is imported, and finishes at the exit.
 
-Python itself runs the script, so that ``__main__``, arguments, tracebacks and exit codes are as without the doctor.
-This module is loaded before the script, and loads nothing that the script might notice before it imports torch.
+Python itself runs the script, so ``__main__``, arguments, tracebacks and exit codes are as without the doctor. This
+module is loaded before the script, and loads nothing that the script might notice before it imports torch.
 """
 
 import atexit
@@ -27,7 +27,7 @@ _LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
 
 
 def begin(folder: str, settings: Mapping[str, Any]) -> None:
-    """Makes the doctor attach itself as soon as torch has been imported.
+    """Makes the doctor attach as soon as torch has been imported.
 
     Args:
         settings: ``record``, ``script``, ``arguments``, ``every``, ``active``, ``ask``, ``launches_ranks``
@@ -55,7 +55,7 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
 
 
 def of_rank(record: str, rank: int | str) -> str:
-    """The path of the record of one process of several.
+    """The path of the record of one rank.
 
     Example:
         >>> of_rank("run.jsonl", 1)
@@ -66,17 +66,17 @@ def of_rank(record: str, rank: int | str) -> str:
 
 
 class TorchFinder:
-    """Finds torch as the others do, and attaches the doctor when it has been loaded.
+    """An import hook that attaches something once torch has been loaded.
 
     Args:
-        attendance: has what is to be attached.
+        attendance: has the method ``attach`` to call.
     """
 
     def __init__(self, attendance: Any) -> None:
         self._attendance = attendance
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec that the next finder has for torch; ``None`` for all else."""
+        """The spec of another finder for torch, with a loader that attaches; ``None`` for other modules."""
         if name != "torch":
             return None
         others: list[Any] = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
@@ -105,7 +105,7 @@ class Attendance:
     """The doctor in one process, from the import of torch to the exit.
 
     Args:
-        folder: of this run.
+        folder: the folder of this run, for notes to the parent process.
         settings: see ``begin``.
     """
 
@@ -119,12 +119,12 @@ class Attendance:
         self._frames = HiddenFrames()
 
     def note(self, name: str, text: str) -> None:
-        """Notes something for the process that waits for this one; it never fails."""
+        """Appends to a file that the parent process reads; an ``OSError`` is ignored."""
         with contextlib.suppress(OSError), open(os.path.join(self._folder, name), "a", encoding="utf-8") as file:  # noqa: PTH118, PTH123
             file.write(text)
 
     def left(self) -> None:
-        """Notes that the process ended by itself."""
+        """Notes that the process ended normally."""
         if os.getpid() == self._process:
             self.note(LEFT, "")
 
@@ -174,7 +174,7 @@ class Attendance:
         threading.excepthook = self.thread_excepthook
 
     def excepthook(self, kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
-        """Notes why an exception came, before Python shows it without frames of the doctor; the report tells it."""
+        """Records an exception and its explanation; Python prints it without the doctor's frames."""
         crashed = self._tell(error)
         try:
             self._hooks[0](kind, error, error.__traceback__ if error.__traceback__ is not None else frames)
@@ -182,7 +182,7 @@ class Attendance:
             self._emit(crashed, error)
 
     def thread_excepthook(self, arguments: Any) -> None:
-        """The same in a thread, where it is told at once, since the script goes on."""
+        """The same in a thread; the explanation is printed at once, because the script continues."""
         if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
             self._emit(self._tell(arguments.exc_value, at_once=True), None)
         self._hooks[1](arguments)
@@ -230,7 +230,7 @@ class Attendance:
             self.note(PROCESSES, str(number))
 
     def finish(self) -> None:
-        """Takes the doctor off, asks the probes and closes the record; the exit code stays what it is."""
+        """Detaches the doctor, runs the probes and closes the record; the exit code is unchanged."""
         if os.getpid() != self._process:
             return
         try:

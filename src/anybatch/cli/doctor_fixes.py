@@ -1,4 +1,4 @@
-"""``anybatch doctor --fix``: edits of the user's lines, each tried by running the script again for some steps."""
+"""``anybatch doctor --fix``: tries edits of the user's lines by running the script again for some steps."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ class _Interrupted(Exception):
 
 @dataclass
 class Trials:
-    """Runs of a script on trial, on top of the edits that were found good."""
+    """Trial runs of a script, on top of the edits that helped so far."""
 
     target: Target  # what is run
     folder: Path  # for what the trials write
@@ -46,7 +46,7 @@ class Trials:
     count: int = 0
 
     def start(self, edit: "Edit | None") -> "Tried":
-        """Runs the script, with one more edit if there is one."""
+        """Runs the script, with one more edit if one is given."""
         from anybatch.doctor.diagnosing import diagnosis
         from anybatch.doctor.fixes.trying import Tried
 
@@ -79,7 +79,18 @@ class Trials:
 
 
 def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float) -> tuple[Diagnosis, str]:
-    """Tries fixes of what was found."""
+    """Tries fixes of the first findings, one after the other.
+
+    Args:
+        diagnosis: what was found.
+        run: the run that it was found in.
+        target: the script.
+        folder: the folder for the trials.
+        seconds: the time limit of one trial.
+
+    Returns:
+        The diagnosis with the fixes that helped, and their patch; the patch is empty if none did.
+    """
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 
     found = with_edits(diagnosis)[:_MOST_FINDINGS]
@@ -154,7 +165,7 @@ class _Fitting:
 
 
 def is_users(path: str) -> bool:
-    """Whether a file is the user's, and not Python's, a package's, or this library's."""
+    """Whether a file is the user's own: not from Python, an installed package or this library."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders.append(str(Path(__file__).parents[1]))
     return not any(Path(path).is_relative_to(folder) for folder in folders) and "site-packages" not in path

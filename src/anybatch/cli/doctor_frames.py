@@ -1,4 +1,4 @@
-"""Takes the frames of the doctor out of the tracebacks of the user's script."""
+"""Hides the doctor's frames in the tracebacks of the user's script."""
 
 import functools
 import traceback
@@ -8,16 +8,16 @@ from anybatch.doctor.frames import kept
 
 
 class HiddenFrames:
-    """Takes the frames of the doctor out of all tracebacks that the ``traceback`` module walks through.
+    """Hides the doctor's frames in all tracebacks that the module ``traceback`` walks.
 
-    It has two functions for that, which all others of it use, and so do ``logging`` and what shows errors in colour.
+    Its two functions that walk are replaced; all its others, ``logging`` and coloured tracebacks use these.
     """
 
     def __init__(self) -> None:
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def put_on(self) -> None:
-        """Replaces both."""
+        """Replaces both functions."""
         for name in ("walk_tb", "_walk_tb_with_full_positions"):
             walk = getattr(traceback, name, None)
             if walk is not None:
@@ -25,7 +25,7 @@ class HiddenFrames:
                 setattr(traceback, name, self._replaced[name][1])
 
     def take_off(self) -> None:
-        """Puts them back, unless the script has put others in their place."""
+        """Restores them, unless the script has replaced them, too."""
         for name, (walk, replacement) in self._replaced.items():
             if getattr(traceback, name) is replacement:
                 setattr(traceback, name, walk)
@@ -45,7 +45,7 @@ def _through_kept(walk: Any) -> Any:
 
 
 def without_own_frames(error: BaseException) -> None:
-    """Takes the frames of the doctor out of an exception, out of what it came from, and out of its group."""
+    """Removes the doctor's frames from an exception, its causes and contexts, and the exceptions of its group."""
     waiting, seen = [error], set()
     while waiting:
         one = waiting.pop()

@@ -1,4 +1,4 @@
-"""Starts the user's script as Python would, with the doctor waiting in it, and outlives it."""
+"""Runs the user's script as Python would, with the doctor in its process, and waits for its end."""
 
 import contextlib
 import ctypes
@@ -73,10 +73,14 @@ def launch(
     """Runs a script with the doctor in it.
 
     Args:
+        command: the script or module with its arguments, for the interpreter.
+        folder: the folder of this run, for what the two processes exchange.
+        settings: see ``doctor_child.begin``.
         timeout: seconds after which it is interrupted as by Ctrl-C, ``None`` for never.
-        output: the file that takes all that it writes, ``None`` for the terminal; with one it has no input, and hashes
-            are those of seed 0.
-        look: is called twice a second, and told whether SIGUSR1 has come since; where it says so, the script is
+        quiet: whether its standard output goes to standard error.
+        output: the file for all its output, ``None`` for the terminal; with a file it has no input, and
+            ``PYTHONHASHSEED`` is 0.
+        look: is called twice a second, with whether SIGUSR1 has come since; if it returns true, the script is
             interrupted. ``None`` for nothing.
     """
     before = os.environ.get("PYTHONPATH")
@@ -167,11 +171,11 @@ def _wait_with_handlers(
 
 
 class Deadline:
-    """Interrupts a process when its time is over or a look says so, and ends it when it does not end.
+    """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then.
 
     Args:
         process: the script.
-        end: on the monotonic clock, ``None`` for never.
+        end: the time limit on the monotonic clock, ``None`` for never.
         look: see ``launch``.
     """
 
@@ -187,20 +191,20 @@ class Deadline:
         self.timed_out = False
 
     def left(self) -> float:
-        """Seconds until something has to be done."""
+        """Seconds until the next call of ``look`` or the time limit, at most an hour."""
         now = time.monotonic()
         ends = [*([] if self._end is None else [self._end]), *([] if self._look is None else [self._next_look])]
         return max(0.0, min([3600.0, *(end - now for end in ends)]))
 
     def hands_on(self, number: int) -> bool:
-        """Whether a signal is the script's: SIGUSR1 asks for the report, and reaches it only if it has a handler."""
+        """Whether to pass a signal on; SIGUSR1 asks for the report, and is passed on only if the script handles it."""
         if self._look is None or number != getattr(signal, "SIGUSR1", None):
             return True
         self._is_asked, self._next_look = True, 0.0
         return _has_handler(self._process.pid, number)
 
     def passed(self) -> None:
-        """Does it, if it is time."""
+        """Calls ``look``, interrupts or kills the process, if it is time."""
         if self._look is not None and time.monotonic() >= self._next_look:
             asked, self._is_asked = self._is_asked, False
             if self._safely(self._look, asked) and not self._is_interrupted:
@@ -244,7 +248,7 @@ def _has_handler(pid: int, number: int) -> bool:
 
 
 def end_as(code: int) -> None:
-    """Ends this process as the script has ended: with its exit code, or by the same signal."""
+    """Ends this process as the script ended: with its exit code, or by the same signal."""
     if code < 0:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The process that waits for the script looks at its record: findings are told at once, and may end the run."""
+"""The parent process follows the record of the script: it prints findings at once, and may end the run."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ STOPPED = 3
 
 
 class Watcher:
-    """Follows the record of a run, or those of its ranks; the script's own process has no part in it.
+    """Follows the record of a run, or those of its ranks, from outside the script's process.
 
     Args:
-        record: the path that was asked for.
-        ranks: whether the processes of a launcher write one each.
+        record: the path of the record.
+        ranks: whether each process of a launcher writes a record of its own.
         policy: what is reported.
-        stop_on: ``NAN``, ``ERROR``, codes, beginnings of codes, names.
-        is_quiet: whether nothing is told.
+        stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.
+        is_quiet: whether findings are not printed.
         report: writes the report of what was seen so far.
 
     Attributes:
-        stopped: the finding that has ended the run, ``None`` without.
+        stopped: the finding that ended the run, ``None`` if there was none.
     """
 
     def __init__(
@@ -42,7 +42,14 @@ class Watcher:
         self.stopped: Finding | None = None
 
     def look(self, report_now: bool) -> bool:
-        """Looks at what is new."""
+        """Reads what is new and prints new findings.
+
+        Args:
+            report_now: whether to write the report, too.
+
+        Returns:
+            Whether the run has to end.
+        """
         paths = records_of_ranks(self._record) if self._ranks else {0: self._record}
         for rank, path in paths.items():
             tail, judge = self._tails.setdefault(rank, (Tail(path), Judge(self._policy)))
@@ -56,7 +63,7 @@ class Watcher:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said in the report."""
+        """Notes for the report."""
         if self.stopped is None:
             return ()
         return (f"The script was interrupted in step {self.stopped.step} or soon after, as --stop-on asked for.",)

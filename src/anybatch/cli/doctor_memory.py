@@ -1,4 +1,4 @@
-"""After a crash for want of memory: the plan that would have fitted, for the step as the user's frames hold it."""
+"""After an out-of-memory crash: a plan that would have fitted, for the step found in the user's frames."""
 
 import gc
 import sys
@@ -21,7 +21,8 @@ _RARELY_LESS = 2**20
 def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
     """Adds the plan that would have fitted, and the lines to change; or why there is none.
 
-    Nothing of the step is run on the device: it is traced on tensors without memory.
+    The step is only traced on tensors without memory. Without a GPU, frames below the step are cleared first: planning
+    needs some of the memory that they hold.
     """
     from anybatch.accelerators import in_use
 

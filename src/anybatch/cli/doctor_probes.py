@@ -1,4 +1,4 @@
-"""Runs the doctor's probes when the script has ended, where they can do it no harm."""
+"""Runs the doctor's probes after the script, in a process of their own where that is possible."""
 
 import contextlib
 import os
@@ -17,10 +17,10 @@ _ACTIVE_SECONDS = 300.0  # with those that train a copy
 
 
 def probed(doctor: Any, *, active: bool) -> list[Fact]:
-    """Runs the probes, in a copy of this process where that is possible.
+    """Runs the probes, in a fork of this process where that is possible.
 
-    A copy can run out of time or memory, or crash, and the script's exit code is still its own. With a GPU there is no
-    copy, since CUDA does not survive a fork.
+    A fork can run out of time or memory, or crash, without a change of the script's exit code. If the script used a
+    GPU there is no fork, since CUDA does not survive one.
     """
     if not hasattr(os, "fork") or _has_gpu():
         return list(_run(doctor, active=active))

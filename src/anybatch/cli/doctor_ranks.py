@@ -1,4 +1,4 @@
-"""Several processes under one command of the doctor: those of torchrun each write a record, the others are named."""
+"""Several processes under one doctor: those of a launcher each write a record; others are only mentioned."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _SCRIPTS = frozenset({"torchrun", "accelerate"})
 
 
 def launches_ranks(command: Sequence[str]) -> bool:
-    """Whether a command starts the processes that train, as torchrun does.
+    """Whether a command is a launcher of ranks, such as torchrun.
 
     Example:
         >>> launches_ranks(["-m", "torch.distributed.run", "train.py"]), launches_ranks(["train.py"])
@@ -27,7 +27,7 @@ def launches_ranks(command: Sequence[str]) -> bool:
 
 
 def records_of_ranks(record: Path) -> dict[int, Path]:
-    """The records that the processes of a run have written, by rank."""
+    """The records of the ranks of a run, by rank."""
     pattern = re.compile(re.escape(of_rank(record.name, "@")).replace("@", r"(\d+)"))
     beside = record.parent.iterdir() if record.parent.is_dir() else ()
     found = {int(match[1]): path for path in beside if (match := pattern.fullmatch(path.name))}
@@ -35,7 +35,7 @@ def records_of_ranks(record: Path) -> dict[int, Path]:
 
 
 def without_records_of_ranks(record: Path) -> None:
-    """Removes what an earlier run has left."""
+    """Removes the records of an earlier run."""
     for path in records_of_ranks(record).values():
         path.unlink()
 
@@ -43,7 +43,7 @@ def without_records_of_ranks(record: Path) -> None:
 def compared(
     first: Sequence[Finding], ranks: dict[int, Path], *, kept: bool, policy: Policy | None = None
 ) -> tuple[str, ...]:
-    """Says in which ranks other things were found than in the first one."""
+    """Notes on which ranks have other findings than the first one."""
     from anybatch.doctor.diagnosing import diagnose
 
     number = min(ranks)
@@ -66,7 +66,7 @@ def compared(
 
 
 def not_followed(folder: Path, run: Run) -> tuple[str, ...]:
-    """Says that a script trains in processes that it started itself, and how these are followed."""
+    """A note on how to follow processes that the script started itself, if it made no step of its own."""
     path = folder / PROCESSES
     if run.steps or not path.exists():
         return ()

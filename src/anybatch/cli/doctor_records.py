@@ -1,4 +1,4 @@
-"""The record of a run after its script has ended: completed where the script could not, and as values for JSON."""
+"""The record of a run after its script has ended: completes it, and gives its diagnosis as JSON values."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _TAIL = 1 << 20
 
 
 def completed(record: Path, folder: Path, target: Target, finished: Finished) -> tuple[str, ...]:
-    """Gives a record the exit code of its script, and an end if the script was ended before it could write one."""
+    """Writes the exit code into a record, and an end if the script wrote none; returns notes for the report."""
     notes = []
     broken = (folder / BROKEN).read_text(encoding="utf-8", errors="replace") if (folder / BROKEN).exists() else ""
     if record.is_file() and record.stat().st_size > 0:
@@ -99,7 +99,7 @@ def _fact_of(line: bytes) -> Any:
 
 
 def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
-    """A diagnosis for ``--json``."""
+    """The values of a diagnosis for ``--json``."""
     ended = next(run.of(Ended), Ended())
     head = {"version": VERSION, "kind": "anybatch diagnosis"}
     tail = {"own_seconds": ended.own_seconds, "torch": run.started.torch, "python": run.started.python}
@@ -108,9 +108,10 @@ def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
 
 
 def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
-    """Whether ``--fail-on`` is met: by a cause, not by what follows from one.
+    """Whether a cause, not only a consequence, meets ``--fail-on``.
 
     Args:
+        diagnosis: the diagnosis.
         fail_on: the least severity that is a failure, ``None`` for none.
     """
     if fail_on is None:
@@ -120,7 +121,7 @@ def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
 
 
 def damage_of(run: Run) -> tuple[str, ...]:
-    """What is to be said of lines of a record that could not be read, and were left out."""
+    """A note on the lines of a record that could not be read and were left out."""
     count = len(run.damaged)
     if not count:
         return ()
@@ -130,7 +131,7 @@ def damage_of(run: Run) -> tuple[str, ...]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a file is a record of a run."""
+    """Whether a file is a record of a run, or empty."""
     with path.open("rb") as file:
         line = file.readline(_TAIL)
     if not line:

@@ -1,4 +1,4 @@
-"""What comes behind the doctor's own options: a script or a module, and its arguments."""
+"""The script or module after the doctor's options, and its arguments."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import click
 
 
 class Target(NamedTuple):
-    """What is run."""
+    """The script or module to run."""
 
     name: str  # the script as the user wrote it, or ``-m`` and the name of a module
     command: tuple[str, ...]  # for the interpreter
@@ -16,7 +16,7 @@ class Target(NamedTuple):
 
 
 class TargetCommand(click.Command):
-    """A command whose options end where the script begins: all that is behind it belongs to the script."""
+    """A command whose options end at the script: everything after it belongs to the script."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -43,10 +43,11 @@ class TargetCommand(click.Command):
 
 
 def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
-    """Reads what comes behind the options.
+    """Reads the words after the options.
 
     Raises:
-        click.UsageError: there is no such script, or no name behind ``-m``.
+        click.UsageError: the script does not exist or is a folder without ``__main__.py``, ``-m`` has no name after it,
+            or an option is unknown.
     """
     if words[0] == "-m":
         if len(words) < 2:

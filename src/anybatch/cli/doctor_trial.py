@@ -1,8 +1,8 @@
-"""In the process of a trial: the script with an edit, its writes kept apart, and its end after some steps.
+"""The process of a trial: runs the edited script for some steps and redirects its writes.
 
-A trial runs the user's script again, so it must not do again what the script does to the world. What it writes goes to
-a folder of the trial, and is read from there; what can't be sent there (another program that is started, a connection
-to another machine, a file that is deleted or renamed) is refused, which ends most scripts and with that the trial.
+A trial runs the user's script again, so it must not repeat the script's effects. What it writes goes to the folder of
+the trial, and is read from there. What can't be redirected (starting a program, connecting to another machine, deleting
+or renaming a file that the trial did not write) is refused, which ends most scripts and thereby the trial.
 """
 
 import builtins
@@ -37,10 +37,10 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Shadow:
-    """Where the writes of a trial go.
+    """Redirects the writes of a trial.
 
     Args:
-        folder: of the trial; it has to be there.
+        folder: the folder of the trial, which exists.
     """
 
     def __init__(self, folder: str) -> None:
@@ -49,7 +49,7 @@ class Shadow:
         self._remove, self._replace = os.remove, os.replace
 
     def own(self, path: Any) -> str | None:
-        """The path in the trial's folder for one outside of it; ``None`` for what needs none."""
+        """The path in the trial's folder for a path outside it; ``None`` where none is needed."""
         if isinstance(path, int):
             return None
         whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - what a script does has to be fast
@@ -58,7 +58,7 @@ class Shadow:
         return os.path.join(self.folder, "files", os.path.splitdrive(whole)[1].lstrip(os.sep))  # noqa: PTH118
 
     def to_write(self, path: Any, *, keeps: bool = False) -> Any:
-        """Where to write a file; with ``keeps`` it begins as what is there now."""
+        """The path to write to; with ``keeps`` the file begins as a copy of the original."""
         own = self.own(path)
         if own is None:
             return path
@@ -68,7 +68,7 @@ class Shadow:
         return own
 
     def to_read(self, path: Any) -> Any:
-        """Where to read a file: what the trial itself has written, if it has."""
+        """The path to read from: the trial's own version of a file, if it wrote one."""
         try:
             own = self.own(path)
         except (TypeError, ValueError):  # the script's own error, which comes from the function itself
@@ -116,15 +116,15 @@ class Shadow:
         return self._stat(path if "dir_fd" in keywords else self.to_read(path), **keywords)
 
     def remove(self, path: Any, **keywords: Any) -> None:
-        """``os.remove``, which is refused for what the trial has not written."""
+        """``os.remove``; the audit hook refuses it for files that the trial did not write."""
         self._remove(path if "dir_fd" in keywords else self.to_read(path), **keywords)
 
     def replace(self, source: Any, target: Any, **keywords: Any) -> None:
-        """``os.replace`` and ``os.rename``, refused in the same way."""
+        """``os.replace`` and ``os.rename``, with the same refusal."""
         self._replace(self.to_read(source), self.to_write(target), **keywords)
 
     def put_on(self) -> None:
-        """Sends the writes of this process here."""
+        """Redirects the writes of this process."""
         builtins.open = io.open = self.open
         os.open, os.mkdir, os.stat = self.os_open, self.mkdir, self.stat
         os.remove = os.unlink = self.remove
@@ -137,7 +137,7 @@ class Shadow:
         safetensors.serialize_file = lambda data, path, *more, **words: write(data, self.to_write(path), *more, **words)
 
     def put_on_torch(self, torch: Any) -> None:
-        """Sends what torch writes with its own C++ here, too."""
+        """Redirects ``torch.save`` and ``torch.load``, which open files in C++."""
         save, load = torch.save, torch.load
 
         def redirected_save(obj: Any, f: Any, *more: Any, **words: Any) -> None:
@@ -150,7 +150,7 @@ class Shadow:
 
 
 def refusal(event: str, arguments: tuple[Any, ...], folder: str) -> str:
-    """What a trial may not do, of an event of the interpreter; empty if it may."""
+    """What an audit event would do that a trial may not; empty if it is allowed."""
     if event in _STARTS:
         program = os.path.basename(os.fsdecode(_first(arguments)))  # noqa: PTH119
         is_torchs = program in _ALSO_OF_TORCH or f"torch{os.sep}_inductor" in str(arguments[1:2])
@@ -218,10 +218,10 @@ def _with_sources(sources: Mapping[str, str]) -> None:
 
 
 class Trial:
-    """One run of a script on trial.
+    """One trial run of a script.
 
     Args:
-        settings: ``folder`` for what it writes, ``sources`` (the edited text of files, by path), and ``steps`` of an
+        settings: ``folder`` for its writes, ``sources`` (the edited text of files, by path), and ``steps`` of one
             optimizer after which it ends.
     """
 
@@ -236,7 +236,7 @@ class Trial:
         self._left = False
 
     def begin(self) -> None:
-        """Prepares the process, before the script and before torch."""
+        """Prepares the process before the script runs and torch is imported."""
         Trial.current = self
         folder = self._shadow.folder
         temporary = os.path.join(folder, "tmp")  # noqa: PTH118
@@ -257,7 +257,12 @@ class Trial:
             file.write(f"{text}\n")
 
     def with_torch(self, torch: Any, leave: Callable[[], None]) -> None:
-        """Counts the steps, once torch is there."""
+        """Counts optimizer steps, once torch has been imported.
+
+        Args:
+            torch: the module.
+            leave: is called before the process ends if the script caught the exit.
+        """
         self._leave = leave
         self._shadow.put_on_torch(torch)
         numpy = sys.modules.get("numpy")
@@ -278,7 +283,7 @@ class Trial:
         raise SystemExit(0)
 
     def run(self, script: str) -> None:
-        """Runs a script as Python does, with its edited text."""
+        """Runs the edited text of a script as Python would."""
         path = os.path.abspath(script)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
             sys.path[0], path = path, os.path.join(path, "__main__.py")  # noqa: PTH118

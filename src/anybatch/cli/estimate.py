@@ -1,4 +1,4 @@
-"""``anybatch estimate``: what would a training of a known model take, on a card that need not be here?"""
+"""``anybatch estimate``: how much memory would training a known model take, on a device that need not be here?"""
 
 import sys
 from pathlib import Path

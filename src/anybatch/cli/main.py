@@ -1,4 +1,4 @@
-"""The command ``anybatch``: one verb a file, loaded when it is asked for."""
+"""The command ``anybatch``: one file per verb, loaded on first use."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ NOT_WRITTEN = 74
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and what the list of verbs says about it."""
+    """Where a verb is implemented, and its line of help."""
 
     module: str  # that has it
     name: str  # of the command in it
@@ -54,7 +54,7 @@ class Verbs(click.Group):
         standalone_mode: bool = True,
         **more: Any,
     ) -> Any:
-        """Runs a verb; Ctrl-C and an output that can't be written end it with a sentence and a code of their own."""
+        """Runs a verb; Ctrl-C and an output that can't be written each have an exit code of their own."""
         if not standalone_mode:
             return super().main(args, prog_name, standalone_mode=False, **more)
         for stream in (sys.stdout, sys.stderr):  # of an encoding that does not have all letters

@@ -1,4 +1,4 @@
-"""What verbs that report have in common: their options, where they write, how they end."""
+"""What the verbs share: options, checks of output files, writing."""
 
 import json
 import os
@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ScriptCommand(click.Command):
-    """A command whose options stand before the script or behind it; what it does not know there is the script's."""
+    """A command whose options stand before or after the script; unknown ones after it belong to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parts its own options from the arguments of the script; all behind ``--`` is the script's."""
+        """Separates its own options from the arguments of the script; everything after ``--`` is the script's."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         takes_value = {name: not (one.is_flag or one.is_eager) for one in options for name in one.opts}
         own: list[str] = []
@@ -41,13 +41,13 @@ class ScriptCommand(click.Command):
 
 
 def of_script(function: Function) -> Function:
-    """Gives a command the script and the arguments that it is run with."""
+    """Adds the script and its arguments to a command."""
     function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")(function)
     return click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))(function)
 
 
 def json_option(what: str) -> Callable[[Function], Function]:
-    """Gives a command the option ``--json``."""
+    """Adds the option ``--json`` to a command."""
     return click.option(
         "--json",
         "json_path",
@@ -66,10 +66,10 @@ timeout_option = click.option(
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuses a file whose folder is not there or may not be written to.
+    """Refuses a file whose folder does not exist, or a new file in a folder that is not writable.
 
     Args:
-        path: what is to be written; ``None`` and ``-`` are fine.
+        path: the file to write; ``None`` and ``-`` are fine.
 
     Raises:
         click.UsageError: names the folder.
@@ -81,13 +81,14 @@ def check_folder(path: Path | None) -> None:
 
 
 def check_page(path: Path | None, *, force: bool) -> None:
-    """Refuses a page that can't be written, or that would overwrite something else.
+    """Refuses a page that can't be written, that lacks an extra, or that would overwrite another file.
 
     Args:
-        path: of the page; ``None`` is fine.
+        path: the page; ``None`` is fine.
+        force: whether any file may be overwritten.
 
     Raises:
-        click.UsageError: names the file and the remedy.
+        click.UsageError: names the file or the extra, and the remedy.
     """
     from anybatch.report.pages import is_own_page, missing_extra
 
@@ -99,10 +100,11 @@ def check_page(path: Path | None, *, force: bool) -> None:
 
 
 def check_patch(path: Path | None, *, force: bool) -> None:
-    """Refuses a patch that can't be written, or that would overwrite what is no patch of anybatch.
+    """Refuses a patch that can't be written, or that would overwrite a file that is not a patch.
 
     Args:
-        path: of the patch; ``None`` is fine.
+        path: the patch; ``None`` is fine.
+        force: whether any file may be overwritten.
 
     Raises:
         click.UsageError: names the file and the remedy.
@@ -122,7 +124,7 @@ def json_text(values: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes plain values as JSON."""
+    """Writes plain values as JSON, to standard output if the path is ``-``."""
     text = json_text(values)
     if str(path) == "-":
         click.echo(text, nl=False)
@@ -131,7 +133,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, all or nothing; what is no plain file, such as ``/dev/null`` or a pipe, is written to."""
+    """Writes a file, atomically if it is a regular one in a writable folder."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``anybatch plan``: what is the fastest configuration of a step of the user's own script within a budget of memory?"""
+"""``anybatch plan``: what is the fastest configuration of the user's training step within a memory budget?"""
 
 import json
 import sys
@@ -35,13 +35,20 @@ _WIDTH = 80
 
 
 class NoPlan(click.ClickException):
-    """The script did not come as far as a step that can be planned."""
+    """The script did not reach a step that can be planned."""
 
     exit_code = 2
 
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
-    """Reads a budget, so that a wrong one is refused before the script runs."""
+    """Reads a budget, so that a wrong one is refused before the script runs.
+
+    Returns:
+        A share of the device as a float; a size or ``"free"`` as text; ``None`` if none was given.
+
+    Raises:
+        click.BadParameter: it is not a budget.
+    """
     if value is None or value == "free":
         return value
     try:

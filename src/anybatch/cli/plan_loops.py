@@ -1,4 +1,4 @@
-"""The first step of a script that does without anybatch: noticed where it goes back, and where it updates."""
+"""Finds the first step of a plain loop, by its backward and its update."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ _ADAPTERS = {
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """The innermost frame of the user's own code, and the library that it called, if another than torch and this."""
+    """The innermost frame of the user's own code, and the library that it called, except torch and anybatch."""
     from anybatch.doctor.recording.naming import USERS, whose_file
 
     library = ""
@@ -36,9 +36,9 @@ class LoopWatch:
     """Waits for the first backward and the update that follows it, in a process that ends there.
 
     Args:
-        found: is called with what the names of the user's code were that went back, its file and line, and the
-            optimizer; it does not return.
-        refused: is called with a sentence where a library takes the step.
+        found: is called with the variables of the user's frame at the backward, its file and line, and the optimizer;
+            it does not return.
+        refused: is called with a sentence if a library calls the backward.
     """
 
     def __init__(self, found: Callable[[dict[str, Any], str, int, Any], None], refused: Callable[[str], None]) -> None:
@@ -48,7 +48,7 @@ class LoopWatch:
         self._within: Any = None  # an optimizer that evaluates a closure, which goes back within its step
 
     def attach(self) -> None:
-        """Begins to wait; torch has been imported."""
+        """Begins to wait; torch must have been imported."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -67,7 +67,7 @@ class LoopWatch:
         ]
 
     def detach(self) -> None:
-        """Waits no more for an update."""
+        """Stops waiting for an update."""
         for one in self._handles:
             one.remove()
 
@@ -95,19 +95,21 @@ class LoopWatch:
 
 
 class FoundStep:
-    """A step that was found in a loop, as the call that it would be.
+    """A step that was found in a plain loop, as a call of anybatch.
+
+    The gradients of its model are set to ``None``.
 
     Args:
-        names: what the names of the loop were.
-        file: of the loop.
-        line: of its backward.
-        optimizer: that was about to update.
+        names: the variables of the loop.
+        file: the file of the loop.
+        line: the line of its backward.
+        optimizer: the optimizer that was about to step.
 
     Attributes:
-        call: for whoever answers about a call.
+        call: the step as the arguments of a ``TrainStep``.
 
     Raises:
-        StepUnclear: it can't be told apart from the rest of the loop.
+        StepUnclear: the step can't be separated from the rest of the loop.
     """
 
     def __init__(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> None:
@@ -129,7 +131,7 @@ class FoundStep:
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer with the lines to change, or why they can't be written."""
+        """Adds the lines to change to an answer, or why they can't be written."""
         from anybatch.doctor.fixes.source import unified
         from anybatch.doctor.loopchanges import change_of
         from anybatch.doctor.loopsteps import StepUnclear

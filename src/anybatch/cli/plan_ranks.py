@@ -1,4 +1,4 @@
-"""What ``anybatch plan --ranks`` shows: what each rank does, holds and sends in a step."""
+"""The output of ``anybatch plan --ranks``: what each rank does, holds and sends in a step."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ _WAYS = {
 
 
 def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes a plan over ranks."""
+    """Prints a plan over ranks."""
     row = plan.plan.chosen
     optimizations = f", {row.optimizations}" if row.optimizations else ""
     many = "micro-batch" if row.micro_batches == 1 else "micro-batches"

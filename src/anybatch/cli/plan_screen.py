@@ -1,4 +1,4 @@
-"""What ``anybatch plan`` shows: tables that fit a terminal of 80 columns, plain text where output is piped."""
+"""The output of ``anybatch plan``: tables for a terminal, plain text in a pipe."""
 
 import textwrap
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _GAP = "  "
 
 
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes a plan."""
+    """Prints a plan."""
     show_choice(plan, console, notes)
     heading(console, "Configurations, fastest first")
     show_ways(plan, console, _MOST_ROWS)
@@ -32,7 +32,7 @@ def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
 
 
 def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
-    """Writes what was chosen, and what it takes."""
+    """Prints the chosen configuration and its costs."""
     print_words(console, frontier.summary_of(plan), style="bold green")
     console.print()
     for term, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
@@ -40,7 +40,7 @@ def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None
 
 
 def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
-    """Writes the table of configurations."""
+    """Prints the table of configurations; ``most`` rows, and the chosen one."""
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
     print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
@@ -67,7 +67,7 @@ def _show_peak(plan: Plan, console: Console) -> None:
 
 
 def print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
-    """Writes a table that is not wrapped."""
+    """Prints a table without wrapping its lines."""
     rows = [content.header, *content.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
     for index, row in enumerate(rows):
@@ -85,13 +85,13 @@ def _print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def print_words(console: Console, text: str, indent: str = "", style: str = "") -> None:
-    """Writes a sentence in as many lines as it takes."""
+    """Prints a sentence, wrapped at 100 columns or the width of the terminal."""
     width = min(console.width, _TEXT_WIDTH)
     for line in textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False):
         _print_line(console, line, style)
 
 
 def heading(console: Console, text: str) -> None:
-    """Writes a heading after an empty line."""
+    """Prints a heading after an empty line."""
     console.print()
     console.print(Text(text, style="bold"))

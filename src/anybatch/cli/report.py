@@ -1,4 +1,4 @@
-"""``anybatch report``: what the doctor has recorded, shown again."""
+"""``anybatch report``: the diagnosis of a recorded run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

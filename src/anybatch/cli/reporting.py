@@ -1,4 +1,4 @@
-"""How a diagnosis is reported: which findings, in which formats, and where to."""
+"""How a diagnosis is reported: which findings, in which formats, to which files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ FORMATS = ("terminal", "json", "sarif", "github", "junit", "line")
 
 
 class Output(NamedTuple):
-    """One of the formats, and where it goes."""
+    """A format and its destination."""
 
     name: str  # of the format
     path: Path | None = None  # the file, ``None`` for standard output
@@ -43,7 +43,7 @@ class _OutputType(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
 
 def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Function]:
-    """Gives a command the option ``--format``; the value is for ``Outputs``."""
+    """Adds the option ``--format`` to a command; ``Outputs`` takes its value."""
     return click.option(
         "--format", "formats", multiple=True, type=_OutputType(names), metavar="NAME[=FILE]",
         help=f"Write {', '.join(names)}; to standard output if no file is named.",
@@ -51,18 +51,18 @@ def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Functi
 
 
 class Outputs:
-    """Where a report goes: to files, one format to standard output, and to the terminal.
+    """The destinations of a report: files, standard output for one format, and the terminal.
 
     Args:
-        formats: of ``--format``.
-        json_path: of ``--json``.
+        formats: the values of ``--format``.
+        json_path: the value of ``--json``.
 
     Attributes:
-        takes_stdout: whether a format has standard output for itself.
+        takes_stdout: whether a format takes standard output.
         is_shown: whether the terminal gets the report, too.
 
     Raises:
-        click.UsageError: a folder is not there, or several formats want standard output.
+        click.UsageError: a folder does not exist, or several formats go to standard output.
     """
 
     def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
@@ -79,14 +79,19 @@ class Outputs:
             )
 
     def console(self) -> Console:
-        """The terminal; standard error where a format has standard output for itself."""
+        """The terminal; on standard error where a format takes standard output."""
         return Console(stderr=self.takes_stdout, quiet=not self.is_shown, highlight=False)
 
     def write(self, text_of: Callable[[str], str], *others: Callable[[], None], is_last: bool = True) -> None:
-        """Writes all formats but that of the terminal, and what else there is; one that fails takes none away.
+        """Writes all formats except that of the terminal, then calls ``others``; a failure does not stop the rest.
+
+        Args:
+            text_of: gives the text of a format.
+            others: further writers, such as that of the terminal.
+            is_last: whether the format on standard output is written.
 
         Raises:
-            OSError: the first that there was, such as of a full disk or a standard error that is closed.
+            OSError: the first failure, such as a full disk or a closed standard error.
         """
         failed: list[OSError] = []
         writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
@@ -107,7 +112,7 @@ class Outputs:
 
 
 def reporting_options(function: Function) -> Function:
-    """Gives a command the options that ``Wanted`` reads."""
+    """Adds the options that ``Wanted`` reads to a command."""
     file = click.Path(dir_okay=False, path_type=Path)
     for option in (
         click.option("-q", "--quiet", is_flag=True, help="A line for each finding, and nothing if there is none."),
@@ -123,20 +128,20 @@ def reporting_options(function: Function) -> Function:
 
 
 class Wanted:
-    """What is reported of a diagnosis, and how.
+    """Which findings are reported, and how.
 
     Args:
-        folder: whose ``pyproject.toml`` has the settings, or one above it.
-        formats: that are written.
-        select: codes, which replace those of the settings.
-        ignore: codes, in addition to those of the settings.
+        folder: the settings are in its ``pyproject.toml``, or in the nearest one above it.
+        formats: the formats to write.
+        select: codes that replace those of the settings.
+        ignore: codes in addition to those of the settings.
         baseline: the file of known findings, ``None`` for none.
-        update_baseline: whether it is written anew.
-        quiet: whether the report is a line for each finding.
-        json_path: the diagnosis as JSON, ``None`` for none.
+        update_baseline: whether to rewrite it.
+        quiet: whether the report is one line per finding.
+        json_path: the file for the diagnosis as JSON, ``None`` for none.
 
     Raises:
-        click.UsageError: something of this is not known or fits to nothing.
+        click.UsageError: a setting, a code or a file is unknown or invalid, or options contradict each other.
     """
 
     def __init__(
@@ -173,7 +178,11 @@ class Wanted:
 
     @staticmethod
     def stops(words: Sequence[str]) -> tuple[str, ...]:
-        """What ``--stop-on`` was given, in capitals: ``NAN``, ``ERROR``, codes, beginnings of codes, names."""
+        """The values of ``--stop-on`` in capitals: ``NAN``, ``ERROR``, codes, code prefixes, names.
+
+        Raises:
+            click.UsageError: one of them names nothing.
+        """
         found = [word.strip().upper() for text in words for word in text.split(",") if word.strip()]
         try:
             return (*found, *checked_codes([one for one in found if one not in ("NAN", "ERROR")], "--stop-on"))
@@ -181,7 +190,7 @@ class Wanted:
             raise click.UsageError(str(error)) from error
 
     def diagnosed(self, diagnose: Callable[[Policy], Diagnosis]) -> Diagnosis:
-        """A diagnosis; if there is no baseline yet, all that it has is known from now on."""
+        """A diagnosis; if there is no baseline yet or it is to be updated, its findings are written there as known."""
         found = diagnose(self.policy)
         if self._baseline is None or not self._is_new:
             return found
@@ -203,10 +212,19 @@ class Wanted:
         *,
         is_last: bool = True,
     ) -> None:
-        """Writes a diagnosis in all formats, to the terminal, and its page.
+        """Writes a diagnosis in all formats, to the terminal, and as a page.
 
         Args:
-            page: the file, ``None`` for none.
+            diagnosis: the diagnosis.
+            run: the facts of its run.
+            console: the terminal.
+            page: the file of the page, ``None`` for none.
+            more: further values for JSON.
+            is_last: whether the run is over; before that, formats are written only to files, and the terminal always
+                gets the report.
+
+        Raises:
+            OSError: see ``Outputs.write``.
         """
         values = values_of(diagnosis, run) | (more or {})
         is_shown = self._outputs.is_shown or not is_last
@@ -231,7 +249,7 @@ class Wanted:
 
 
 def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:
-    """A report in a format."""
+    """The text of a report in a format."""
     if name == "json":
         return json_text(values)
     described = {}

@@ -1,4 +1,4 @@
-"""Runs the user's own script in a child process, until its first step."""
+"""Runs the user's script in a child process, until its first step."""
 
 import contextlib
 import json
@@ -30,12 +30,16 @@ class Ending(NamedTuple):
 def run_until_first_call(
     script: Path, arguments: Sequence[str], timeout: float | None, question: Mapping[str, Any]
 ) -> Ending:
-    """Runs a script as ``python script arguments`` would, until its first ``TrainStep`` or ``backward`` call.
+    """Runs a script as ``python script arguments`` would, until the child has an answer; see ``child``.
 
-    Its standard output goes to the standard error of this process, so that a report has standard output for itself.
+    Its standard output goes to the standard error of this process, so that a report can take standard output. A script
+    that fails because torchrun did not start it runs again as the only rank.
 
     Args:
-        timeout: seconds after which it is stopped, ``None`` for never.
+        script: the script.
+        arguments: its arguments.
+        timeout: seconds after which it is killed, ``None`` for never.
+        question: the verb and its options.
     """
     ending = _run(script, arguments, timeout, question, {})
     if ending.status != "needs-ranks":
@@ -81,7 +85,14 @@ def _run(
 
 
 def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
-    """Says why a script gave no answer."""
+    """A sentence on why a script gave no answer.
+
+    Args:
+        ending: how it ended.
+        script: the script.
+        verb: the command, such as ``"plan"``.
+        done: its participle, such as ``"planned"``.
+    """
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
     call += ", or any optimizer stepped after a backward" if verb != "tune" else ""

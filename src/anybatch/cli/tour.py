@@ -18,13 +18,15 @@ _MOST_COLUMNS = 120
 
 
 def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
-    """Goes through all chapters.
+    """Runs all chapters.
 
     Args:
-        json_path: where all that was run is written as JSON; ``None`` for nowhere.
+        console: the terminal.
+        page: the file of the page, which is written if its extra is installed.
+        json_path: the file for all commands and their output as JSON; ``None`` for none.
 
     Raises:
-        click.ClickException: a command did not end well.
+        click.ClickException: a command did not exit with 0.
     """
     began = time.monotonic()
     missing = missing_extra()

@@ -85,7 +85,7 @@ def tune_command(
 
 
 class NoTuning(click.ClickException):
-    """The script did not come as far as steps that can be measured."""
+    """The script did not reach steps that can be measured."""
 
     exit_code = 2
 

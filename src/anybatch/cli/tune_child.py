@@ -1,4 +1,4 @@
-"""Within the script that ``anybatch tune`` runs: its step is measured for some batches, then asked about rates."""
+"""In the script that ``anybatch tune`` runs: measures its step for some batches, then tries learning rates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ _RATED = 8  # batches of the range test, the last that were seen
 
 
 class TuneWatch:
-    """Has the first step of a script measured while it trains.
+    """Measures the first ``TrainStep`` of a script while it trains.
 
     Args:
-        steps: after which it is over.
-        answer: takes the facts; it does not return.
+        steps: the number of batches to measure.
+        answer: takes the facts; does not return.
     """
 
     def __init__(self, steps: int, answer: Callable[[dict[str, Any]], None]) -> None:
@@ -24,7 +24,7 @@ class TuneWatch:
         self._rates: list[tuple[dict[str, Any], Any]] = []
 
     def attach(self) -> None:
-        """Begins to wait for a step; torch has been imported."""
+        """Begins to wait for a step; torch must have been imported."""
         from anybatch.step import TrainStep
 
         original: Any = TrainStep.__call__
@@ -52,7 +52,7 @@ class TuneWatch:
         self._rates = [(group, group.get("initial_lr", group["lr"])) for group in groups]  # a warm-up begins at 0
 
     def finish(self) -> None:
-        """Gives the facts, if a step was seen; does not return then."""
+        """Answers with the facts if a step was seen; does not return then."""
         if self._step is None or not self._seen:
             return
         self._noise.remove()

@@ -1,4 +1,4 @@
-"""``anybatch watch``: a run that goes on, seen from another terminal through the record that it writes."""
+"""``anybatch watch``: follows a run from another terminal through the record that it writes."""
 
 import math
 import time
@@ -52,11 +52,11 @@ def watch_command(record: Path, once: bool) -> None:
 
 
 class Frames:
-    """What is shown of a record, which grows.
+    """Frames of a growing record.
 
     Args:
-        record: the path; where there is none, those of ranks beside it are meant.
-        bars: of curves, from low to high.
+        record: its path; if the file does not exist, the records of ranks beside it are shown.
+        bars: the characters of the curves, from low to high.
     """
 
     def __init__(self, record: Path, *, bars: str = _BARS) -> None:
@@ -72,11 +72,11 @@ class Frames:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has, on all ranks."""
+        """Whether the run has ended on all ranks."""
         return bool(self._tails) and all(tail.ended is not None for tail, _ in self._tails.values())
 
     def next(self) -> Group:
-        """Reads what is new, and makes the next frame."""
+        """Reads what is new and returns the next frame."""
         ranks = {} if self._record.exists() else records_of_ranks(self._record)
         for rank, path in (ranks or {0: self._record}).items():
             if path.exists():
@@ -162,7 +162,7 @@ class Frames:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:
-    """Values as small bars, the newest on the right, one that is not finite as a cross; logarithms of a wide range.
+    """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value.
 
     Example:
         >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, float("nan"), 1]), sparkline([])

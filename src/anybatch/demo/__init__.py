@@ -1,1 +1,1 @@
-"""A demonstration on real text: the gradient in pieces against the whole batch's, then two minutes of training."""
+"""A demonstration on real text: the gradient of micro-batches and of the whole batch, then two minutes of training."""

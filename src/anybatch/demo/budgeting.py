@@ -22,10 +22,10 @@ _PART = 4
 
 
 def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
-    """Measures the bytes of all live tensors at the worst moment of an update with the whole batch at once.
+    """Measures the peak memory of an update with the whole batch at once.
 
     Returns:
-        Bytes, AdamW's state included.
+        Bytes of all live tensors, including AdamW's state.
     """
     samples = len(batch["x"])
     return peak_bytes(Ways(PlanRow(samples, 1)).whole, model, batch) + _OPTIMIZER_NUMBERS * sum(

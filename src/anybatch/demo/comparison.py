@@ -25,13 +25,13 @@ _FLOAT32_ROUNDING = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways to fill ``.grad`` that are compared."""
+    """The compared ways to fill ``.grad``."""
 
     planned: PlanRow  # the size of the micro-batches, and the memory optimizations
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in a micro-batch at most."""
+        """The most samples in a micro-batch."""
         return int(self.planned.micro_batch_size)
 
     def whole(self, model: nn.Module, batch: Batch) -> None:
@@ -52,14 +52,14 @@ class Ways:
             backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size, verify="off")
 
     def loop(self, model: nn.Module, batch: Batch) -> None:
-        """What is often written: the mean of the micro-batches' means, which weighs a short one too much."""
+        """The usual loop by hand: the mean of the micro-batches' means, which gives a short one too much weight."""
         xs, ys = (batch[name].split(self.micro_batch_size) for name in ("x", "y"))
         for x, y in zip(xs, ys, strict=True):
             (next_byte_loss(model, {"x": x, "y": y}) / len(xs)).backward()
 
 
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
-    """Measures the bytes of all live tensors at the worst moment of a pass, weights and batch included.
+    """Measures the peak memory of a pass: all live tensors, including weights and batch.
 
     Returns:
         Bytes.
@@ -86,10 +86,10 @@ def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, rounds: int) -> dict[str, float]:
-    """Times passes one after the other, round by round, so that a slow moment of the machine hits all of them.
+    """Times passes in turn, round by round, so that a slow moment of the machine affects all of them.
 
     Returns:
-        The median wall-clock time of each, in seconds; the first round only warms up, if there are several.
+        The median wall-clock time of each, in seconds; of several rounds, the first only warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):

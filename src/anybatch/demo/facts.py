@@ -47,13 +47,13 @@ class GradientComparison:
 
     @property
     def is_within_bound(self) -> bool:
-        """Whether the gradient in pieces is as near to the true one as promised."""
+        """Whether the error of the split gradient is within the promised bound."""
         return self.split.error <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Where training stood at a validation."""
+    """The state of training at a validation."""
 
     seconds: float  # since training began
     updates: int  # applied so far
@@ -66,7 +66,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCurve:
-    """How training went."""
+    """The course of training."""
 
     losses: tuple[float, ...]  # of every update, in bits per byte
     points: tuple[CurvePoint, ...]  # the validations, the last one after the last update
@@ -77,7 +77,7 @@ class TrainingCurve:
 
 @dataclass(frozen=True, slots=True)
 class DemoRecord:
-    """All that one run of the demonstration found."""
+    """All results of one run of the demonstration."""
 
     versions: dict[str, str | int]  # of anybatch, Python and torch, and how many threads torch used
     seed: int  # of the weights, the batches and the sample

@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""The memory of this process."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ _PROCESS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int | None:
-    """Asks the system how much memory this process holds.
+    """The resident memory of this process.
 
     Returns:
-        Bytes. Systems without ``/proc`` give the most it ever held; ``None`` where none is known.
+        Bytes; on systems without ``/proc`` the most that it ever held; ``None`` if neither is known.
     """
     if _PROCESS.exists():
         for line in _PROCESS.read_text(encoding="ascii", errors="replace").splitlines():

@@ -40,13 +40,13 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where training stands after an update.
+    """The state of training after an update.
 
     Args:
-        fraction: of the time or of the updates, from 0 to 1.
-        updates: applied so far.
-        loss_bits: of this update's logical batch, in bits per byte.
-        tokens_per_second: of training alone, since it began.
+        fraction: the elapsed share of the time or of the updates, from 0 to 1.
+        updates: the number of updates so far.
+        loss_bits: the loss of this update's logical batch, in bits per byte.
+        tokens_per_second: the speed of training alone, since it began.
     """
 
     fraction: float
@@ -56,7 +56,7 @@ class Moment:
 
 
 def rate_factor(fraction: float) -> float:
-    """What the learning rate is multiplied by: a linear warm-up, then half a cosine.
+    """The factor of the learning rate: a linear warm-up, then half a cosine.
 
     Source of the cosine: Loshchilov and Hutter, "SGDR" (2017), equation 5.
 
@@ -160,7 +160,7 @@ class TrainingRun:
         on_validation: Callable[[CurvePoint], None] = lambda point: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrainingCurve:
-        """Trains until time or updates are used up."""
+        """Trains until the time or the updates are used up, or ``should_stop`` returns true."""
         self._began = time.perf_counter()
         on_validation(self._validate())
         due = 1
@@ -231,7 +231,7 @@ class TrainingRun:
 
 
 def make_optimizer(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
-    """Makes the optimizer, which decays matrices only: tables and norms are not better for being small."""
+    """Makes the optimizer; its weight decay applies to matrices only, not to embeddings, norms and biases."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]

@@ -43,9 +43,9 @@ class ByteTransformer(nn.Module):
     learning to look one byte back.
 
     Args:
-        context: positions at most.
+        context: the most positions.
         width: features of the stream.
-        layers: how many blocks.
+        layers: the number of blocks.
         heads: attention heads of a block.
 
     Example:
@@ -83,7 +83,7 @@ class ByteTransformer(nn.Module):
 
 
 def make_model(seed: int) -> ByteTransformer:
-    """Makes the model of the demonstration; torch's own random state stays as it is."""
+    """Makes the model of the demonstration; torch's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ByteTransformer()
@@ -104,7 +104,7 @@ def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def write_text(model: ByteTransformer, prompt: str, *, length: int, seed: int, temperature: float = 0.7) -> str:
-    """Lets the model go on from a prompt, byte by byte.
+    """Lets the model continue a prompt, byte by byte.
 
     Args:
         prompt: the beginning, one byte or more.

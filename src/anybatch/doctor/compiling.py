@@ -1,4 +1,4 @@
-"""The doctor runs as it is, also where ``torch.compile`` compiles what calls it."""
+"""Keeps ``torch.compile`` from compiling the doctor."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def stay_uncompiled() -> None:
-    """Tells torch's compiler, once it has been loaded, to leave the functions of this folder as they are.
+    """Makes torch's compiler, if it has been loaded, skip the functions of this folder.
 
-    It would compile them where a compiled function calls one, such as a hook on the step of an optimizer: again for
-    each tensor that they look at, since they were not written to be traced.
+    Where a compiled function calls one, such as a hook on an optimizer step, they would be compiled again for each
+    tensor that they read.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     folder = f"{Path(__file__).parent}{os.sep}"

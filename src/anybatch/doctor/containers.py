@@ -1,14 +1,14 @@
-"""What containers of the user's hold, read without running any code of theirs."""
+"""The entries of containers, read without running the user's code."""
 
 from collections import UserDict
 from typing import Any
 
 
 def entries_of(value: Any) -> list[tuple[Any, Any]]:
-    """The keys or positions of a list, tuple or dictionary with its entries; empty for anything else.
+    """The keys or positions of a list, tuple, dictionary or ``UserDict`` with its entries; empty for anything else.
 
-    A class of the user's that is one of these may do anything when it is read, such as augment a sample at random, so
-    its entries are taken as they are stored.
+    The user's subclass of one may run code when it is read, such as a random augmentation, so its entries are taken as
+    they are stored.
 
     Example:
         >>> entries_of({"x": 1, "y": 2})

@@ -1,4 +1,4 @@
-"""explain: what a script's own error means, with the tensors, modules and lines that were alive when it came."""
+"""explain: what an error of the script means, with the tensors, modules and lines that were alive then."""
 
 import logging
 import re
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
-    """Explains what a script ended with; the error itself is left as it is, and nothing of it is kept.
+    """Explains the error that a script ended with; the error is unchanged, and no reference to it is kept.
 
     Args:
-        error: with its traceback; those that it was raised from are looked at too.
+        error: the error with its traceback; its causes, contexts and groups are examined too.
         doctor: the recorder of the run, which knows the names of parameters and modules; ``None`` without one.
 
     Returns:
-        What is known; with an empty name for an error that none of the explanations fits; ``None`` for an end that is
-        no failure (``SystemExit``, ``KeyboardInterrupt``, ``GeneratorExit``).
+        The explanation; its name is empty if none fits. ``None`` for ``SystemExit``, ``KeyboardInterrupt`` and
+        ``GeneratorExit``.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ def explain(error: BaseException, doctor: Any = None) -> Crashed | None:
 
 
 def prefix(crashed: Crashed) -> str:
-    """What is printed before the traceback: what, where, why and what to change.
+    """The text before the traceback: what, where, why and what to change; empty for an error without a name.
 
     Example:
         >>> print(prefix(Crashed(name="X", error="E", text="", message="It broke.", file="a/b.py", line=3, code="f()")))

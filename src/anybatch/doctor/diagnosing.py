@@ -1,4 +1,4 @@
-"""From the facts of a run to a diagnosis: all rules, the order of their findings, and the four cells."""
+"""From the facts of a run to a diagnosis: runs all rules, ranks their findings and fills the four cells."""
 
 import logging
 from dataclasses import replace
@@ -24,12 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
-    """What is wrong with a run.
+    """The findings of a run, in order of rank.
 
-    A rule that fails is logged and left out; the others are asked all the same.
+    A rule that fails is logged and left out.
 
     Args:
-        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
+        run: the facts.
+        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
 
     Example:
         >>> diagnose(Run([]))
@@ -39,10 +40,11 @@ def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
 
 
 def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
-    """All that the doctor says about a run.
+    """The whole diagnosis of a run: findings, verdict, cells and notes.
 
     Args:
-        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
+        run: the facts.
+        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
 
     Example:
         >>> diagnosis(Run([])).verdict

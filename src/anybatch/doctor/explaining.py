@@ -1,4 +1,4 @@
-"""Why a parameter is not reached, and what the summands of a loss are, from what was seen of a forward."""
+"""Why a loss does not reach a parameter, and what its summands are, from an observed forward."""
 
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ _CHOICES = frozenset(
 
 
 class Explanation:
-    """Explains parameters that a loss does not reach.
+    """Explains why a loss does not reach parameters.
 
     Args:
         subject: the parameters.
-        follower: what was seen.
-        running: which modules ran.
+        follower: the observed operations.
+        running: the modules that ran.
     """
 
     def __init__(self, subject: Subject, follower: Follower, running: Running) -> None:
@@ -34,7 +34,7 @@ class Explanation:
         self._seen: dict[int, Stop] = {}
 
     def stop(self, name: str, loss: Value) -> Stop:
-        """Where the way from a parameter ends."""
+        """Where the path from a parameter to the loss ends."""
         parameter = self._subject.parameters[name]
         bit = self._bits[id(parameter)]
         if not parameter.requires_grad:
@@ -128,7 +128,7 @@ class Explanation:
 def terms_of_loss(
     loss: torch.Tensor, follower: Follower, name: str = "", subject: Subject | None = None
 ) -> tuple[Term, ...]:
-    """The summands of a loss, each with what of it is a constant for autograd; the loss itself where it has none."""
+    """The summands of a loss, each with the parameters that autograd lost in it; the loss itself if it is no sum."""
     value, live = follower.value_of(loss), follower.graph.of(loss)
     whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
     return tuple(_term(summand, follower, subject) for summand in value.terms or (whole,))

@@ -1,4 +1,4 @@
-"""Follows a forward operation by operation: whose values are in what it makes, and where their graph ends."""
+"""Follows a forward operation by operation: which parameters each result depends on, and where their graph ends."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -55,20 +55,22 @@ _ONE_BY_ONE = frozenset({"broadcast_tensors", "meshgrid", "atleast_1d", "atleast
 
 
 class Follower(TorchFunctionMode):
-    """Sees every operation that Python calls while it is entered.
+    """Observes every operation that Python calls while it is entered.
 
     Args:
-        bits: of each parameter, by its ``id``.
-        running: knows the module.
+        bits: one bit for each parameter, by its ``id``.
+        running: knows the running module.
+        before_write: is called with each tensor that is about to be written to.
 
     Attributes:
-        graph: of everything that was made.
-        values: of tensors.
-        events: where a graph ended.
-        departures: numbers that left the tensors.
-        operations: for each operation with a parameter in it: its name, where, and the bits with and without a graph.
+        graph: the graph of all results.
+        values: what is known of each tensor.
+        events: the places where a graph ended.
+        departures: numbers taken out of tensors.
+        operations: for each operation on something with a parameter in it: its name, its place, the bits of all these
+            parameters, and the bits of those in the graph of the result.
         frozen: where ``requires_grad`` was switched off, by the ``id`` of the tensor.
-        before_write: is notified of tensors that are about to be written to.
+        before_write: see above.
     """
 
     def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:
@@ -128,11 +130,11 @@ class Follower(TorchFunctionMode):
         return result
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """What is known of a tensor, its own graph included."""
+        """What is known of a tensor, including its own graph."""
         return self._with_graph(tensor)[0]
 
     def lost(self, event: Event) -> int:
-        """Bits of the parameters that an event took; those that a function of the user's passes on are not."""
+        """Bits of the parameters that an event lost, except those that a custom ``autograd.Function`` passes on."""
         return event.bits & ~(self.graph.masks.get(event.context, 0) if event.context is not None else 0)
 
     def _with_graph(self, tensor: torch.Tensor) -> tuple[Value, int]:

@@ -1,4 +1,4 @@
-"""Tracebacks as they are without the doctor: without its frames, and without those of torch that only it has run."""
+"""Tracebacks as they would be without the doctor: its frames are removed, and those of torch that run for it only."""
 
 import functools
 import linecache
@@ -20,7 +20,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def kept(first: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of the doctor, and with the calls of modules as they are without its hooks."""
+    """A traceback without the doctor's frames, and with module calls as they would be without its hooks."""
     entries: list[tuple[types.FrameType, int, int]] = []
     one, again = first, None
     while one is not None:

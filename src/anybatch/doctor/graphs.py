@@ -1,4 +1,4 @@
-"""The graph behind tensors: which parameters each of its nodes leads to, and what it keeps in memory."""
+"""The autograd graph of tensors: which parameters each node leads to, and what the graph keeps in memory."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ _MOST_SAVED = 10
 
 
 def reentrant(node: Any) -> bool:
-    """Whether a node stands for a reentrant checkpoint, whose inside the graph does not show."""
+    """Whether a node is that of a reentrant checkpoint, whose inside is not in the graph."""
     return type(node).__name__ == "CheckpointFunctionBackward" and hasattr(node, "run_function")
 
 
 @dataclass(slots=True)
 class Graph:
-    """Knows for nodes of the graph which of the numbered leaves they lead to, as bits of an integer.
+    """For each node of the graph, the numbered leaves that it leads to, as bits of an integer.
 
     Attributes:
         masks: the bits by node; holding the nodes keeps their identity.
         places: what was running when a node was first seen.
-        others: leaves that have no bit.
+        others: leaves without a bit.
     """
 
     bits: Mapping[int, int]  # of each leaf, by its ``id``
@@ -40,7 +40,7 @@ class Graph:
     _accumulates: dict[type, bool] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> int:
-        """The bits of the leaves that a backward from a tensor arrives at."""
+        """The bits of the leaves that a backward from a tensor reaches."""
         if not tensor.requires_grad:
             return 0
         node = tensor.grad_fn
@@ -87,7 +87,7 @@ class Graph:
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """All nodes of the graph behind some tensors, each once."""
+    """All nodes of the graph of some tensors, each once."""
     found = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
     waiting = list(found)
     for node in waiting:
@@ -99,7 +99,7 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def terms_of(loss: torch.Tensor, graph: Graph) -> tuple[Term, ...]:
-    """The summands of a finished loss, as far as its graph shows them."""
+    """The summands of a finished loss, as far as its graph shows them; empty for fewer than two."""
     if loss.grad_fn is None or loss.numel() != 1:
         return ()
     terms: list[Term] = []
@@ -133,10 +133,15 @@ def _passes(kind: str, following: list[Any]) -> bool:
 
 
 def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
-    """What the graph behind some tensors keeps in memory; nothing is unpacked, so that no checkpoint runs.
+    """What the graph of some tensors keeps in memory; nothing is unpacked, so no checkpoint runs.
+
+    Args:
+        tensors: the roots of the graph.
+        places: the module of each node.
+        without: tensors whose storage does not count.
 
     Returns:
-        The bytes, or ``None`` where this torch can't tell a saved tensor from one that was given to hooks.
+        The bytes; ``None`` if this torch can't tell a saved tensor from one packed by hooks.
     """
     seen = {_storage(tensor) for tensor in without if tensor.layout is torch.strided}
     saved: list[Saved] = []

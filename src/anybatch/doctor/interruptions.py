@@ -1,4 +1,4 @@
-"""Exceptions that are the user's, though they came in the middle of what the doctor did."""
+"""Exceptions that belong to the user, although they were raised while the doctor's code ran."""
 
 import functools
 import signal
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an exception is Ctrl-C, an exit, or what a signal handler raised, such as one for a time limit."""
+    """Whether an exception is Ctrl-C, an exit, or was raised by a signal handler, such as one for a time limit."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return True
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}

@@ -1,4 +1,4 @@
-"""Rules asked while a run goes on: at steps 10, 30, 100, 300 and so on, and when a number is first not finite."""
+"""Runs the rules during a run: at steps 10, 30, 100, 300 and so on, and at the first non-finite number."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,12 +15,12 @@ _AT_THE_END = "AB8"  # what probes tell, and what is like it: it is said of a wh
 
 
 class Judge:
-    """Asks all rules, at distances that grow with the run, and tells each finding once.
+    """Runs all rules at growing intervals, and gives each finding once.
 
-    Together these judgements take about half as long again as the one at the end of the run.
+    Together this takes about half as long again as the diagnosis at the end of the run.
 
     Args:
-        policy: what is reported, and other thresholds; ``None`` for all but what comments ignore.
+        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
 
     Example:
         >>> judge = Judge()
@@ -35,12 +35,18 @@ class Judge:
         self._known: set[tuple[str, str, str, int]] = set()
 
     def is_due(self, step: int, *, not_finite: bool = False) -> bool:
-        """Whether it is time to ask."""
+        """Whether it is time to run the rules.
+
+        Args:
+            step: the number of steps so far.
+            not_finite: whether a non-finite number was seen.
+        """
         return step >= self._due or (not_finite and not self._seen_not_finite)
 
     def news(self, run: Run, step: int) -> tuple[Finding, ...]:
-        """What is found by now and was not told before: errors and warnings that follow from no other one, and
-        what says that a number is not finite.
+        """New findings: errors and warnings that are no consequence of another one, and those of non-finite numbers.
+
+        Those that only a whole run can show (codes AB8..) are left out.
         """
         while self._due <= step:
             self._due = self._due * 3 if str(self._due)[0] == "1" else self._due // 3 * 10
@@ -58,7 +64,7 @@ class Judge:
 
 
 def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
-    """Whether a finding is one of those that a run is to end for.
+    """Whether a finding is one of those that end the run.
 
     Example:
         >>> is_met(Finding("", severity="error", code="AB555", name="NAN_IN_FORWARD"), ["NAN"])
@@ -70,7 +76,7 @@ def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
 
 
 def sentence_of(one: Finding) -> str:
-    """A finding on one line, as it is told while the run goes on.
+    """A finding on one line, as it is shown during a run.
 
     Example:
         >>> sentence_of(Finding("It has no gradient.", step=3, severity="error", code="AB101"))

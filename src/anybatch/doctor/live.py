@@ -1,4 +1,4 @@
-"""What happens between the steps of a run that goes on: findings are told, and a run is ended after some steps."""
+"""What happens between the steps of a run: findings are given to a callback, and a run can end after some steps."""
 
 import time
 from collections.abc import Callable
@@ -19,11 +19,11 @@ _SECONDS = 0.2  # that a first judgement is taken to last
 
 
 class AfterStep:
-    """Calls a function after each step of any optimizer, where it stands among the hooks of torch.
+    """Calls a function after each step of any optimizer, as one of torch's hooks.
 
     Args:
-        doctor: that counts the steps; it is attached.
-        then: is given how many steps were done; what it raises reaches the user's own code.
+        doctor: counts the steps; it is attached.
+        then: is called with the number of steps; its exceptions reach the user's code.
     """
 
     def __init__(self, doctor: "Doctor", then: Callable[[int], None]) -> None:
@@ -39,19 +39,19 @@ class AfterStep:
         return SimpleNamespace, (), {"_then": nullcontext().__exit__}
 
     def detach(self) -> None:
-        """Calls it no more."""
+        """Removes the hook."""
         self._handle.remove()
 
 
 class Telling:
-    """Judges a run while it goes on, in its own process, and tells each finding once.
+    """Runs the rules during a run, in its own process, and gives each finding to a callback once.
 
-    A judgement waits until it costs less than one hundredth of the time since the beginning; the first number that is
-    not finite is looked at at once.
+    The rules wait until they are expected to cost less than 1 % of the time so far; the first non-finite number is
+    judged at once.
 
     Args:
-        doctor: whose run it is.
-        on_finding: is given each error and warning that follows from no other one.
+        doctor: records the run.
+        on_finding: is called with each finding of ``Judge.news``.
     """
 
     def __init__(self, doctor: "Doctor", on_finding: Callable[[Finding], None]) -> None:
@@ -73,7 +73,7 @@ class Telling:
         self.tell(step)
 
     def tell(self, step: int) -> None:
-        """Judges now."""
+        """Runs the rules now."""
         started = time.perf_counter()
         found = self._judge.news(self._doctor.run, step)
         self._cost, self._judged = time.perf_counter() - started, max(step, 1)

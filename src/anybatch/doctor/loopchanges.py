@@ -1,4 +1,4 @@
-"""The lines of a loop that was written by hand which change for ``anybatch`` to take its step."""
+"""The lines of a plain loop that change so that anybatch takes its step."""
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stor
 
 @dataclass(slots=True)
 class Update:
-    """The statements around a backward that are one update, which ``TrainStep`` can take over."""
+    """The statements around a backward that make one update, which a ``TrainStep`` can replace."""
 
     optimizer: str  # what the loop calls it
     statements: list[ast.stmt]  # that go: those that clear, clip, unscale and step
@@ -21,10 +21,10 @@ class Update:
 
 
 def update_of(step: LoopStep) -> Update | None:
-    """The update that a loop makes after its backward, if it is one clearing, one backward and one step in a block.
+    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once.
 
     Returns:
-        It; ``None`` where the loop does anything else with the gradient, which then stays as it is.
+        The update; ``None`` if the loop does anything else with the gradient.
     """
     block = step.source.block(step.back)
     found = {one: kind for one in block if (kind := _kind(step, one))}
@@ -93,7 +93,12 @@ def _limit(step: LoopStep, statement: ast.stmt) -> str:
 
 
 def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
-    """The outermost loop before which some things are there already."""
+    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none.
+
+    Args:
+        step: the step.
+        texts: the other variables, as the loop writes them.
+    """
     roots = {text.partition(".")[0] for text in (*texts, *step.modules)}
     home = None
     for loop in step.loops:
@@ -104,13 +109,16 @@ def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
 
 
 def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
-    """The file of a loop with the lines changed.
+    """The edit of a loop's file.
 
     Args:
-        update: see ``update_of``; with ``None`` the loop keeps its update, and ``anybatch.backward`` goes back.
+        step: the step.
+        update: see ``update_of``; with ``None`` the loop keeps its update, and calls ``anybatch.backward``.
+        memory: the text of ``memory=`` for a ``TrainStep``, and further arguments.
+        plan: the arguments for ``anybatch.backward``.
 
     Raises:
-        StepUnclear: the lines can't be changed in one way only.
+        StepUnclear: there is more than one way to change the lines, or see ``results_of``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
@@ -205,10 +213,10 @@ def _reads_loss(step: LoopStep) -> bool:
 
 
 def results_of(step: LoopStep) -> list[str]:
-    """The tensors of the forward that the loop reads after the backward, each with a row a sample.
+    """The tensors of the forward that the loop reads after the backward, each with one row per sample.
 
     Raises:
-        StepUnclear: it reads something else, which micro-batches don't leave behind.
+        StepUnclear: it reads something else, which does not exist after micro-batches.
     """
     rows = rows_of(step.logical_batch)
     found = []

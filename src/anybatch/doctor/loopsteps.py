@@ -1,4 +1,4 @@
-"""The step of a loop that was written by hand: its model, forward, loss, batch and optimizer, found where it runs."""
+"""The step of a plain loop: its model, forward, loss, batch and optimizer, found while it runs."""
 
 import ast
 import builtins
@@ -20,12 +20,12 @@ _GOES_ELSEWHERE = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom
 
 
 class StepUnclear(AnyBatchError):
-    """The step of a loop can't be taken out of it; the text says why, and what to do."""
+    """The step can't be separated from its loop; the text says why, and what to do."""
 
 
 @dataclass(slots=True)
 class LoopStep:
-    """What a loop does with one batch, up to its backward."""
+    """The part of a loop that handles one batch, up to its backward."""
 
     source: UserSource  # the file
     back: ast.stmt  # the statement that calls ``backward``
@@ -38,7 +38,7 @@ class LoopStep:
 
     @property
     def loops(self) -> list[ast.stmt]:
-        """The loops that the backward is in, the innermost first, as far as the function goes."""
+        """The loops around the backward within its function, the innermost first."""
         found: list[ast.stmt] = []
         for node in self.source.ancestors(self.back):
             if isinstance(node, SCOPES):
@@ -49,36 +49,40 @@ class LoopStep:
 
     @property
     def model(self) -> torch.nn.Module:
-        """What ``anybatch`` is given as the model."""
+        """The model for anybatch: the trained module, or a ``ModuleList`` of several."""
         found = list(self.modules.values())
         return found[0] if len(found) == 1 else torch.nn.ModuleList(found)
 
     @property
     def model_text(self) -> str:
-        """The same as the user would write it."""
+        """The code for ``model``."""
         texts = list(self.modules)
         return texts[0] if len(texts) == 1 else f"torch.nn.ModuleList([{', '.join(texts)}])"
 
     @property
     def logical_batch(self) -> Any:
-        """What ``anybatch`` is given as the batch."""
+        """The batch for anybatch: the one variable, or a tuple of several."""
         values = tuple(self.batch.values())
         return values[0] if len(values) == 1 else values
 
     @property
     def batch_text(self) -> str:
-        """The same as the user would write it."""
+        """The code for ``logical_batch``."""
         return next(iter(self.batch)) if len(self.batch) == 1 else f"({', '.join(self.batch)})"
 
     def where(self, node: ast.AST) -> str:
-        """The line of a node, for people."""
+        """The file and line of a node."""
         return f"{self.source.path}:{getattr(node, 'lineno', '?')}"
 
     def loss_text(self, name: str = "loss_fn", metrics: Sequence[str] = ()) -> str:
-        """The forward as a function of the model and the batch.
+        """The code of the forward as a function of the model and the batch.
+
+        Args:
+            name: the name of the function.
+            metrics: variables to return beside the loss.
 
         Raises:
-            StepUnclear: its text can't be moved.
+            StepUnclear: a statement contains a string of several lines.
         """
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
@@ -106,7 +110,7 @@ class LoopStep:
         return "\n".join(line.removeprefix(indent) for line in data.decode().split("\n"))
 
     def loss_fn(self, metrics: Sequence[str] = ()) -> Callable[..., Any]:
-        """The function of ``loss_text``, with the loop's names as they were."""
+        """The function of ``loss_text``, with the loop's variables as globals."""
         names, name = dict(self.names), "anybatch_loss"
         exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
         found: Callable[..., Any] = names[name]
@@ -116,10 +120,16 @@ class LoopStep:
 def step_at(
     file: str, line: int, names: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> LoopStep:
-    """Finds the step that a line of a loop belongs to.
+    """Finds the step that contains a line of a loop.
+
+    Args:
+        file: the file of the loop.
+        line: the line of its backward, or another one near it.
+        names: the variables of the loop.
+        optimizers: the optimizers that step; by default all in ``names``.
 
     Raises:
-        StepUnclear: it can't be told apart from the rest of the loop.
+        StepUnclear: the step can't be separated from the rest of the loop.
 
     Example:
         >>> step_at("train.py", 3, {})
@@ -178,7 +188,7 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
 
 
 def value_of(text: str, names: Mapping[str, Any]) -> Any:
-    """What a name with attributes stands for, ``None`` where it stands for nothing."""
+    """The value of a dotted name; ``None`` if it does not exist."""
     first, *attributes = text.split(".")
     value = names.get(first)
     for one in attributes:
@@ -224,7 +234,7 @@ def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int])
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements give a value, or change the value of."""
+    """Names that statements assign or change."""
     found = set()
     for outer in nodes:
         for node in ast.walk(outer):
@@ -246,7 +256,7 @@ def _root(node: ast.AST) -> str:
 
 
 def read(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements read; those that they change are read, too."""
+    """Names that statements read, including those that they change."""
     found = set()
     for outer in nodes:
         for node in ast.walk(outer):
@@ -295,7 +305,7 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that are read before they are given a value, as they run one after the other.
+    """Names that consecutive statements read before they assign them.
 
     Example:
         >>> sorted(inputs_of(ast.parse("h = f(x)\\nfor layer in layers: total = total + layer(h)").body))

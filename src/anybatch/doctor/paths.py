@@ -21,12 +21,12 @@ _PASS_A_FUNCTION = "Pass a function instead: anybatch.why(lambda: loss_fn(model,
 
 
 def why(loss: torch.Tensor | Callable[[], Any], model: Any) -> Paths:
-    """Tells for each parameter of a model whether a loss reaches it through autograd, and if not, what stopped it.
+    """Says for each parameter of a model whether a loss reaches it through autograd, and if not, what stopped it.
 
-    With a function, the forward is followed operation by operation, so that what was cut has an operation, a module
-    and a line. It is called once; weights, gradients, buffers, attributes and random state are afterwards bitwise as
-    they were. With a finished loss nothing runs: the graph tells exactly which parameters are reached, but not what
-    was cut. A parameter that is reached may still get a gradient of zero.
+    With a function, the forward is followed operation by operation, so each cut has an operation, a module and a line.
+    It is called once; afterwards weights, gradients, buffers, attributes and random state are bitwise unchanged. With a
+    finished loss nothing runs: its graph shows which parameters are reached, except within reentrant checkpoints, but
+    not what was cut. A parameter that is reached may still get a gradient of zero.
 
     Args:
         loss: a function without arguments that computes the loss (a tensor, a ``Mean``, a mapping of names to them,
@@ -37,7 +37,7 @@ def why(loss: torch.Tensor | Callable[[], Any], model: Any) -> Paths:
         The paths; printed, they are a tree.
 
     Raises:
-        LossError: the loss is no tensor, or a parameter is lazy or missing.
+        LossError: the loss is neither a tensor nor a function of one, or the model has lazy parameters or none at all.
         TypeError: the model is none of the above.
 
     Example:

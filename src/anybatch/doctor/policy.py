@@ -1,4 +1,4 @@
-"""Which findings a user wants to hear of: settings of a project, comments on lines, and a baseline of known ones."""
+"""Which findings are reported: settings of a project, comments on lines, and a baseline of known findings."""
 
 import json
 import re
@@ -27,7 +27,7 @@ Known = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is reported and what is not.
+    """Which findings are reported.
 
     Example:
         >>> found = Finding("no gradient", code="AB101", name="OPT_PARAM_MISSING")
@@ -48,7 +48,7 @@ class Policy:
     sources: Sources = field(default_factory=Sources, compare=False)  # reads the user's files
 
     def parted(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Suppressed]]:
-        """Parts findings into those that are reported and those that are not."""
+        """Separates findings into those that are reported and those that are suppressed."""
         kept: list[Finding] = []
         others: list[Suppressed] = []
         for one in findings:
@@ -74,11 +74,11 @@ class Policy:
         return Suppressed(one, "baseline") if self.known_by(one) in self.baseline else None
 
     def known_by(self, one: Finding) -> Known:
-        """What a finding is known by, which stays when lines are added above it."""
+        """The identity of a finding in a baseline, which does not change when lines are added above it."""
         return one.code, one.place.module, self.sources.text(one.place.file, one.place.line)
 
     def unused(self, files: Iterable[str], suppressed: Iterable[Suppressed]) -> tuple[str, ...]:
-        """Says which comments ignore nothing, or name what there is not."""
+        """Notes on comments that ignored nothing, name no finding, or name an unknown one."""
         used = [one.finding for one in suppressed if one.by == "line"]
         notes = []
         for file in dict.fromkeys(filter(None, files)):
@@ -104,7 +104,7 @@ class Policy:
 
 
 def is_among(one: Finding, codes: Iterable[str]) -> bool:
-    """Whether a finding is named by one of several codes, beginnings of codes, or names.
+    """Whether a finding matches one of several codes, code prefixes or names.
 
     Example:
         >>> is_among(Finding("", code="AB101", name="OPT_PARAM_MISSING"), ["AB1"])
@@ -124,7 +124,7 @@ def _unknown(codes: Iterable[str]) -> str | None:
 
 
 def checked_codes(words: Sequence[str], where: str) -> tuple[str, ...]:
-    """Codes, beginnings of codes and names of findings as they were written, in capitals.
+    """Codes, code prefixes and names of findings in capitals, from words that may hold several each.
 
     Raises:
         ValueError: one of them names nothing.
@@ -146,7 +146,7 @@ def read_policy(folder: Path) -> Policy:
     """Reads ``[tool.anybatch.doctor]`` of the ``pyproject.toml`` in a folder, or in the nearest one above it.
 
     Raises:
-        ValueError: the file is no TOML, or has something there that is not known.
+        ValueError: the file is not valid TOML, or a setting is unknown or invalid.
     """
     for above in (folder.resolve(), *folder.resolve().parents):
         path = above / "pyproject.toml"
@@ -211,10 +211,10 @@ def _expect(is_so: bool, where: str, got: Any, expected: str) -> None:
 
 
 def read_baseline(path: Path) -> frozenset[Known]:
-    """The findings that a baseline has.
+    """The findings of a baseline.
 
     Raises:
-        ValueError: it is no baseline.
+        ValueError: the file is not a baseline.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Runs something with a model and leaves the model, its gradients and the random state as they were."""
+"""Runs something with a model and restores the model, its gradients and the random state."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Preserved:
-    """A model that things may be tried with.
+    """Restores a model after experiments with it.
 
-    Buffers are swapped for copies, and attributes are put back by name, so that what was saved for another backward
-    is not written to. A parameter is copied just before it is written to, since a forward rarely does.
+    Buffers are swapped for copies and attributes are restored by name, so that tensors saved for another backward are
+    not written to. A parameter is copied only when it is about to be written to, since a forward rarely does that.
 
     Args:
-        modules: all modules.
-        parameters: all parameters.
+        modules: all modules of the model.
+        parameters: all its parameters.
 
     Raises:
-        LossError: a parameter has no shape yet.
+        LossError: a parameter is lazy and has no shape yet.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ class Preserved:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Puts everything back at the end of its block."""
+        """Restores everything at the end of its block."""
         random = RandomState({parameter.device for parameter in self._parameters})
         leaves = [(p, p.data, p.grad if p.is_leaf else None, p.requires_grad) for p in self._parameters]
         attributes = [(module, *_attributes(module)) for module in self._modules]

@@ -17,8 +17,13 @@ _log = logging.getLogger(__name__)
 def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> list[Probed]:
     """Asks copies of the models of a run what the run itself did not show.
 
-    Nothing of the user's is touched: not the models, not the gradients, not the random state. Where a question has no
-    sure answer, the answer is ``"unknown"``, with the reason.
+    The user's models, gradients and random state are unchanged. A question without a sure answer is answered with
+    ``"unknown"`` and the reason.
+
+    Args:
+        doctor: recorded the run, and kept its last batches.
+        active: whether to train copies, too.
+        seconds: the time limit; questions that come later get no answer.
     """
     found: list[Probed] = []
     try:

@@ -1,4 +1,4 @@
-"""Which finding is the root of which: the earliest anomaly first, and what follows from it under it."""
+"""The order of findings: the gravest first, each root followed by its consequences."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -13,12 +13,16 @@ _OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW"}
 
 
 def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
-    """Puts findings in order: each root with its consequences behind it.
+    """Orders findings: each root is followed by its consequences.
 
-    Roots are in order of the gravest of them and what follows from them, and the earlier anomaly is first among
-    equals; each keeps its own severity, so that a warning that rests on a threshold stays one. A finding follows from
-    another one if that one explains it, directly or through further findings that were made, is not later, and is no
-    mere hint; that nothing was learned follows from any fault.
+    Roots are ordered by the gravest severity among them and their consequences, then by the time of the anomaly; each
+    finding keeps its own severity. A finding is a consequence of another one that explains it, directly or through
+    other findings, is not later, and is not merely ``info`` unless both are. That nothing was learned is a consequence
+    of any fault.
+
+    Args:
+        findings: of one run.
+        explains: for each name of a finding, the names that it may cause.
 
     Example:
         >>> first = Finding("too high", at=3, severity="warning", name="LR_TOO_HIGH")

@@ -1,4 +1,4 @@
-"""The recorder: what a run does is seen by global hooks, and written down as facts."""
+"""The recorder: observes a run by global hooks and records it as facts."""
 
 import platform
 import sys
@@ -53,20 +53,24 @@ MAX_BYTES = 64 * 2**20
 class Doctor:
     """Records what a training run does, and says what is wrong with it.
 
-    Everything is seen by global hooks, which are taken off again by ``detach``, or at the end of ``with``. The run is
-    bitwise the same with and without it.
+    It observes by global hooks, which ``detach`` and the end of ``with`` remove. The run is bitwise the same with and
+    without it.
 
     Args:
-        subjects: models and optimizers; what is not given is found when it is used.
-        path: a file of JSON lines that is written as the run goes; without one the facts stay in memory.
+        subjects: models and optimizers; others are found when they are used.
+        path: a file of JSON lines, written during the run; without one the facts stay in memory.
         max_bytes: the size of the record after which only rare facts are recorded.
-        every: steps between two samples; the first ten steps are all sampled.
+        every: steps between two samples, ``None`` for 25; the first ten steps are all sampled.
         script: the path of the script, for the head of the record.
-        arguments: of the script.
-        on_finding: is given each error and warning when it becomes true, or at the end; what it raises ends the run.
+        arguments: the script's arguments.
+        on_finding: is called with each error and warning that is no consequence of another one, during the run or at
+            its end; its exceptions end the run.
 
     Attributes:
-        numbering: of parameters, models, optimizers and schedulers.
+        numbering: the numbers of parameters, models, optimizers and schedulers.
+
+    Raises:
+        TypeError: a subject is neither a module nor an optimizer.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -125,7 +129,7 @@ class Doctor:
         self._after_step: AfterStep | None = None
 
     def attach(self) -> None:
-        """Puts the hooks in place; does nothing where they are."""
+        """Adds the hooks; does nothing if they are there."""
         if self._attached:
             return
         self._attached = True
@@ -154,7 +158,7 @@ class Doctor:
             self._recording.guarded(self._follow)(subject)
 
     def follow(self, *subjects: Any) -> None:
-        """Attaches it, if it is not, and adds models and optimizers; ``TrainStep(recorder=...)`` calls this.
+        """Attaches the doctor if necessary, and adds models and optimizers; ``TrainStep(recorder=...)`` calls this.
 
         Args:
             subjects: models and optimizers.
@@ -164,10 +168,10 @@ class Doctor:
             self._recording.guarded(self._follow)(subject)
 
     def announced(self, *subjects: Any) -> None:
-        """Is told by a step, before it runs, what it trains; names are known then wherever the step was made.
+        """Called by a step before it runs, so that names are known wherever the step was made.
 
         Args:
-            subjects: models, optimizers, and what is neither.
+            subjects: what the step trains; objects that are neither models nor optimizers are ignored.
         """
         if not self._announced.issuperset(map(id, subjects)):
             self._announced.update(map(id, subjects))
@@ -175,43 +179,43 @@ class Doctor:
                 self._recording.guarded(self._follow)(subject)
 
     def look_away(self) -> None:
-        """Records nothing until ``look_again``, while anybatch runs something that is no step of the training."""
+        """Stops recording until ``look_again``, while anybatch runs something that is not a training step."""
         self._away += 1
         if self._away == 1:
             self._recording.look_away()
 
     def look_again(self) -> None:
-        """Goes on recording."""
+        """Resumes recording."""
         self._away -= 1
         if not self._away:
             self._recording.look_again()
 
     def takes_gradients(self) -> None:
-        """Is told that anybatch puts gradients aside, which is no clearing."""
+        """Called when anybatch puts gradients aside, which is not a ``zero_grad``."""
         self._aside += 1
         if self._aside == 1:
             self._backward.takes()
 
     def gave_gradients(self, items: float) -> None:
-        """Is told that they are there again, with what was added.
+        """Called when the gradients are back, with the new ones added.
 
         Args:
-            items: the weight that all of that has beside what was there.
+            items: the weight of what was added.
         """
         self._aside -= 1
         if not self._aside:
             self._backward.gave(items)
 
     def __call__(self, step: Any, result: Any) -> None:
-        """Is notified of a logical batch, as an ``Observer``; everything in it was seen by the hooks.
+        """Does nothing: the hooks saw the logical batch. It makes the doctor an ``Observer``.
 
         Args:
             step: a ``TrainStep``.
-            result: what it gave.
+            result: its result.
         """
 
     def detach(self) -> None:
-        """Takes all hooks off; facts can still be added. Does nothing where they are off."""
+        """Removes all hooks; facts can still be added. Does nothing if there are none."""
         if not self._attached:
             return
         self._attached = False
@@ -235,18 +239,18 @@ class Doctor:
         """Adds a fact.
 
         Args:
-            fact: of any kind; its number and step are set.
+            fact: a fact of any kind; its number and step are set.
 
         Returns:
-            Its number.
+            The number.
         """
         return self._recording.emit(fact)
 
     def close(self, exit_code: int | None = None) -> None:
-        """Takes the hooks off and records the end.
+        """Removes the hooks, records the end, and calls ``on_finding`` with what is left to report.
 
         Args:
-            exit_code: of the script.
+            exit_code: the exit code of the script; ``None`` if it is not known.
         """
         self.detach()
         if not self._ended:
@@ -281,27 +285,27 @@ class Doctor:
 
     @property
     def run(self) -> Run:
-        """Everything that was recorded so far."""
+        """All facts that were recorded so far."""
         return self._journal.run()
 
     @property
     def findings(self) -> "tuple[Finding, ...]":
-        """What is wrong, in order of rank."""
+        """The findings so far, in order of rank."""
         from anybatch.doctor.diagnosing import diagnose
 
         return diagnose(self.run)
 
     def report(self, path: str | Path | None = None) -> "Diagnosis":
-        """All that is to be said of what was recorded so far.
+        """The diagnosis of what was recorded so far.
 
         Args:
-            path: a file for the page; ``None`` for none.
+            path: a file for the HTML page; ``None`` for none.
 
         Returns:
             The diagnosis.
 
         Raises:
-            ImportError: a page is asked for, and jinja2 is not installed.
+            ImportError: a page was asked for, and jinja2 is not installed.
         """
         from anybatch.doctor.diagnosing import diagnosis
 
@@ -336,22 +340,22 @@ class Doctor:
 
     @property
     def step(self) -> int:
-        """How many steps the optimizer that stepped most has done."""
+        """The number of steps of the optimizer that stepped most; of backwards, if no optimizer is known."""
         return self._recording.counter.step
 
     @property
     def not_finite(self) -> bool:
-        """Whether a number that is not finite was seen."""
+        """Whether a non-finite number was seen."""
         return self._samplers.not_finite
 
     @property
     def lost(self) -> str:
-        """Why the record could not be written to its end; empty if it could."""
+        """Why the record is incomplete; empty if it is not."""
         return self._journal.lost
 
     @property
     def failure(self) -> str:
-        """The first error of the recorder's own, empty if there was none."""
+        """The first error of the recorder itself; empty if there was none."""
         return self._recording.failure or self._journal.lost
 
     @property
@@ -361,27 +365,27 @@ class Doctor:
 
     @property
     def last_inputs(self) -> dict[int, tuple[torch.nn.Module, Any, Any]]:
-        """For the models that ran last, by number: the model and its arguments in its last forward with gradient."""
+        """By the number of each model that ran last: the model, and its arguments in its last forward with gradient."""
         return self._samplers.last_inputs
 
     @property
     def last_losses(self) -> dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]]:
-        """For each model, by number: the last loss of torch that was called after its forward on a sampled step.
+        """By the number of each model: the last loss of torch that was called after its forward in a sampled step.
 
-        Its name, its arguments without their graph, and its keyword arguments.
+        It is the loss's name, its arguments without their graph, and its keyword arguments.
         """
         return self._samplers.last_losses
 
     @property
     def kept(self) -> Kept:
-        """What is kept for the questions after the run."""
+        """The objects kept for the questions after the run."""
         return self._samplers.kept
 
     def watch(self, name: str) -> None:
-        """Records a module's output and its gradient on sampled steps.
+        """Records a module's output and its gradient in sampled steps.
 
         Args:
-            name: of the module, such as ``"encoder.layer.3"``.
+            name: the name of the module, such as ``"encoder.layer.3"``.
         """
         self._samplers.watcher.names.add(name)
 
@@ -389,7 +393,7 @@ class Doctor:
         """Writes the record as lines of JSON.
 
         Args:
-            path: of the file.
+            path: the file.
         """
         Path(path).write_text("".join(f"{to_line(fact)}\n" for fact in self.run.facts), encoding="utf-8")
 

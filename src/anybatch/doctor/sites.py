@@ -1,4 +1,4 @@
-"""The user's line and the module that is running."""
+"""The user's current line and the running module."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ NOWHERE = Site()
 
 
 def user_line(depth: int = 1) -> tuple[str, int]:
-    """The innermost line on the stack that is neither torch's nor this library's."""
+    """The file and number of the innermost line on the stack outside torch and anybatch; ``("", 0)`` if none is."""
     frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -45,7 +45,7 @@ def user_line(depth: int = 1) -> tuple[str, int]:
 
 
 def distribution_drawing() -> str:
-    """The class of the distribution of torch whose ``sample()`` the user's line has called, empty if none is."""
+    """The class of torch's distribution whose ``sample()`` the user's line called; empty if there is none."""
     frame = sys._getframe(1)
     found = ""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
@@ -56,7 +56,7 @@ def distribution_drawing() -> str:
 
 
 class CustomForward(NamedTuple):
-    """The forward of an ``autograd.Function`` that is running."""
+    """The running forward of an ``autograd.Function``."""
 
     name: str  # of the function, ``"checkpoint"`` for a reentrant checkpoint
     context: Any  # its first argument, which becomes its node of the graph
@@ -64,7 +64,7 @@ class CustomForward(NamedTuple):
 
 
 def custom_forward() -> CustomForward | None:
-    """The innermost ``autograd.Function`` whose forward is running, if there is one."""
+    """The innermost ``autograd.Function`` whose forward is running; ``None`` if there is none."""
     frame: Any = sys._getframe(1)
     context, name = None, ""
     while frame is not None:
@@ -84,14 +84,14 @@ def _shown(name: str) -> str:
 
 
 class Running:
-    """Follows which module runs.
+    """Follows which module is running.
 
     Args:
-        modules: by qualified name; one that has several is called by the first.
+        modules: the modules by qualified name; the first name counts for one that has several.
 
     Attributes:
-        ran: names of the modules that were called.
-        name: of the innermost one that is running.
+        ran: the names of the modules that were called.
+        name: the name of the innermost running module.
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
@@ -105,7 +105,7 @@ class Running:
         return self._names.get(id(module), "")
 
     def attached(self) -> ExitStack:
-        """Hangs two hooks on all modules that there are; closing the stack takes them off."""
+        """Adds two global module hooks; closing the stack removes them."""
         handles = ExitStack()
         handles.callback(register_module_forward_pre_hook(self._enter).remove)
         handles.callback(register_module_forward_hook(self._leave, always_call=True).remove)

@@ -1,4 +1,4 @@
-"""What ``why`` is asked about: the parameters by name, and the losses."""
+"""The arguments of ``why``: the parameters by name, and the losses."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from anybatch.records.means import Mean
 
 @dataclass(slots=True)
 class Subject:
-    """The parameters and modules of what was given as the model."""
+    """The parameters and modules of the model argument."""
 
     parameters: dict[str, torch.Tensor]  # by name; one that is tied has several
     modules: dict[str, torch.nn.Module]  # by name; the model itself has the name it was given, or none
@@ -32,10 +32,10 @@ class Subject:
 
 
 def subject_of(model: Any) -> Subject:
-    """Reads what was given as the model.
+    """Reads the model argument of ``why``.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is no module, iterable of modules, or mapping of names to modules or tensors.
         LossError: it has no parameters.
     """
     subject = Subject({}, {}, {})
@@ -75,10 +75,10 @@ def _named(model: Any) -> Iterable[tuple[str, Any]]:
 
 
 def losses_of(result: Any) -> dict[str, Any]:
-    """The losses by name in what a loss function returned; a single one has no name.
+    """The losses by name in the return value of a loss function; the name of a single one is empty.
 
     Raises:
-        LossError: it is nothing of the kind.
+        LossError: one is not a tensor, a number or a ``Mean``.
     """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         result = result[0]

@@ -1,4 +1,4 @@
-"""Which of the fixes that are printed a test has applied, as they are, to a program with their fault."""
+"""The fixes that a test applies, as they are printed, to a program with their fault."""
 
 from anybatch.records.findings import is_code
 
@@ -12,5 +12,5 @@ TESTED = frozenset(
 
 
 def is_tested(name: str, fix: str) -> bool:
-    """Whether a test has applied such a fix."""
+    """Whether a test applies such a fix: it is code, and of one of these findings."""
     return bool(fix) and name in TESTED and is_code(fix)

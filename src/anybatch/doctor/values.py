@@ -1,4 +1,4 @@
-"""What is known of the tensors of one forward: whose values are in them, and where autograd lost sight of those."""
+"""What is known of the tensors of one forward: which parameters they depend on, and where autograd lost these."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from anybatch.doctor.sites import NOWHERE, Site
 
 
 class Event(NamedTuple):
-    """An operation whose result is without the graph of some of what went in."""
+    """An operation whose result lacks the graph of some of its inputs."""
 
     op: str  # its name, or that of the mode or function which caused it
     site: Site  # where
@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 class Summand(NamedTuple):
-    """A part of a sum."""
+    """A summand of a sum of scalars."""
 
     value: Any  # a copy, or a number
     live: int  # bits of the parameters in its graph
@@ -54,13 +54,13 @@ NOTHING = Value()
 
 @dataclass(slots=True)
 class Values:
-    """Values by tensor, as long as the tensors live."""
+    """The values of tensors, as long as these live."""
 
     _known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = field(default_factory=dict)
     _memory: dict[int, Value] = field(default_factory=dict)  # by address, for parameters, whose making is not seen
 
     def of(self, tensor: torch.Tensor) -> Value:
-        """What is known of a tensor; a view also has what was written to the tensor that it is a view of."""
+        """What is known of a tensor; for a view, what was written to its base is included."""
         entry = self._known.get(id(tensor))
         value = entry[1] if entry is not None and entry[0]() is tensor else NOTHING
         base = tensor._base
@@ -69,11 +69,11 @@ class Values:
         return value
 
     def by_memory(self, parameter: torch.Tensor) -> Value:
-        """What is known of a parameter that was made of a tensor, which is not seen."""
+        """What is known of a parameter made from a tensor, found by its address, since its creation is not observed."""
         return self._memory.get(address(parameter), NOTHING)
 
     def put(self, tensor: torch.Tensor, value: Value) -> None:
-        """Notes what is known of a tensor."""
+        """Stores what is known of a tensor."""
         known, key = self._known, id(tensor)
 
         def forget(reference: Any) -> None:
@@ -85,14 +85,14 @@ class Values:
             self._memory[place] = value
 
     def wrote(self, tensor: torch.Tensor, value: Value) -> None:
-        """Notes that a tensor was written to, and with it the tensor that it is a view of."""
+        """Stores the value of a tensor that was written to, and adds it to that of its base."""
         self.put(tensor, value)
         if tensor._base is not None:
             self.put(tensor._base, joined((self.of(tensor._base), value), value.op, value.site))
 
 
 def joined(values: Iterable[Value], op: str, site: Site) -> Value:
-    """The value of what is made of several others."""
+    """The value of a result made from several others."""
     params, cuts = 0, frozenset[int]()
     for value in values:
         params |= value.params
@@ -102,7 +102,7 @@ def joined(values: Iterable[Value], op: str, site: Site) -> Value:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor lies in memory, 0 if it has none of its own."""
+    """The address of a tensor, 0 if it has no memory of its own."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # fakes, sparse tensors, wrappers
@@ -120,7 +120,7 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class Departure:
-    """Numbers that left the tensors, as ``.item()`` gives them."""
+    """Numbers taken out of a tensor, as by ``.item()``."""
 
     op: str  # what took them out
     number: Any  # the number, list or array
@@ -130,7 +130,7 @@ class Departure:
 
 
 def returning(number: Any, departures: list[Departure], *, constructor: bool) -> Iterator[Departure]:
-    """Departures whose numbers come back; told by equality, so that only telling numbers count."""
+    """Departures whose numbers are used again, recognised by equality; floats with few digits don't count."""
     for departure in reversed(departures):
         if _same(number, departure.number, constructor=constructor):
             yield departure
@@ -142,7 +142,7 @@ def returning(number: Any, departures: list[Departure], *, constructor: bool) ->
 
 
 def sharing(tensor: torch.Tensor, departures: list[Departure]) -> Departure | None:
-    """The array that a tensor shares its memory with, as ``torch.from_numpy`` makes it."""
+    """The departure whose array shares the memory of a tensor, as after ``torch.from_numpy``; ``None`` if none does."""
     found = address(tensor)
     return next((d for d in departures if d.source is not None and address(d.source) == found != 0), None)
 

@@ -1,4 +1,4 @@
-"""The verdict on a run: learning only where that was seen, and why it is not given where it was not."""
+"""The verdict on a run: ``"learning"`` only if that was seen, else why not."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,12 @@ _MOST_NAMES = 3
 
 
 def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str]) -> tuple[Verdict, str]:
-    """What became of a run.
+    """The verdict on a run, and its reason.
+
+    Args:
+        run: the facts.
+        findings: the findings, in order of rank.
+        unexamined: what could not be examined; it keeps the verdict from being ``"learning"``.
 
     Example:
         >>> verdict_on(Run([]), [], [])

@@ -1,1 +1,1 @@
-"""anybatch inside the trainers that people already use; each module needs its own library, and only when imported."""
+"""anybatch inside existing trainers; each module needs its library only when it is imported."""

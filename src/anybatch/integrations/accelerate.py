@@ -1,4 +1,4 @@
-"""``TrainStep`` on what Accelerate has prepared, without Accelerate's own division and its own times of stepping."""
+"""``TrainStep`` on objects that Accelerate has prepared, without Accelerate's own accumulation."""
 
 import warnings
 from collections.abc import Sequence
@@ -28,13 +28,18 @@ def train_step(
     scheduler: Any = None,
     **options: Any,
 ) -> TrainStep:
-    """Makes a ``TrainStep`` of prepared objects; it takes the place of ``accumulate``, ``backward`` and ``step``.
+    """Makes a ``TrainStep`` of prepared objects; it replaces ``accumulate``, ``backward`` and ``step``.
 
     The model keeps Accelerate's mixed precision and its DistributedDataParallel, and the scaler is Accelerate's, so
-    that ``save_state`` and ``load_state`` see what is trained. Optimizers and schedulers step once a logical batch,
-    whatever the number of processes.
+    that ``save_state`` and ``load_state`` include what is trained. Optimizers and schedulers step once per logical
+    batch, whatever the number of processes. A warning says if Accelerate repeats samples to even out the processes.
 
     Args:
+        accelerator: prepared the other arguments.
+        model: the prepared model.
+        loss_fn: see ``anybatch.backward``.
+        optimizer: the prepared optimizer, or a sequence of them.
+        scheduler: the prepared scheduler, or a sequence of them.
         options: further arguments of ``TrainStep``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A doctor that a trainer's callback attaches at the beginning of a run, and that reports at its end."""
+"""A doctor that the callback of a trainer attaches at the beginning of a run, and that reports at its end."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class AttachedDoctor:
-    """What the doctor's callbacks share.
+    """The base class of the doctor's callbacks.
 
     Args:
         output: a file for the HTML page, which needs ``anybatch[report]``; ``None`` for none.
-        path: a file of JSON lines that is written as the run goes, see ``anybatch.Doctor``.
+        path: a file of JSON lines, written during the run, see ``anybatch.Doctor``.
         every: steps between two samples, see ``anybatch.Doctor``.
-        console: where the report is written; ``None`` for the terminal.
-        on_finding: is given findings while the run goes on, see ``anybatch.Doctor``.
+        console: where to print the report; ``None`` for standard output.
+        on_finding: is called with findings during the run, see ``anybatch.Doctor``.
 
     Attributes:
-        doctor: the one that watched the last run, whose ``findings`` can be read; ``None`` before.
+        doctor: the doctor of the current or last run; ``None`` before the first.
 
     Raises:
-        BatchError: the page can't be written, for ``output`` has no folder.
+        BatchError: the folder of ``output`` does not exist.
 
     Example:
         >>> import torch
@@ -55,17 +55,18 @@ class AttachedDoctor:
         self.doctor: Doctor | None = None
 
     def begin(self, *subjects: Any) -> None:
-        """Attaches a new doctor."""
+        """Attaches a new doctor to models and optimizers."""
         if self.doctor is not None:
             self.doctor.detach()
         self.doctor = Doctor(*subjects, path=self._path, every=self._every, on_finding=self._on_finding)
         self.doctor.attach()
 
     def end(self, *, error: BaseException | None = None, is_reporting: bool = True) -> None:
-        """Takes the doctor off, and reports.
+        """Detaches the doctor and reports; does nothing before ``begin``.
 
         Args:
-            error: why the run ended, ``None`` if it ended by itself.
+            error: the exception that ended the run, ``None`` if there was none.
+            is_reporting: whether to print the report and write the page.
         """
         if self.doctor is None:
             return

@@ -1,4 +1,4 @@
-"""What the loss of a head of Transformers is the mean over."""
+"""The counts over which the losses of Transformers' heads are means."""
 
 import warnings
 from collections.abc import Mapping
@@ -24,7 +24,11 @@ _NOT_SHIFTED = frozenset(
 
 
 def count_labels(batch: Mapping[str, Any], *, is_shifted: bool) -> Any:
-    """Counts the labels that are not -100; samples where the labels are no integers.
+    """Counts the labels that are not -100; the samples if there are no labels or they are not integers.
+
+    Args:
+        batch: as the collator made it.
+        is_shifted: whether the loss leaves out the first label of each row.
 
     Example:
         >>> labels = torch.tensor([[5, -100, 7], [1, 2, -100]])
@@ -42,10 +46,10 @@ def count_labels(batch: Mapping[str, Any], *, is_shifted: bool) -> Any:
 
 
 def count_items(trainer: Any, batch: Mapping[str, Any]) -> Any:
-    """Counts what the loss of a Trainer is the mean over.
+    """Counts what the loss of a Trainer is the mean over: labels, answers within their text, or samples for CTC.
 
     Raises:
-        BatchError: no count makes this loss a mean.
+        BatchError: an answer begins within its text and ends outside it, so no count makes this loss a mean.
     """
     is_of_head = trainer.label_smoother is None and getattr(trainer, "compute_loss_func", None) is None
     if is_of_head and "start_positions" in batch:
@@ -69,10 +73,10 @@ def _count_spans(batch: Mapping[str, Any]) -> Any:
 
 
 def check_head(trainer: Any) -> None:
-    """Says where the loss of a head is no mean over what can be counted.
+    """Refuses a head whose loss is a sum; warns of one with a balancing loss of experts, which is no mean.
 
     Raises:
-        BatchError: the loss is a sum.
+        BatchError: the loss is a sum over the batch.
     """
     config = getattr(_model_of(trainer), "config", None)
     name = type(_model_of(trainer)).__name__
@@ -101,7 +105,7 @@ def _model_of(trainer: Any) -> Any:
 
 
 def is_shifted(trainer: Any) -> bool:
-    """Whether the loss of a Trainer leaves out the first label of each row: a label smoother's, or the head's own."""
+    """Whether the loss of a Trainer, that of its label smoother or its head, leaves out the first label of each row."""
     model = _model_of(trainer)
     is_causal = type(model).__name__ in _CAUSAL
     if trainer.label_smoother is not None:

@@ -1,4 +1,4 @@
-"""The exact gradient, and the doctor, inside the Trainer of Lightning."""
+"""The exact gradient and the doctor in Lightning's Trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,14 +21,15 @@ except ImportError as error:
 
 
 class ExactGradient(Callback):
-    """Makes ``Trainer.fit`` take the gradient of the whole logical batch, with ``training_step`` as it is.
+    """Makes ``Trainer.fit`` take the gradient of the whole logical batch, with ``training_step`` unchanged.
 
-    The logical batch is what the loader yields, or ``accumulate_grad_batches`` of that, fewer at the end of an epoch.
-    ``training_step`` gets its micro-batches; what it logs is joined over them, and logged once a batch of the loader.
+    The logical batch is a batch of the loader, or ``accumulate_grad_batches`` of them, fewer at the end of an epoch.
+    ``training_step`` gets its micro-batches; what it logs is joined over them, and logged once per batch of the loader.
+    ``setup`` refuses trainers that can't be used this way.
 
     Args:
-        memory: the budget that training stays under, see ``anybatch.TrainStep``; without ``accumulate_grad_batches``.
-        micro_batch_size: samples in a micro-batch at most; ``None`` for a batch of the loader.
+        memory: the memory budget, see ``anybatch.TrainStep``; not together with ``accumulate_grad_batches``.
+        micro_batch_size: the most samples in a micro-batch; ``None`` for a batch of the loader.
         count: what the loss of ``training_step`` is the mean over, a function of a batch.
         broadcast: see ``anybatch.TrainStep``.
         layout: see ``anybatch.TrainStep``.
@@ -66,7 +67,12 @@ class ExactGradient(Callback):
         self._replaced: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Takes the place of Lightning's own closure, until ``teardown``."""
+        """Replaces Lightning's automatic optimization until ``teardown``.
+
+        Raises:
+            BatchError: optimization is manual, the module has a ``backward`` of its own, the strategy is neither a
+                single device nor DDP, or there are both ``memory`` and ``accumulate_grad_batches``.
+        """
         if stage != "fit":
             return
         _refuse_other_ways(trainer, pl_module, self.options["memory"])
@@ -76,12 +82,12 @@ class ExactGradient(Callback):
         loop.automatic_optimization.optim_progress = self._replaced.optim_progress  # trainer.global_step is in it
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Puts Lightning's own closure back."""
+        """Restores Lightning's automatic optimization."""
         if self._replaced is not None:
             trainer.fit_loop.epoch_loop.automatic_optimization, self._replaced = self._replaced, None
 
     def gradient_for(self, trainer: Any, loss_fn: Callable[[Any, Any], Any]) -> RepeatedBackward:
-        """What takes the gradient of one batch after another; made for the first one."""
+        """The object that takes the gradient of each batch; it is made for the first one."""
         if self.gradient is None:
             optimizers = [getattr(one, "optimizer", one) for one in trainer.strategy.optimizers]
             scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -99,7 +105,7 @@ class ExactGradient(Callback):
         return {} if self.gradient is None else {"gradient": self.gradient.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the sizes and the plan of a checkpoint."""
+        """Resumes with the sizes and the plan of a checkpoint."""
         self._loaded = state_dict.get("gradient")
 
 
@@ -121,16 +127,16 @@ def _refuse_other_ways(trainer: Any, module: LightningModule, memory: Any) -> No
 
 
 class DoctorCallback(AttachedDoctor, Callback):
-    """Watches ``Trainer.fit``, and says at its end what is wrong with it; see ``AttachedDoctor`` for the arguments."""
+    """Observes ``Trainer.fit`` and reports what is wrong at its end; see ``AttachedDoctor`` for the arguments."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins to watch."""
+        """Attaches the doctor."""
         self.begin(pl_module, *[getattr(one, "optimizer", one) for one in trainer.optimizers])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Ends, and reports on the first rank."""
+        """Detaches the doctor, and reports on the first rank."""
         self.end(is_reporting=trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ends, and reports why the run broke."""
+        """Detaches the doctor, and reports on the first rank why the run failed."""
         self.end(error=exception, is_reporting=trainer.is_global_zero)

@@ -27,7 +27,7 @@ class TakesGradients(Protocol):
     count: Callable[[Any], Any]
 
     def gradient_for(self, trainer: Any, loss_fn: Loss) -> Callable[[Any], StepResult]:
-        """What takes the gradient of a batch."""
+        """The function that takes the gradient of a batch."""
 
 
 class _NoLoss(Exception):  # not an error: Lightning then skips the batch
@@ -35,11 +35,11 @@ class _NoLoss(Exception):  # not an error: Lightning then skips the batch
 
 
 class ExactOptimization(_AutomaticOptimization):
-    """Takes the gradient of a batch at once, and weighs it with those of the window before it.
+    """Takes the gradient of a batch, and joins it with those of the earlier batches of its window, by their counts.
 
     Args:
-        trainer: Lightning's.
-        exact: counts, and takes the gradient.
+        trainer: Lightning's Trainer.
+        exact: counts items and takes gradients.
     """
 
     def __init__(self, trainer: Any, exact: TakesGradients) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of each update, to TensorBoard, Weights & Biases, a CSV file, a terminal, or any function."""
+"""Logs the numbers of updates to TensorBoard, Weights & Biases, a CSV file or any function."""
 
 import csv
 import time
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from anybatch.step import TrainStep
 
 Sink = Callable[[dict[str, float], int], None]
-"""What takes the numbers of an update, and how many updates there have been."""
+"""A function of the numbers of an update, by name, and of the number of updates so far."""
 
 
 class Log:
-    """An observer that gives numbers of every few updates to functions; on the first rank only.
+    """An observer that passes the numbers of every few updates to functions; on the first rank only.
 
-    The numbers are ``loss`` and the parts of it, joined metrics, ``grad_norm``, the learning rate ``lr``,
+    The numbers are ``loss`` and its parts, metrics that are numbers, ``grad_norm``, the learning rate ``lr``,
     ``micro_batches``, ``count``, ``samples`` so far, ``samples_per_second``, and ``skipped`` logical batches so far.
 
     Args:
-        *sinks: called with the numbers by name and the number of updates.
-        every: updates between two calls; only then the device is waited for.
-        prefix: of each name, such as ``"train/"``.
+        *sinks: are called with the numbers by name and the number of updates.
+        every: updates between two calls; only calls wait for the device.
+        prefix: the prefix of each name, such as ``"train/"``.
 
     Raises:
-        BatchError: ``every`` is no positive integer, or a sink is no function.
+        BatchError: ``every`` is not a positive integer, or a sink is not callable.
 
     Example:
         >>> import anybatch, torch
@@ -57,7 +57,7 @@ class Log:
         self._samples: int | None = None
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Takes the result of a logical batch; one that was skipped is counted with the next that was not."""
+        """Logs the result of a logical batch; skipped ones show in the next that is logged."""
         if result.skipped or step.updates % self._every or not is_first_rank():
             return
         metrics = {f"{self._prefix}{name}": value for name, value in self._numbers(step, result).items()}
@@ -96,12 +96,12 @@ class Observers:
         self._observers = observers
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Tells all of them."""
+        """Calls all observers."""
         for observer in self._observers:
             observer(step, result)
 
     def follow(self, *subjects: Any) -> None:
-        """Hands models and optimizers to those that want them, such as a doctor."""
+        """Passes models and optimizers to observers that have this method, such as a doctor."""
         for observer in self._observers:
             follow = getattr(observer, "follow", None)
             if follow is not None:
@@ -112,7 +112,10 @@ class TensorBoard:
     """A sink that writes scalars for TensorBoard.
 
     Args:
-        folder: where; or a ``SummaryWriter`` that there is already.
+        folder: the folder of the run, or a ``SummaryWriter``.
+
+    Raises:
+        ImportError: TensorBoard is not installed, and a folder was given.
     """
 
     def __init__(self, folder: Any) -> None:
@@ -140,8 +143,11 @@ class WandB:
     """A sink that sends numbers to Weights & Biases.
 
     Args:
-        run: from ``wandb.init``; ``None`` to make one.
-        **init: for ``wandb.init``, such as ``project``.
+        run: the result of ``wandb.init``; ``None`` to call it.
+        **init: arguments for ``wandb.init``, such as ``project``.
+
+    Raises:
+        ImportError: ``wandb`` is not installed, and no run was given.
     """
 
     def __init__(self, run: Any = None, **init: Any) -> None:
@@ -167,7 +173,7 @@ class Csv:
     """A sink that writes a line for each call; later lines have the columns of the first.
 
     Args:
-        path: the file, which is written anew.
+        path: the file, which is overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -176,7 +182,7 @@ class Csv:
         self._columns: list[str] = []
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes a line, which is on disk at once."""
+        """Writes a line; the file is closed after it."""
         is_first = not self._columns
         self._columns = self._columns or ["step", *metrics]
         with self._path.open("a", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal and in a notebook, a line now and then where there is neither."""
+"""Progress of a run: a bar in a terminal or a notebook, otherwise a line now and then."""
 
 import time
 from types import TracebackType
@@ -18,13 +18,13 @@ class ProgressBar:
     """An observer that shows updates, loss and speed, on the first rank only.
 
     Args:
-        total: updates in all; ``None`` if that is not known.
-        seconds: between two looks at the loss, which wait for the device; where there is no bar, between two lines.
-            ``None`` for half a second with a bar and 30 without.
-        console: where to; ``None`` for the standard error.
+        total: the number of updates; ``None`` if it is not known.
+        seconds: the time between two updates of the bar or two lines, each of which waits for the device; ``None`` for
+            half a second with a bar and 30 without.
+        console: where to print; ``None`` for standard error.
 
     Raises:
-        BatchError: ``total`` is no positive integer.
+        BatchError: ``total`` is not a positive integer.
 
     Example:
         >>> import anybatch, sys, torch
@@ -50,7 +50,7 @@ class ProgressBar:
         self._handle: Any = None  # of what a notebook shows
 
     def __call__(self, step: "TrainStep", result: StepResult) -> None:
-        """Is notified of a logical batch."""
+        """Shows a logical batch, if it is time."""
         now = time.perf_counter()
         if not is_first_rank() or now - self._shown < self._seconds:
             return
@@ -87,7 +87,7 @@ class ProgressBar:
             self._handle.update(shown, raw=True)
 
     def close(self) -> None:
-        """Ends the bar."""
+        """Stops the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -102,5 +102,5 @@ class ProgressBar:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that writes."""
+    """Whether this is the first rank, or the only process."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""What pytest gets from anybatch: a marker that fails a test whose tensors take more memory than it says."""
+"""A marker for pytest: it fails a test whose tensors take more memory than its limit."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ MARKER = "anybatch_memory"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the marker."""
+    """Registers the marker."""
     config.addinivalue_line(
         "markers", f'{MARKER}(limit): the tensors of the test take at most so much memory, such as "200MiB" (anybatch)'
     )
@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """Has a test measured that has the marker; its fixtures were made before."""
+    """Measures a test with the marker; its fixtures exist already."""
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return

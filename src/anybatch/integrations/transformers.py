@@ -1,4 +1,4 @@
-"""The exact gradient, and the doctor, inside the Trainer of Transformers."""
+"""The exact gradient and the doctor in the Trainer of Transformers."""
 
 import contextlib
 import json
@@ -30,28 +30,29 @@ _STATE = "anybatch.json"
 
 
 class ExactTraining:
-    """Makes a Trainer take the gradient of its whole logical batch; stands before ``Trainer`` among the bases.
+    """Makes a Trainer take the gradient of its whole logical batch; it comes before ``Trainer`` among the base classes.
 
     The logical batch has ``per_device_train_batch_size * gradient_accumulation_steps`` samples on each rank, fewer at
-    the end of an epoch. It goes through in micro-batches of at most the per-device size, each weighted by the labels
-    that its loss is the mean over. Clipping, the optimizer, the schedule, callbacks, logs and checkpoints stay the
-    Trainer's.
+    the end of an epoch. It runs in micro-batches of at most the per-device size, each weighted by the count of what its
+    loss is the mean over. Clipping, the optimizer, the schedule, callbacks, logs and checkpoints stay the Trainer's.
 
     Args:
-        *args: of the Trainer.
-        memory: the budget that training stays under, see ``anybatch.TrainStep``.
-        micro_batch_size: samples in a micro-batch at most; ``None`` for the per-device batch.
-        count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, less
-            the first of each row where the head shifts them, or for the samples if the labels are no integers.
+        *args: arguments of the Trainer.
+        memory: the memory budget, see ``anybatch.TrainStep``.
+        micro_batch_size: the most samples in a micro-batch; ``None`` for the per-device batch.
+        count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, without
+            the first of each row if the head shifts them; for the answers within the text in question answering; for
+            the samples if the labels are not integers, and for CTC.
         broadcast: see ``anybatch.TrainStep``.
         layout: see ``anybatch.TrainStep``.
         batch_norm: see ``anybatch.TrainStep``.
         dropout: see ``anybatch.TrainStep``.
         verify: see ``anybatch.TrainStep``.
-        **kwargs: of the Trainer.
+        **kwargs: keyword arguments of the Trainer.
 
     Raises:
-        BatchError: the Trainer is to run in a way that takes the gradient out of its hands.
+        BatchError: the Trainer uses something that takes the gradient itself: DeepSpeed, FSDP, several GPUs in one
+            process, a ``parallelism_config``, LOMO or ``auto_find_batch_size``.
 
     Example:
         >>> class MyTrainer(ExactTraining, Trainer):
@@ -86,18 +87,18 @@ class ExactTraining:
         self._exact_passes_items = False
 
     def count_items(self: Any, batch: Any) -> Any:
-        """Counts what the loss of a batch, as the collator made it, is the mean over; see ``count``."""
+        """Counts what the loss of a batch is the mean over, the default of ``count``."""
         return count_items(self, batch)
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Notes the batches of the next update; see ``Trainer.get_batch_samples``."""
+        """Remembers the batches of the next update; see ``Trainer.get_batch_samples``."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._exact_window = list(batches)
         self._exact_passes_items = items is not None or self.compute_loss_func is not None
         return batches, items
 
     def training_step(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Does nothing for each batch of an update but the last, and takes the gradient of all of them there."""
+        """Takes the gradient of all batches of an update at the last one; does nothing at the others."""
         window = self._exact_window if any(inputs is batch for batch in self._exact_window) else [inputs]
         if inputs is not window[-1]:
             return torch.zeros((), device=self.args.device)
@@ -136,15 +137,15 @@ class ExactTrainer(ExactTraining, Trainer):
 
 
 class DoctorCallback(AttachedDoctor, TrainerCallback):
-    """Watches a run of the Trainer, and says at its end what is wrong with it; see ``AttachedDoctor``."""
+    """Observes ``Trainer.train`` and reports what is wrong at its end; see ``AttachedDoctor`` for the arguments."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins to watch."""
+        """Attaches the doctor."""
         optimizer = kwargs.get("optimizer")
         self.begin(kwargs["model"], *([] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends, and reports on the first rank."""
+        """Detaches the doctor, and reports on the first rank."""
         self.end(is_reporting=state.is_world_process_zero)
 
 

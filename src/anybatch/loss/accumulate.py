@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from anybatch.batch.moving import numbered
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.gradwatch import GradientWatch
@@ -40,30 +39,20 @@ DropoutPolicy = Literal["native", "per-sample"]
 
 @dataclass
 class Settings:
-    """How gradients are computed, independent of the batch.
+    """How gradients are computed, independent of the batch."""
 
-    Args:
-        device: of the model.
-        autocast: the dtype of ``torch.autocast``, or ``None``.
-        scaler: a ``GradScaler`` that scales losses, or ``None``.
-        inputs: the only tensors that get a gradient, or ``None`` for all.
-        policy: when low-precision gradients are accumulated in float32.
-        kept_graphs: how many micro-batches of a coupled loss keep the graph of their first pass; ``None`` for the
-            loss's own ``keep``, or one.
-        chunk_length: steps in a chunk of a sequence; ``None`` for the loss function's own.
-        dropout: whether masks are torch's own, or a function of the sample that does not depend on the split.
-        reducer: the processes that compute the gradient together.
-    """
-
-    device: torch.device
-    autocast: torch.dtype | None = None
-    scaler: Any = None
-    inputs: tuple[torch.Tensor, ...] | None = None
-    policy: AccumulatePolicy = "auto"
+    device: torch.device  # of the model
+    autocast: torch.dtype | None = None  # the dtype of ``torch.autocast``, or ``None``
+    scaler: Any = None  # a ``GradScaler`` that scales losses, or ``None``
+    inputs: tuple[torch.Tensor, ...] | None = None  # the only tensors that get a gradient, or ``None`` for all
+    policy: AccumulatePolicy = "auto"  # when low-precision gradients are accumulated in float32
+    # how many micro-batches of a coupled loss keep the graph of their first pass; ``None`` for the loss's own ``keep``,
+    # or one
     kept_graphs: int | None = None
-    chunk_length: int | None = None
+    chunk_length: int | None = None  # steps in a chunk of a sequence; ``None`` for the loss function's own
+    # whether masks are torch's own, or a function of the sample that does not depend on the split
     dropout: DropoutPolicy = "native"
-    reducer: Reducer = ALONE
+    reducer: Reducer = ALONE  # the processes that compute the gradient together
 
     def gradient_sums(self, parameters: Sequence[torch.Tensor], addends: int) -> GradientSums:
         """The accumulator for the gradients of a number of micro-batches."""
@@ -80,14 +69,8 @@ class Accumulation:
     """One pass over the micro-batches of a logical batch, which fills ``.grad``.
 
     Args:
-        model: the first argument of the loss function.
-        loss_fn: see ``loss.losses``.
-        weights: the counts.
         parameters: their ``.grad`` is filled; it is empty at the start.
-        settings: precision, scaling, inputs.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
-        outside: collects leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are computed, or only the values.
         places: the position of each micro-batch, for a loss function in pieces.
         modules: all modules of the loss; searched if they are not given.
     """
@@ -132,14 +115,9 @@ class Accumulation:
         self._power_iterations: PowerIterations | None = None
 
     @property
-    def sums(self) -> Sums:
-        """The sums so far."""
-        return self._losses.sums
-
-    @property
     def weight_tensors(self) -> list[torch.Tensor]:
         """The cached weights of the last losses, which stay alive for the next micro-batch."""
-        return self._losses.weight_tensors
+        return [*self._losses.weight_tensors.values()]
 
     def run(self, micro_batches: Iterable[Any]) -> Sums:
         """Runs all micro-batches.
@@ -200,7 +178,6 @@ class Accumulation:
         return sums
 
     def _take_(self) -> None:
-        """Moves gradients that are not accumulated in ``.grad`` to their accumulator."""
         if self._beside is not None and not self._beside.take_() and self._is_alone:
             self._beside = None
 
@@ -227,7 +204,6 @@ class Accumulation:
             losses.keep_metrics(index, evaluation.metrics)
 
     def _run_one(self, index: int, batch: Any, watch: GradientWatch | None) -> None:
-        """Runs the loss on one micro-batch, and differentiates it."""
         several = len(self._weights.parts) > 1
         if several and not self._has_begun:
             from anybatch.tensors.spectral import power_iterations
@@ -273,9 +249,6 @@ class Accumulation:
         """Adds several losses, a ``Mean``, or those of a generator; returns the metrics.
 
         Args:
-            index: of the micro-batch.
-            result: of the loss function.
-            watch: checks the gradients, or ``None``.
             share: the fraction of the micro-batch that a plain loss is the mean over, by name; ``None`` for all of it.
         """
         losses = self._losses
@@ -356,24 +329,24 @@ def count_in_forward(
 
     Returns:
         The counts by the name of the loss, and the number of samples for all other losses.
-
-    Raises:
-        CountError: a count is negative or not finite.
     """
     raw: list[Any] = []
     places: list[tuple[int, str]] = []
-    seen: set[tuple[int, str]] = set()
     with torch.no_grad():
-        for index, batch in numbered(micro_batches):
+        numbers = itertools.count()  # enumerate would keep a batch while the next one is made
+        for batch in micro_batches:
+            index = next(numbers)
             for name, loss in _losses_of(model, loss_fn, batch, settings):
                 if isinstance(loss, Mean):
                     raw.append(loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count)
                     places.append((index, name))
             del batch
+    found: dict[tuple[int, str], float] = {}
+    for place, number in zip(places, fetched(raw), strict=True):
+        found[place] = found.get(place, 0) + number
     rows: list[dict[str, float]] = [dict(part) for part in parts.parts]
-    for (index, name), number in zip(places, fetched(raw), strict=True):
-        rows[index][name] = number + (rows[index].get(name, 0) if (index, name) in seen else 0)
-        seen.add((index, name))
+    for (index, name), number in found.items():
+        rows[index][name] = number
     names = {name for row in rows for name in row}
     return Weights([{name: row.get(name, 0) for name in names} for row in rows])
 

@@ -10,7 +10,7 @@ import torch
 from anybatch.batch.trees import map_leaves
 from anybatch.batch.writes import Writes
 from anybatch.errors import LossError, NotSplittable
-from anybatch.loss.pieces import in_place_explained
+from anybatch.loss.cutting import in_place_explained
 from anybatch.loss.states import checked_state, tensors_of
 from anybatch.memory.checkpointing import Checkpoint, hidden_dropout, why_hidden
 from anybatch.records.means import Mean
@@ -29,15 +29,8 @@ class Called(NamedTuple):
 class ChunkCall:
     """Calls the user's function on the chunks of a micro-batch.
 
-    Args:
-        function: ``chunk_loss(model, chunk, state)``.
-        model: its first argument.
-        modules: all modules that it runs.
-        batch: the chunks are views of it.
-
     Attributes:
         devices: whose random states count.
-        checkpoint: runs chunks again.
         gives_losses: whether any chunk has returned a loss.
         draws: whether a loss given as a function draws random numbers; ``None`` before the first.
     """
@@ -56,13 +49,7 @@ class ChunkCall:
         """Runs a chunk.
 
         Args:
-            chunk: of the batch.
-            state: before the chunk.
-            wants_loss: whether a loss given as a function is called.
             looks: whether to find out if that function draws random numbers.
-
-        Raises:
-            LossError: the function returned something else, or wrote to the state or the batch.
         """
         watched = tensors_of(state)
         given, batch = Writes(watched), Writes(self._batch)
@@ -70,8 +57,7 @@ class ChunkCall:
             found = self._function(
                 self._model, chunk, map_leaves(lambda leaf: leaf, state)
             )  # containers are not shared
-            result, new, metrics = _checked_parts(found)
-            _check_is_handed_on(new, watched)
+            result, new, metrics = _checked_parts(found, watched)
             self.gives_losses |= result is not None
             if callable(result) and not isinstance(result, (torch.Tensor, Mean, Mapping)):
                 result = self._evaluated(result, looks=looks) if wants_loss else None
@@ -85,7 +71,13 @@ class ChunkCall:
                 "chunk_loss wrote to a tensor of the batch in place, so that the chunk would be another one when it "
                 "runs again; use the operation that does not write in place, or clone the tensor first"
             )
-        _check_result(result)
+        if isinstance(result, (GeneratorType, tuple)):
+            kind = "generator" if isinstance(result, GeneratorType) else "tuple"
+            raise LossError(
+                f"the loss of chunk_loss is a {kind}; expected a loss, a Mean, a mapping of names to either, None, or "
+                "a function without arguments that gives one of these. Metrics stand behind the state: (loss, state, "
+                "metrics)"
+            )
         return Called(result, checked_state(new, "chunk_loss"), metrics)
 
     def _evaluated(self, loss: Callable[[], Any], *, looks: bool) -> Any:
@@ -122,34 +114,19 @@ class ChunkCall:
             )
 
 
-def _checked_parts(found: Any) -> tuple[Any, Any, Any]:
+def _checked_parts(found: Any, before: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+    """The loss, the state and the metrics; refuses an empty state after one with tensors."""
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         raise LossError(f"chunk_loss gave a {type(found).__name__}; expected (loss, state) or (loss, state, metrics)")
     result, new, metrics = (*found, None)[:3]
     if metrics is not None and not isinstance(metrics, Mapping):
         raise LossError(f"the metrics of chunk_loss are a {type(metrics).__name__}; expected a mapping of Means")
-    return result, new, metrics
-
-
-def _check_is_handed_on(new: Any, before: Sequence[torch.Tensor]) -> None:
-    """Refuses an empty state after one with tensors: an RNN would start every chunk from ``None``."""
-    if before and not tensors_of(new):
+    if before and not tensors_of(new):  # an RNN would start every chunk from ``None``
         raise LossError(
             f"chunk_loss gave the state {new!r} after one with tensors; expected the state that the next chunk begins "
             "with: return (loss, state)"
         )
-
-
-def _check_result(result: Any) -> None:
-    if isinstance(result, GeneratorType):
-        raise LossError(
-            "the loss of chunk_loss is a generator; expected a loss, a Mean, a mapping of names to either, None, or a "
-            "function without arguments that gives one of these"
-        )
-    if isinstance(result, tuple):
-        raise LossError(
-            "the loss of chunk_loss is a tuple; expected the metrics behind the state: (loss, state, metrics)"
-        )
+    return result, new, metrics
 
 
 def _refuse_both_ways(module: torch.nn.Module, _: Any) -> None:

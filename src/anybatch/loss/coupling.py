@@ -12,10 +12,10 @@ from anybatch.batch.trees import leaves, map_leaves
 from anybatch.batch.writes import Writes
 from anybatch.errors import LossError
 from anybatch.loss.accumulate import Accumulation, Settings
-from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, standing
+from anybatch.loss.cutting import Restriction, accumulation, backward_to_leaves, in_place_explained, standing
 from anybatch.loss.gradwatch import GradientWatch
 from anybatch.loss.outputs import Outputs, Reruns, ended, tensors_of
-from anybatch.loss.pieces import check_callable, in_place_explained
+from anybatch.loss.pieces import check_callable
 from anybatch.loss.reducing import ALONE, Joint, Reducer
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
@@ -156,14 +156,7 @@ class CoupledPass:
     took 1.4 times as long.
 
     Args:
-        model: the first argument of the user's functions.
-        coupled: the user's functions.
-        weights: the counts of the whole batch.
-        parameters: their ``.grad`` is filled; it is empty at the start.
-        settings: precision, scaling, inputs, kept graphs.
         samples: positions in the logical batch, for each micro-batch.
-        outside: collects leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are computed, or only the values.
     """
 
     loss_pass: type[Accumulation] = Accumulation
@@ -197,7 +190,6 @@ class CoupledPass:
         """Encodes, computes the loss, and differentiates the encoder.
 
         Args:
-            batches: the micro-batches.
             again: returns a micro-batch once more, by its index.
             whole: returns the batch for the loss; over several processes it gets the joint outputs.
 
@@ -213,7 +205,6 @@ class CoupledPass:
         sums, gradients = self._loss_of(outputs, whole)
         if self._differentiate:
             self._go_back(graphs, outputs, gradients, sums)
-            reruns.check(outputs.labels)
             self._coupled.has_run_again |= reruns.has_seen_any
         sums.in_order = True
         return sums
@@ -238,7 +229,6 @@ class CoupledPass:
         return graphs
 
     def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> _Graph:
-        """Encodes a micro-batch, and keeps its graph."""
         tensors = outputs.add(self._encode(given.pop(), is_first=True))
         return ended(tensors) if self._differentiate else []
 
@@ -262,7 +252,7 @@ class CoupledPass:
         def encoded() -> list[torch.Tensor | None]:
             with forward():
                 found = tensors_of(self._encode(again(number), is_first=False))
-            reruns.note(number, before, reruns.marked(found))
+            reruns.check(number, outputs.labels, before, reruns.marked(found))
             return found
 
         return encoded
@@ -300,7 +290,6 @@ class CoupledPass:
         beside.give_()
 
     def _back(self, number: int, graph: list[_Graph], gradients: list[torch.Tensor | None]) -> None:
-        """Differentiates one micro-batch."""
         if all(gradient is None for gradient in gradients):
             return
         found = graph.pop()
@@ -330,7 +319,6 @@ class CoupledPass:
         return sums, [None if leaf is None or leaf.grad is None else leaf.grad[own] for leaf in joint.leaves]
 
     def _loss_in(self, joint: Joint, blocks: list[slice], total: int, whole: Callable[[], Any]) -> Sums:
-        """The loss of some blocks of rows; leaves its gradients on the leaves."""
         coupled, settings = self._coupled, self._settings
         mine = [leaf for leaf in joint.leaves if leaf is not None]
         batch = whole()

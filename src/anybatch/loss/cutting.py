@@ -1,5 +1,6 @@
 """``cut``: detaches tensors, backpropagates each loss computed from them, then the shared part once."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError, NotSplittable
+from anybatch.loss.norms import total_norm
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.torch_private import number_of_backward, when_backward_ends
 
@@ -25,12 +27,8 @@ class LossGradients:
     Nested backwards, as of a reentrant checkpoint, belong to the outer call. A backward that fails, or reaches no leaf,
     has no row.
 
-    Args:
-        leaves: watched until ``close`` is called.
-
     Attributes:
         name: of the loss that is differentiated now; empty if it is not known.
-        names: of the rows.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -75,44 +73,26 @@ class LossGradients:
     def sums(self) -> dict[int, torch.Tensor]:
         """The sum of the rows at each leaf, by index; clears the rows."""
         found: dict[int, torch.Tensor] = {}
-        fresh: set[int] = set()
         while self._rows:
-            for index, gradient in self._rows.pop(0).items():
-                if index not in found:
-                    found[index] = gradient
-                elif index in fresh and found[index].layout == gradient.layout:
-                    found[index] += gradient
-                else:  # not in place: others may hold the first tensor
-                    found[index] = _sum(found[index], gradient)
-                    fresh.add(index)
+            for index, gradient in self._rows.pop(0).items():  # not in place: others may hold the first tensor
+                found[index] = _sum(found[index], gradient) if index in found else gradient
         return found
 
     def norms(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
         """The norms of the K rows, in float32 or float64, without a device synchronization."""
-        dtype = self._dtype()
-        squares = torch.zeros(len(self._rows), dtype=dtype, device=device)
-        for number, row in enumerate(self._rows):
-            for gradient in row.values():
-                flat = _flat(gradient, scale).to(dtype)
-                squares[number] += torch.dot(flat, flat).to(device)
-        return squares.sqrt()
+        found = [total_norm([_flat(gradient, scale) for gradient in row.values()]) for row in self._rows]
+        norms = torch.empty(len(found), dtype=self._dtype(), device=device)
+        for target, norm in zip(norms, found, strict=True):
+            target.copy_(norm, non_blocking=True)
+        return norms
 
     def weighted(
         self, weighting: Weighting, leaves: Sequence[torch.Tensor], scale: torch.Tensor | None
     ) -> dict[int, torch.Tensor]:
-        """Combines the rows by ``weighting``, and clears them.
+        """The gradient of each leaf, by index, from the rows as ``weighting`` combines them; clears the rows.
 
-        Args:
-            weighting: gets the K x N matrix; returns the N elements that go upstream, or K weights.
-            leaves: give shapes, dtypes and devices of the result.
-            scale: the matrix is divided by it, and the result multiplied. With a scale, rows that are not finite are
-                summed without ``weighting``, so that the scaler finds them and skips the update.
-
-        Returns:
-            The combined gradient of each leaf, by index.
-
-        Raises:
-            LossError: ``weighting`` returned neither.
+        The matrix is divided by ``scale``, and the result multiplied. With a scale, rows that are not finite are summed
+        without ``weighting``, so that the scaler finds them and skips the update.
         """
         reached = sorted({index for row in self._rows for index in row})
         matrix = self._matrix(reached, leaves, scale)
@@ -125,8 +105,10 @@ class LossGradients:
         found = {}
         for index, piece in zip(reached, pieces, strict=True):
             leaf = leaves[index]
-            scaled = piece if scale is None else piece * scale.to(piece.device, piece.dtype)
-            found[index] = _shaped(scaled, leaf).to(leaf.device, leaf.dtype)
+            numbers = piece if scale is None else piece * scale.to(piece.device, piece.dtype)
+            if leaf.is_complex():
+                numbers = torch.view_as_complex(numbers.reshape(*leaf.shape, 2).contiguous())
+            found[index] = numbers.reshape(leaf.shape).to(leaf.device, leaf.dtype)
         return found
 
     def _matrix(
@@ -144,11 +126,8 @@ class LossGradients:
         return matrix
 
     def _dtype(self) -> torch.dtype:
-        dtype = torch.float32
-        for row in self._rows:
-            for gradient in row.values():
-                dtype = torch.promote_types(dtype, gradient.dtype.to_real())
-        return dtype
+        dtypes = (gradient.dtype.to_real() for row in self._rows for gradient in row.values())
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -167,14 +146,7 @@ def _length(leaf: torch.Tensor) -> int:
     return leaf.numel() * (2 if leaf.is_complex() else 1)
 
 
-def _shaped(numbers: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.is_complex():
-        return torch.view_as_complex(numbers.reshape(*leaf.shape, 2).contiguous())
-    return numbers.reshape(leaf.shape)
-
-
 def _combined(result: Any, matrix: torch.Tensor) -> torch.Tensor:
-    """The vector that goes upstream, from a vector or from weights."""
     rows, length = matrix.shape
     if not isinstance(result, torch.Tensor):
         raise LossError(f"weighting gave a {type(result).__name__}; expected {_expected(rows, length)}")
@@ -217,15 +189,10 @@ accumulation: ContextVar[Restriction] = ContextVar("anybatch_accumulation", defa
 class _Open:
     """A block in which leaves stand in for tensors."""
 
-    def __init__(self) -> None:
-        self._leaves: Sequence[torch.Tensor] = ()
+    def __init__(self, leaves: Sequence[torch.Tensor] = ()) -> None:
+        self.leaves = leaves  # that stand for the tensors, while the block is open
         self._without_backward_is_fine = True
         self._yielded: list[str] = []
-
-    @property
-    def leaves(self) -> Sequence[torch.Tensor]:
-        """The leaves that stand for the tensors."""
-        return self._leaves
 
     def _expect(self, name: str) -> None:
         """The next backward is of a loss of this name; empty if nobody knows."""
@@ -240,8 +207,7 @@ class _Open:
 @contextmanager
 def standing(leaves: Sequence[torch.Tensor | None]) -> Iterator[None]:
     """Lets backwards in this block fill the gradients of leaves that are no parameters."""
-    mine = _Open()
-    mine._leaves = [leaf for leaf in leaves if leaf is not None]
+    mine = _Open([leaf for leaf in leaves if leaf is not None])
     mine._open()
     try:
         yield
@@ -332,19 +298,21 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
             raise AnyBatchError(f"this cut has no gradients per loss; {when}. Read them after the with block")
         return self._measured
 
-    @property
-    def leaves(self) -> Sequence[torch.Tensor]:
-        """The leaves that stand for the tensors."""
-        return [leaf for _, leaf in self._pairs]
-
     def __enter__(self) -> Any:
         if self._closed or self._pairs:
             raise CutClosed("this cut was entered before; make a new one: with anybatch.cut(tensors) as tensors:")
-        if self._weighting is not None and torch.is_grad_enabled():
-            _refuse_to_weigh_parts(accumulation.get().micro_batches)
+        micro_batches = accumulation.get().micro_batches
+        if self._weighting is not None and torch.is_grad_enabled() and micro_batches > 1:
+            raise NotSplittable(
+                f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and weighting "
+                "each by itself is not weighting the whole batch; expected the whole batch: use "
+                "anybatch.Coupled(lambda model, batch: model.trunk(batch), heads), whose loss heads(model, features) "
+                "sees all of it, with the cut in there, or one micro-batch (micro_batch_size=None)"
+            )
         tensors, self._tensors = self._tensors, None
         stands_in = map_leaves(self._stand_for, tensors) if torch.is_grad_enabled() else tensors
         self._leaf_of.clear()
+        self.leaves = [leaf for _, leaf in self._pairs]
         if self._per_loss:
             self._rows = LossGradients(self.leaves)
         self._open()
@@ -374,7 +342,7 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close()
-        self._closed = True
+        self._closed, self.leaves = True, ()
         pairs, self._pairs = self._pairs, []
         were, self._as_they_were = self._as_they_were, []
         gradients = {index: leaf.grad for index, (_, leaf) in enumerate(pairs) if leaf.grad is not None}
@@ -384,12 +352,15 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if rows is not None:
             rows.close()
         if error is not None:
-            _explain_in_place(error)
+            if (explained := written_in_place(error, "a tensor from anybatch.cut")) is not None:
+                raise explained from error
             return
         if any(tensor.grad_fn is not node for (tensor, _), (node, _) in zip(pairs, were, strict=True)):
             raise _changed_in_place()
         leaves = [leaf for _, leaf in pairs]
-        with _without_autocast(leaves):  # a backward does not run under autocast
+        with ExitStack() as stack:  # a backward does not run under autocast
+            for device in {leaf.device.type for leaf in leaves}:
+                stack.enter_context(torch.autocast(device, enabled=False))
             if rows is not None:
                 if gradients:  # set by the user's code, not by a backward
                     rows.add(gradients)
@@ -403,8 +374,13 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
                     if written and "modified by an inplace operation" in str(failed):
                         raise _changed_in_place() from failed
                     raise
-        if not gradients:
-            self._warn_if_nothing_came(bool(pairs))
+        if pairs and not gradients and not self._without_backward_is_fine:
+            warnings.warn(
+                "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
+                "in the block, or leave the cut out",
+                AnyBatchWarning,
+                stacklevel=2,
+            )
 
     def _joined(self, rows: LossGradients, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Computes the norms of the rows, and combines the rows into the gradients that go upstream."""
@@ -419,22 +395,26 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
         if self._rows is not None:
             self._rows.name = name
 
-    def _warn_if_nothing_came(self, was_cut: bool) -> None:
-        if was_cut and not self._without_backward_is_fine:
-            warnings.warn(
-                "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
-                "in the block, or leave the cut out",
-                AnyBatchWarning,
-                stacklevel=3,
-            )
+
+def written_in_place(error: BaseException, what: str) -> LossError | None:
+    """The error that names the tensor, for autograd's about an in-place operation on a leaf."""
+    if not isinstance(error, RuntimeError) or "leaf Variable that requires grad" not in str(error):
+        return None
+    return LossError(
+        f"{what} was changed in place (such as relu_ or x += 1), which can't be differentiated where the graph is cut; "
+        "use the version that does not write in place, or clone the tensor first"
+    )
 
 
-def _explain_in_place(error: BaseException) -> None:
-    if isinstance(error, RuntimeError) and "leaf Variable that requires grad" in str(error):
-        raise LossError(
-            "the first operation on a tensor from anybatch.cut writes in place (such as relu_ or x += 1), which "
-            "autograd does not allow on a leaf; use the version that does not write in place, or clone the tensor first"
-        ) from error
+@contextmanager
+def in_place_explained(what: str) -> Iterator[None]:
+    """Raises ``written_in_place`` for the tensors of a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (explained := written_in_place(error, what)) is not None:
+            raise explained from error
+        raise
 
 
 def _changed_in_place() -> LossError:
@@ -444,29 +424,10 @@ def _changed_in_place() -> LossError:
     )
 
 
-def _without_autocast(tensors: list[torch.Tensor]) -> ExitStack:
-    stack = ExitStack()
-    for device in {tensor.device.type for tensor in tensors}:
-        stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
-
-
-def _refuse_to_weigh_parts(micro_batches: int) -> None:
-    if micro_batches > 1:
-        raise NotSplittable(
-            f"weighting= of anybatch.cut sees the losses of one of {micro_batches} micro-batches, and weighting each "
-            "by itself is not weighting the whole batch; expected the whole batch: use "
-            "anybatch.Coupled(lambda model, batch: model.trunk(batch), heads), whose loss heads(model, features) sees "
-            "all of it, with the cut in there, or one micro-batch (micro_batch_size=None)"
-        )
-
-
 def backward_to_leaves(tensors: list[torch.Tensor], gradients: list[torch.Tensor], name: str = "") -> None:
     """Runs ``torch.autograd.backward``, restricted to the inputs of the running accumulation if it has any.
 
     Args:
-        tensors: where the backward starts.
-        gradients: one for each of ``tensors``, of its shape.
         name: of the losses, for open cuts; empty if they have none.
     """
     restriction = accumulation.get()

@@ -20,20 +20,7 @@ if TYPE_CHECKING:
 
 
 class Differentiation:
-    """Weights losses, differentiates them, and sums their values.
-
-    Args:
-        weights: the counts.
-        rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
-        parameters: their gradients are scaled at the end if counts are known only then.
-        settings: precision, scaling, inputs.
-        outside: has the leaves that are not in ``parameters``, or ``None``.
-        differentiate: whether gradients are computed, or only the values.
-        in_pieces: whether a micro-batch may have the same loss several times.
-
-    Attributes:
-        sums: the sums so far.
-    """
+    """Weights losses, differentiates them, and sums their values."""
 
     def __init__(
         self,
@@ -53,7 +40,8 @@ class Differentiation:
         self._outside = outside
         self._differentiate = differentiate
         self._in_pieces = in_pieces
-        self._weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}  # the last one
+        # The last one, which stays alive for the next micro-batch.
+        self.weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients
         self._with_gradient: set[str] = set()
         self._summed: str | None = None
@@ -61,23 +49,11 @@ class Differentiation:
         self._numbers: list[int] = []  # of the micro-batches that gave metrics, as long as sums.metrics
         self.sums = Sums()
 
-    @property
-    def weight_tensors(self) -> list[torch.Tensor]:
-        """The cached weights of the last losses, which stay alive for the next micro-batch."""
-        return [*self._weight_tensors.values()]
-
     def add(self, index: int, name: str, loss: torch.Tensor | Mean, share: float = 1.0) -> None:
         """Adds a loss; ``differentiate_waiting`` differentiates it.
 
         Args:
-            index: of the micro-batch.
-            name: of the loss.
-            loss: a 0-dim tensor or a ``Mean``.
             share: the fraction of the micro-batch that a plain loss is the mean over; a ``Mean`` has its own count.
-
-        Raises:
-            LossError: the loss has no gradient, or is one of several with counts that only the forward knows.
-            CountError: the count of a ``Mean`` is not a number, or the loss has no count.
         """
         if isinstance(loss, Mean):
             self._add_mean(index, name, loss)
@@ -108,11 +84,7 @@ class Differentiation:
         self._numbers.append(index)
 
     def absorb(self, other: "Differentiation") -> float:
-        """Adds the losses, counts and metrics of other micro-batches of the same logical batch.
-
-        Returns:
-            The factor for their gradients, before these are added to those from here.
-        """
+        """Adds other micro-batches of the same logical batch; returns the factor that their gradients need before."""
         factor = 1.0
         if other._summed is not None:
             if {*self.sums.terms, *self.sums.counts, other._summed} != {other._summed}:
@@ -195,13 +167,13 @@ class Differentiation:
         # The gradient has the dtype of the loss: in bf16, with 8 bits, n_i / n would be rounded to another weight.
         loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         key = (weight, loss.dtype, loss.device)
-        gradient = self._weight_tensors.get(key)
+        gradient = self.weight_tensors.get(key)
         if gradient is None:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
             if self._scaler is not None:
                 gradient = self._scaler.scale(gradient)
             setattr(gradient, WEIGHT, weight)
-            self._weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
+            self.weight_tensors = {key: gradient}  # one for each of very many micro-batches would take memory
         self._waiting[0].append(loss)
         self._waiting[1].append(gradient)
 
@@ -223,15 +195,7 @@ class Differentiation:
         self._waiting[1].append(gradient)
 
     def differentiate_waiting(self, name: str = "", *, is_first: bool = True) -> None:
-        """Differentiates all waiting losses in one backward, since they may share a graph.
-
-        Args:
-            name: of the loss, if it has one.
-            is_first: whether this is the first backward of the micro-batch.
-
-        Raises:
-            LossError: the backward needs a graph that was already freed.
-        """
+        """Differentiates all waiting losses in one backward, since they may share a graph."""
         (waiting, gradients), self._waiting = self._waiting, ([], [])
         if not waiting:
             return
@@ -290,11 +254,7 @@ def _value(loss: torch.Tensor) -> torch.Tensor:
 
 
 def checked_count(count: Any, name: str) -> Any:
-    """Checks the count of a ``Mean``; the value of a tensor is read only at the end.
-
-    Raises:
-        CountError: it is not a number, not a real 0-dim tensor, or requires a gradient.
-    """
+    """Checks the count of a ``Mean``; the value of a tensor is read only at the end."""
     if isinstance(count, torch.Tensor):
         if count.dim() != 0 or count.is_complex():
             raise CountError(

@@ -15,21 +15,7 @@ class GradientWatch:
     """Compares ``.grad`` before and after the user's code, for at most about 64 evenly spaced parameters.
 
     Args:
-        model: gives the names of parameters.
-        parameters: their gradients are accumulated.
         is_alone: whether no other device runs a backward at the same time.
-
-    Attributes:
-        is_on: whether there is anything to compare.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> watch = GradientWatch(layer, list(layer.parameters()))
-        >>> layer(torch.ones(3, 2)).sum().backward()
-        >>> watch.check()
-        Traceback (most recent call last):
-            ...
-        anybatch.errors.LossError: the loss called backward() itself: weight got a gradient in it. Expected a loss...
     """
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor], *, is_alone: bool = True) -> None:
@@ -46,11 +32,7 @@ class GradientWatch:
             self._seen.append((parameter, gradient, -1 if gradient is None else gradient._version))
 
     def check(self) -> None:
-        """Compares the gradients with those of ``note``, then stops.
-
-        Raises:
-            LossError: a gradient was changed.
-        """
+        """Compares the gradients with those of ``note``, then stops."""
         for parameter, seen, version in self._seen:
             gradient = parameter.grad
             if gradient is seen and (gradient is None or gradient._version == version):
@@ -63,11 +45,7 @@ class GradientWatch:
         self.is_on, self._seen = False, []
 
     def check_kept(self) -> None:
-        """Looks only for gradients that were removed, since a cut may have added some.
-
-        Raises:
-            LossError: a gradient was removed.
-        """
+        """Looks only for gradients that were removed, since a cut may have added some."""
         for parameter, seen, _ in self._seen:
             if seen is not None and parameter.grad is None:
                 raise self._error(parameter, seen, None)
@@ -75,7 +53,7 @@ class GradientWatch:
     def _error(self, parameter: torch.Tensor, seen: Any, gradient: Any) -> LossError:
         named = self._model.named_parameters() if isinstance(self._model, torch.nn.Module) else ()
         name = next((name for name, one in named if one is parameter), f"a parameter of shape {tuple(parameter.shape)}")
-        if gradient is None or (seen is not None and not _is_nonzero(gradient)):
+        if gradient is None or (seen is not None and not bool(local_of(gradient).any())):
             return LossError(
                 f"the loss took gradients off: {name} lost the gradient of earlier micro-batches. Expected a loss "
                 "that leaves .grad as it is; take zero_grad() out of it, since gradients are zeroed once for each "
@@ -87,16 +65,8 @@ class GradientWatch:
                 "leaves its own copy of the model and uses this one. Expected a loss that is returned and uses the "
                 "model that it is given"
             )
-        return self._differentiated(name)
-
-    def _differentiated(self, name: str) -> LossError:
         return LossError(
             f"the loss called backward() itself: {name} got a gradient in it. Expected a loss that is returned, or "
             "yielded, and differentiated by anybatch; take backward() out of it, and return the sum of several losses, "
             "a dict of them, or yield one after the other"
         )
-
-
-def _is_nonzero(gradient: torch.Tensor | None) -> bool:
-    """Whether there is a gradient with a nonzero element in its local part."""
-    return gradient is not None and bool(local_of(gradient).any())

@@ -49,7 +49,6 @@ class Evaluation:
     next pair is requested. ``metrics`` is complete after the iteration, ``is_generator`` from the start.
 
     Args:
-        result: of ``loss_fn(model, batch)``.
         context: makes the context, such as autocast, in which a generator runs.
         check: a function of a loss and its name, empty for a single loss, that returns the loss.
     """
@@ -90,9 +89,15 @@ class Evaluation:
                     try:
                         item = next(generator)
                     except StopIteration as stop:
-                        self.metrics = _returned(stop.value)
+                        if not isinstance(stop.value, (Mapping, type(None))):
+                            raise LossError(
+                                f"the loss generator returned a {type(stop.value).__name__}; expected nothing or a "
+                                "mapping of metrics. Losses are yielded, not returned"
+                            ) from None
+                        self.metrics = stop.value or {}
                         break
-                name, loss = item if _is_named(item) else (f"{SINGLE}_{len(names)}", item)
+                is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+                name, loss = item if is_named else (f"{SINGLE}_{len(names)}", item)
                 if name in names:
                     raise LossError(
                         f"the loss {name!r} was yielded twice; give each loss of a step its own name", name=name
@@ -105,21 +110,6 @@ class Evaluation:
             generator.close()
         if not names:
             raise LossError("the loss function is a generator that yielded nothing; expected at least one loss")
-
-
-def _is_named(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
-
-
-def _returned(value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return value
-    raise LossError(
-        f"the loss generator returned a {type(value).__name__}; expected nothing or a mapping of metrics. Losses are "
-        "yielded, not returned"
-    )
 
 
 def _refuse_outputs(result: Mapping[Any, Any]) -> None:
@@ -155,11 +145,7 @@ def unless_nothing(loss: Any, name: str) -> Any:
 
 
 def checked_loss(loss: Any, name: str) -> Any:
-    """Returns a 0-dim floating-point tensor or a ``Mean`` of one, and refuses all else.
-
-    Raises:
-        LossError: it is something else.
-    """
+    """Returns a 0-dim floating-point tensor or a ``Mean`` of one, and refuses all else."""
     which = f"loss {name!r}" if name else "loss"
     if isinstance(loss, Mapping) and not loss:
         raise LossError(f"the loss function returned an empty mapping; expected at least one loss{_WITHOUT_ITEMS}")

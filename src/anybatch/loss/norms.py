@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from anybatch.tensors.shards import is_sharded, joined_norm, local_of
+from anybatch.tensors.shards import is_sharded, local_of
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -15,14 +15,14 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Returns:
         A 0-dim tensor on the device of the first gradient; 0 if there are none.
-
-    Example:
-        >>> float(total_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
-        5.0
     """
     sharded = [one for one in gradients if type(one) is not torch.Tensor and is_sharded(one)]
     if sharded:
-        parts = joined_norm(sharded, total_norm([local_of(gradient) for gradient in sharded]))
+        import torch.distributed as dist
+
+        square = total_norm([local_of(gradient) for gradient in sharded]).square()
+        dist.all_reduce(square, group=sharded[0].device_mesh.get_group())  # type: ignore[attr-defined]
+        parts = square.sqrt()
         plain = [gradient for gradient in gradients if not is_sharded(gradient)]
         return torch.hypot(parts, total_norm(plain).to(parts)) if plain else parts
     return _norm_of(_by_kind(gradients))
@@ -59,12 +59,6 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
 
     Returns:
         The norm before clipping, a 0-dim tensor.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> float(clip_([weight], 1.0)), round(float(weight.grad.norm()), 4)
-        (5.0, 1.0)
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_plain = {torch.Tensor}.issuperset(map(type, gradients))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.batch.trees import flat, leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, like, map_leaves
 from anybatch.errors import LossError
 from anybatch.tensors.dispatch import has_numbers
 
@@ -17,7 +17,7 @@ _EXPECTED_AGAIN = (
 )
 
 
-Marks = dict[int, tuple[Any, float]]
+Marks = dict[int, tuple[list[float] | None, float]]
 """By position: the sums of a tensor and of its absolute values, and the relative tolerance."""
 
 
@@ -27,17 +27,16 @@ class Reruns:
     Compares sums, with a tolerance relative to the sum of absolute values, since kernels may round differently.
 
     Args:
-        is_first: whether this is the first check of a loss; later ones look at CPU tensors only, since other devices
-            would have to be synchronized.
+        is_first: whether no step with this loss was checked before; later ones look at CPU tensors only, since other
+            devices would have to be synchronized.
     """
 
     def __init__(self, *, is_first: bool) -> None:
         self._is_first = is_first
-        self._seen: list[tuple[int, Marks, Marks]] = []
         self.has_seen_any = False
 
     def marked(self, tensors: Sequence[torch.Tensor | None]) -> Marks:
-        """The sums to compare; of CPU tensors as Python numbers."""
+        """The sums to compare; ``None`` for a fake tensor."""
         found: Marks = {}
         for position, tensor in enumerate(tensors):
             if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.layout != torch.strided:
@@ -45,46 +44,27 @@ class Reruns:
             if self._is_first or tensor.device.type == "cpu":
                 dtype, value = torch.promote_types(tensor.dtype, torch.float32), tensor.detach()
                 mark = torch.stack([value.sum(dtype=dtype), torch.linalg.vector_norm(value, 1, dtype=dtype)])
-                values = None if not has_numbers(mark) else mark.tolist() if mark.device.type == "cpu" else mark
-                found[position] = values, math.sqrt(torch.finfo(tensor.dtype).eps)
+                found[position] = mark.tolist() if has_numbers(mark) else None, math.sqrt(torch.finfo(tensor.dtype).eps)
         return found
 
-    def note(self, number: int, first: Marks, second: Marks) -> None:
-        """Saves the sums of both runs of a micro-batch for ``check``.
-
-        Raises:
-            LossError: the second run gave other outputs.
-        """
+    def check(self, number: int, labels: Sequence[str], first: Marks, second: Marks) -> None:
+        """Compares the sums of both runs of a micro-batch."""
         if first.keys() != second.keys():
             raise LossError(
                 f"encode gave other outputs for micro-batch {number + 1} when it ran again; {_EXPECTED_AGAIN}"
             )
         self.has_seen_any = True
-        self._seen.append((number, first, second))
-
-    def check(self, labels: Sequence[str]) -> None:
-        """Compares all saved sums, at the end, since this synchronizes with the device.
-
-        Raises:
-            LossError: an output had other values in the second run.
-        """
-        seen, self._seen = self._seen, []
-        for number, first, second in seen:
-            for position, (mark, tolerance) in first.items():
-                if mark is None:  # of a fake tensor
-                    continue
-                (before, _), (after, size) = map(_plain, (mark, second[position][0]))
-                if abs(after - before) > tolerance * size:  # NaN is the same as NaN
-                    raise LossError(
-                        f"{labels[position]} of micro-batch {number + 1} has different values when encode runs again: "
-                        f"they sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
-                        name=labels[position],
-                    )
-
-
-def _plain(mark: Any) -> list[float]:
-    found: list[float] = mark.tolist() if isinstance(mark, torch.Tensor) else mark
-    return found
+        for position, (mark, tolerance) in first.items():
+            again = second[position][0]
+            if mark is None or again is None:
+                continue
+            (before, _), (after, size) = mark, again
+            if abs(after - before) > tolerance * size:  # NaN is the same as NaN
+                raise LossError(
+                    f"{labels[position]} of micro-batch {number + 1} has different values when encode runs again: "
+                    f"they sum to {after:.6g}, the first time to {before:.6g}; {_EXPECTED_AGAIN}",
+                    name=labels[position],
+                )
 
 
 class _Ended(torch.autograd.Function):
@@ -121,7 +101,6 @@ class Outputs:
 
     Attributes:
         labels: of the outputs of a micro-batch, by position.
-        total: number of samples.
     """
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
@@ -157,7 +136,7 @@ class Outputs:
             _check_rows(self.labels[position], leaf, rows)
             self._columns[position].append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             self._needs[position] |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        self._twins = _twins(self._twins, found)
+        self._twins = twins(self._twins, found)
         return _tensors(found)
 
     def repeat(self, number: int, rows: int) -> None:
@@ -177,14 +156,7 @@ class Outputs:
         self._twins = [0] * len(found)
 
     def joined(self, *, differentiate: bool) -> tuple[Any, list[torch.Tensor | None]]:
-        """Joins the outputs of all samples in the order of the batch, and releases the parts.
-
-        Returns:
-            The outputs, and the leaves among them that get a gradient, by position.
-
-        Raises:
-            LossError: the outputs of micro-batches can't be joined.
-        """
+        """All outputs in the order of the batch, and the leaves among them that get a gradient; releases the parts."""
         values: list[Any] = []
         gets: list[torch.Tensor | None] = []
         for position, column in enumerate(self._columns):
@@ -200,9 +172,8 @@ class Outputs:
             column.clear()
         if not values:  # no samples
             return None, gets
-        iterator = iter(values)
         first, self._first = self._first, None
-        return map_leaves(lambda _: next(iterator), first), gets
+        return like(first, values), gets
 
     def _column(self, label: str, column: list[Any]) -> Any:
         if not isinstance(column[0], torch.Tensor):
@@ -238,7 +209,7 @@ def _tensors(found: Sequence[Any]) -> list[torch.Tensor | None]:
     return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in found]
 
 
-def _twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:
+def twins(before: Sequence[int], found: Sequence[Any]) -> list[int]:
     """For each position, the first position with the same tensor in every micro-batch."""
     first: dict[tuple[int, int], int] = {}
     keys = [(before[p], id(leaf) if isinstance(leaf, torch.Tensor) else -p) for p, leaf in enumerate(found)]

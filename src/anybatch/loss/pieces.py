@@ -2,8 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 
 from anybatch.batch.counting import count_samples
 from anybatch.errors import LossError
+from anybatch.loss.sums import checked_metrics
 from anybatch.loss.weights import Count
 from anybatch.records.means import Mean
 
@@ -28,19 +28,13 @@ class Place:
 
 
 class Piece(NamedTuple):
-    """A part of the losses of a micro-batch.
+    """A part of the losses of a micro-batch."""
 
-    Args:
-        result: a loss, a ``Mean``, a mapping of names to either, or ``None``.
-        share: the fraction of the micro-batch that a plain loss is the mean over, by name.
-        roots: tensors with given gradients, differentiated in the same backward as the losses.
-        metrics: ``Mean`` s by name, summed over the pieces.
-    """
-
-    result: Any
-    share: Callable[[str], float]
+    result: Any  # a loss, a ``Mean``, a mapping of names to either, or ``None``
+    share: Callable[[str], float]  # the fraction of the micro-batch that a plain loss is the mean over, by name
+    # tensors with given gradients, differentiated in the same backward as the losses
     roots: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    metrics: Mapping[str, Any] | None = None
+    metrics: Mapping[str, Any] | None = None  # ``Mean`` s by name, summed over the pieces
 
 
 def whole(_: str) -> float:
@@ -60,52 +54,23 @@ class InPieces(ABC):
         """Yields the pieces; each is differentiated before the next is requested."""
 
 
-@contextmanager
-def in_place_explained(what: str) -> Iterator[None]:
-    """Turns autograd's error about an in-place operation on a leaf into one that names the tensor.
-
-    Raises:
-        LossError: the block wrote to a leaf in place.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "leaf Variable that requires grad" in str(error):
-            raise LossError(
-                f"{what} was changed in place (such as relu_ or x += 1), which can't be differentiated where the graph "
-                "is cut; use the version that does not write in place, or clone the tensor first"
-            ) from error
-        raise
-
-
 def added_metrics(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums the metrics of the pieces of a micro-batch.
-
-    Raises:
-        LossError: a metric is not a ``Mean``.
-    """
+    """Sums the metrics of the pieces of a micro-batch."""
     added: dict[str, Any] = {}
     for metrics in found:
-        for name, value in metrics.items():
+        for name, value in checked_metrics(metrics, None, None).items():
             if not isinstance(value, Mean):
                 raise LossError(
                     f"the metric {name!r} of a piece is a {type(value).__name__}; expected a Mean, which can be added "
                     "up",
                     name=name,
                 )
-            mean = Mean(
-                *(part.detach() if isinstance(part, torch.Tensor) else part for part in (value.total, value.count))
-            )
-            added[name] = added[name] + mean if name in added else mean
+            added[name] = added[name] + value if name in added else value
     return added
 
 
 def check_callable(owner: str, name: str, function: Any, *arguments: str) -> None:
-    """Refuses a function that can't be called with some arguments, before anything is computed.
-
-    Raises:
-        LossError: it can't.
-    """
+    """Refuses a function that can't be called with some arguments, before anything is computed."""
     call = f"{name}({', '.join(arguments)})"
     if not callable(function):
         raise LossError(f"{owner}({name}=) is a {type(function).__name__}; expected a function {call}")

@@ -24,30 +24,19 @@ class Stage(IntEnum):
 
 
 class Shortage(NamedTuple):
-    """What all processes know after memory ran out on one of them.
+    """What all processes know after memory ran out on one of them."""
 
-    Args:
-        tried: the smallest of the sizes that did not fit.
-        is_final: whether a process has nothing smaller left to try.
-        where: the process and what ran there.
-        text: of its error.
-        is_memory: whether it is; otherwise processes that have a part of each parameter were about to run other units,
-            and all start again with everything gathered.
-    """
-
-    tried: float
-    is_final: bool
-    where: str
-    text: str
+    tried: float  # the smallest of the sizes that did not fit
+    is_final: bool  # whether a process has nothing smaller left to try
+    where: str  # the process and what ran there
+    text: str  # of its error
+    # whether it is; otherwise processes that have a part of each parameter were about to run other units, and all start
+    # again with everything gathered
     is_memory: bool = True
 
 
 class ShortageElsewhere(Exception):  # no error of this process, and nobody but a retry sees it
-    """Memory ran out on another process, so this one starts again with it.
-
-    Args:
-        shortage: what was agreed on.
-    """
+    """Memory ran out on another process, so this one starts again with it."""
 
     def __init__(self, shortage: Shortage) -> None:
         super().__init__(shortage.text)

@@ -17,9 +17,9 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import flat
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.chunkcall import Called, ChunkCall
-from anybatch.loss.cutting import cut, declare_nothing_to_do, standing
+from anybatch.loss.cutting import cut, declare_nothing_to_do, in_place_explained, standing
 from anybatch.loss.losses import SINGLE, Evaluation
-from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, in_place_explained, whole
+from anybatch.loss.pieces import InPieces, Piece, Place, check_callable, whole
 from anybatch.loss.states import (
     Carried,
     RowDims,
@@ -125,19 +125,16 @@ class OverTime(InPieces):
             check_callable("OverTime", "last", last, "model", "state", "batch")
         if prepare is not None:
             check_callable("OverTime", "prepare", prepare, "model", "batch")
-        if state_dim is not None and (isinstance(state_dim, bool) or not isinstance(state_dim, int) or state_dim < 0):
-            raise LossError(
-                f"OverTime(state_dim={state_dim!r}); expected the number of a dimension, or None to find it"
-            )
+        for name, value, least, expected in (
+            ("state_dim", state_dim, 0, "the number of a dimension, or None to find it"),
+            ("dim", dim, 1, "at least 1, since samples lie along dimension 0: transpose [time, rows] to [rows, time]"),
+            ("chunk", chunk, 1, "a number of steps, or None to measure"),
+        ):
+            is_left_out = value is None and name != "dim"
+            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise LossError(f"OverTime({name}={value!r}); expected {expected}")
         if mode not in ("exact", "truncated"):
             raise LossError(f"OverTime(mode={mode!r}); expected 'exact' or 'truncated'")
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-            raise LossError(
-                f"OverTime(dim={dim!r}); expected at least 1, since samples lie along dimension 0: transpose [time, "
-                "rows] to [rows, time]"
-            )
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise LossError(f"OverTime(chunk={chunk!r}); expected a number of steps, or None to measure")
         if chunk is None and mode == "truncated":
             raise LossError("OverTime(mode='truncated') needs chunk=: how far back gradients go is part of the method")
         if isinstance(broadcast, str):
@@ -161,14 +158,9 @@ class OverTime(InPieces):
         self.carried = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The loss of whole sequences at once, with one graph of all steps.
+        """The loss of whole sequences at once, or a mapping of losses, with one graph of all steps.
 
-        Args:
-            model: the first argument of ``chunk_loss``.
-            batch: of sequences.
-
-        Returns:
-            The loss, or a mapping of losses. With ``carry`` it starts from the carried state, which does not change.
+        With ``carry`` it starts from the carried state, which does not change.
         """
         try:
             rows = count_samples(batch)
@@ -187,11 +179,7 @@ class OverTime(InPieces):
     def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         """Gives the losses chunk by chunk, see ``InPieces``.
 
-        Args:
-            model: the first argument of ``chunk_loss``.
-            batch: a micro-batch.
-            place: what is asked; the length that a plan has chosen counts in mode ``"exact"``, whose gradient does not
-                depend on it.
+        The length that a plan has chosen counts in mode ``"exact"``, whose gradient does not depend on it.
         """
         sequences = _Sequences(self, model, batch, place)
         length = self.chunk if self.mode == "truncated" else place.length or self.chunk
@@ -201,11 +189,7 @@ class OverTime(InPieces):
         yield from sequences.back(length or sequences.affordable_length(), exact=self.mode == "exact")
 
     def is_cut(self, batch: Any) -> bool:
-        """Whether the sequences of a batch may go through in more than one chunk.
-
-        Args:
-            batch: of sequences.
-        """
+        """Whether the sequences of a batch may go through in more than one chunk."""
         return self.chunk is None or self.chunk < Steps(batch, self.dim, self.broadcast).total
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,11 +197,7 @@ class OverTime(InPieces):
         return {"carried": None if self.carried is None else self.carried.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with a carried state.
-
-        Args:
-            state: what ``state_dict`` gave.
-        """
+        """Goes on with a carried state that ``state_dict`` gave."""
         self.carried = None if state["carried"] is None else Carried.from_state_dict(state["carried"])
 
 
@@ -229,10 +209,6 @@ class _Sequences:
     """One micro-batch of sequences, gone through chunk by chunk.
 
     Args:
-        loss: the user's functions.
-        model: their first argument.
-        batch: the micro-batch.
-        place: what is asked.
         is_alone: whether it is all that is asked for, and no micro-batch.
     """
 
@@ -426,7 +402,6 @@ class _Sequences:
         return final, [None if leaf is None else leaf.grad for leaf in leaves]
 
     def _last(self, states: Any) -> Piece:
-        """The loss on the last states."""
         loss, count = self._loss, self._place.count
         with in_place_explained("the state that last was given"):
             result = loss.last(self._model, self._in_own_order(states), self._given) if loss.last is not None else None
@@ -487,7 +462,6 @@ class _Sequences:
         return best_length(total, *known[size])
 
     def _graph_bytes(self, length: int) -> tuple[int, int]:
-        """The bytes of a chunk's graph and of a state; nothing is changed."""
         saved = RandomState(self._call.devices)
         buffers = [(b, b.clone()) for module in self._modules for b in module._buffers.values() if b is not None]
         self._cut(length)

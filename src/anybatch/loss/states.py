@@ -2,13 +2,13 @@
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.batch.trees import flat, leaves, map_leaves
+from anybatch.batch.trees import flat, leaves, like, map_leaves
 from anybatch.errors import BatchError, LossError
 from anybatch.memory.meter import storages_of
 
@@ -24,10 +24,6 @@ def checked_state(state: Any, where: str) -> Any:
 
     Returns:
         The same leaves in containers of their own, so that nobody else can change what is in them.
-
-    Example:
-        >>> checked_state({"h": torch.zeros(2), "step": 3}, "state")
-        {'h': tensor([0., 0.]), 'step': 3}
     """
     wrong = [leaf for leaf in flat(state) if not isinstance(leaf, (*_FINE, *_FINE_OF_TORCH))]
     if not wrong:
@@ -44,12 +40,6 @@ def checked_state(state: Any, where: str) -> Any:
         f"{label} of {where} is a {type(wrong[0]).__name__}; expected tensors and plain values in nested containers: "
         + hint
     )
-
-
-def like(state: Any, values: Iterable[Any]) -> Any:
-    """The same container around other leaves."""
-    iterator: Iterator[Any] = iter(values)
-    return map_leaves(lambda _: next(iterator), state)
 
 
 def detached(state: Any) -> Any:
@@ -122,7 +112,6 @@ class RowDims:
 
     Args:
         given: what the user says, for all tensors; ``None`` to find it.
-        modules: of the model, whose recurrent layers are known.
         known: what was found for earlier batches, by the number of leaves and their position.
     """
 
@@ -190,17 +179,12 @@ def _along(dims: Dims, function: Callable[[torch.Tensor, int], torch.Tensor], st
 
 
 class Carried(NamedTuple):
-    """The last states of a batch, for the next one to begin with.
+    """The last states of a batch, for the next one to begin with."""
 
-    Args:
-        rows: of the batch.
-        parts: states of consecutive rows of the batch before, each with the first row and the one after the last.
-        coming: those of the batch that is going through.
-    """
-
-    rows: int
+    rows: int  # of the batch
+    # states of consecutive rows of the batch before, each with the first row and the one after the last
     parts: tuple[tuple[int, int, Any], ...] = ()
-    coming: tuple[tuple[int, int, Any], ...] = ()
+    coming: tuple[tuple[int, int, Any], ...] = ()  # those of the batch that is going through
 
     def of(self, start: int, stop: int, rows: int, dims: RowDims) -> Any:
         """The state of some rows; ``None`` while the first batch goes through.
@@ -239,7 +223,6 @@ class Carried(NamedTuple):
 
 
 def _check_rest(states: Sequence[Any], dims: Dims) -> None:
-    """What has no rows has to be the same in the states that are joined."""
     for dim, (first, *others) in zip(dims, zip(*map(flat, states), strict=True), strict=True):
         is_tensor = isinstance(first, torch.Tensor)
         if dim is None and not all(torch.equal(first, one) if is_tensor else first == one for one in others):

@@ -16,12 +16,7 @@ def checked_metrics(metrics: Mapping[str, Any], rows: int | None, before: Mappin
     """Checks that the metrics of a micro-batch can be joined, and detaches them.
 
     Args:
-        metrics: by name, each a ``Mean`` or a tensor with one row per sample.
-        rows: samples in the micro-batch, ``None`` if not known.
         before: the checked metrics of the micro-batch before, ``None`` for the first.
-
-    Raises:
-        LossError: a metric is something else, or micro-batches have different metrics.
     """
     checked = {str(name): _checked(str(name), value, rows) for name, value in metrics.items()}
     if before is not None:
@@ -73,15 +68,10 @@ def joined_metrics(found: Sequence[Mapping[str, Any]], order: Sequence[int]) -> 
     """Joins metrics over micro-batches.
 
     Args:
-        found: the metrics of each micro-batch.
         order: the position of each sample in the logical batch, in the order in which samples ran.
 
     Returns:
         The values of ``Mean`` s as floats; other metrics as tensors with one row per sample, in the order of the batch.
-
-    Example:
-        >>> joined_metrics([{"hits": Mean(3, 4)}, {"hits": Mean(1, 4)}], range(8))
-        {'hits': 0.5}
     """
     joined: dict[str, Any] = {}
     for name in found[0] if found else ():
@@ -106,59 +96,33 @@ class Term(NamedTuple):
     divisor: Any
 
 
-class Shared(NamedTuple):
-    """The sums over all processes."""
-
-    losses: dict[str, float]  # the value of each loss
-    counts: dict[str, float]  # of ``Mean`` s, by the name of the loss
-    metrics: dict[str, float]  # the ``Mean`` s among the metrics, by name
-    is_over_nothing: bool  # whether every loss was a ``Mean``, and all of them over no items
-    facts: Sequence[Any]  # of each process, see ``Sums``
-
-
 @dataclass
 class Sums:
-    """The sums over the micro-batches so far, still on the device.
+    """The sums over the micro-batches so far, still on the device."""
 
-    Attributes:
-        terms: by the name of the loss.
-        counts: the counts that ``Mean`` s brought along, by the name of the loss.
-        metrics: one mapping a micro-batch.
-        accumulator_bytes: of the float32 buffers.
-        has_gradient: whether anything was differentiated.
-        closing_scale: what gradients were multiplied by in the end, where the count was known only then.
-        in_order: whether the rows of metrics are in the order of the batch already, whatever ran first.
-        shared: what all processes added up together, ``None`` on one process.
-        facts: plain values that whoever looks on wants every process to know together with the sums, or ``None``.
-    """
-
-    terms: dict[str, list[Term]] = field(default_factory=dict)
+    terms: dict[str, list[Term]] = field(default_factory=dict)  # by the name of the loss
+    # the counts that ``Mean`` s brought along, by the name of the loss
     counts: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: list[Mapping[str, Any]] = field(default_factory=list)
-    accumulator_bytes: int = 0
-    has_gradient: bool = False
+    metrics: list[Mapping[str, Any]] = field(default_factory=list)  # one mapping a micro-batch
+    accumulator_bytes: int = 0  # of the float32 buffers
+    has_gradient: bool = False  # whether anything was differentiated
+    # what gradients were multiplied by in the end, where the count was known only then
     closing_scale: float | None = None
-    in_order: bool = False
-    shared: Shared | None = None
-    facts: Any = None
+    in_order: bool = False  # whether the rows of metrics are in the order of the batch already, whatever ran first
+    means: dict[str, float] = field(default_factory=dict)  # over all processes, of the ``Mean`` s among the metrics
+    # plain values that whoever looks on tells all processes together with the sums; later those of each process
+    facts: Sequence[Any] = ()
 
     @property
     def is_over_nothing(self) -> bool:
         """Whether every loss was a ``Mean``, and all of them were over no items."""
-        if self.shared is not None:
-            return self.shared.is_over_nothing
         if not self.counts or any(name not in self.counts for name in self.terms):
             return False
         return all(sum(fetched(counts)) == 0 for counts in self.counts.values())
 
 
 def added(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of numbers by name.
-
-    Example:
-        >>> added([{"loss": 1.0}, {"loss": 2.0, "other": 4.0}])
-        {'loss': 3.0, 'other': 4.0}
-    """
+    """The sums of numbers by name."""
     totals: dict[str, float] = {}
     for counts in found:
         for name, value in counts.items():
@@ -177,27 +141,28 @@ def told(sums: Sums) -> dict[str, Any]:
         "losses": values_of(sums),
         "counts": {name: sum(fetched(found)) for name, found in sums.counts.items()},
         "metrics": means,
-        "plain": any(name not in sums.counts for name in sums.terms),
         "has_gradient": sums.has_gradient,
         "scale": sums.closing_scale,
-        "facts": sums.facts,
+        "facts": [*sums.facts],
     }
 
 
-def shared(heard: Sequence[Mapping[str, Any]]) -> Shared:
-    """The sums over all processes, from the results of ``told`` on each."""
+def share_(sums: Sums, heard: Sequence[Mapping[str, Any]]) -> None:
+    """Puts what all processes added up in the place of what this one did, from the results of ``told`` on each."""
     losses, counts = added(one["losses"] for one in heard), added(one["counts"] for one in heard)
     totals = added({name: pair[0] for name, pair in one["metrics"].items()} for one in heard)
     over = added({name: pair[1] for name, pair in one["metrics"].items()} for one in heard)
-    metrics = {name: Mean(totals[name], over[name]).value for name in totals}
-    is_over_nothing = bool(counts) and not any(one["plain"] for one in heard) and not any(counts.values())
-    return Shared(losses, counts, metrics, is_over_nothing, [one["facts"] for one in heard])
+    sums.terms = {
+        name: [Term(torch.tensor(value, dtype=torch.float64, device="cpu"), 1.0, 1.0)] for name, value in losses.items()
+    }
+    sums.counts = {name: [count] for name, count in counts.items()}
+    sums.means = {name: Mean(totals[name], over[name]).value for name in totals}
+    sums.has_gradient = any(one["has_gradient"] for one in heard)
+    sums.facts = [fact for one in heard for fact in one["facts"] or (None,)]
 
 
 def values_of(sums: Sums) -> dict[str, float]:
     """The value of each loss over the logical batch; one synchronization per device and dtype."""
-    if sums.shared is not None:
-        return dict(sums.shared.losses)
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Term]]] = {}
     for name, terms in sums.terms.items():
         for term in terms:
@@ -213,8 +178,6 @@ def values_of(sums: Sums) -> dict[str, float]:
 
 def total_of(sums: Sums) -> torch.Tensor:
     """The sum of the values of all losses, without a device synchronization."""
-    if sums.shared is not None:
-        return torch.tensor(sum(sums.shared.losses.values()), device="cpu")
     found = []
     for term in (term for terms in sums.terms.values() for term in terms):
         value, divisor = term.value.detach() * term.factor, term.divisor

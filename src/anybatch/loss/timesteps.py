@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,23 +11,17 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.errors import BatchError, CountError
-from anybatch.loss.weights import FORWARD, Count, fetched
+from anybatch.loss.weights import FORWARD, Count, counted, fetched
 
 
 class Steps:
     """A batch of sequences that can be cut along time.
 
     Args:
-        batch: any nested container of tensors of shape ``[rows, ..., time, ...]`` or of ``PackedSequence`` s.
-        dim: the dimension of time.
         broadcast: dotted paths of leaves that are no sequences and go to every chunk as they are.
 
     Attributes:
-        total: how many steps there are.
         order: where the rows of packed sequences come from; ``None`` if they are in their own order.
-
-    Raises:
-        BatchError: leaves disagree on the number of steps, or there are none.
     """
 
     def __init__(self, batch: Any, dim: int, broadcast: Sequence[str] = ()) -> None:
@@ -108,7 +103,7 @@ class Steps:
             elif id(leaf) in self._sequences:
                 columns[id(leaf)] = _split(leaf, self._dim, [stop - start for start, stop in bounds])
         batches = [self._chunk(columns, index) for index in range(len(bounds))]
-        return Chunks(bounds, batches, items, self._batch, is_packed=self.is_packed)
+        return Chunks(bounds, batches, items, self._batch, self.is_packed)
 
     def _chunk(self, columns: Mapping[int, Sequence[Any]], index: int) -> Any:
         return map_leaves(lambda leaf: columns[id(leaf)][index] if id(leaf) in columns else leaf, self._batch)
@@ -122,24 +117,16 @@ def _split(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> Sequence[tor
     return [tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
+@dataclass
 class Chunks:
-    """A batch cut along time.
+    """A batch cut along time."""
 
-    Args:
-        bounds: the first step of each chunk and the one after its last.
-        batches: the chunks.
-        items: how many steps of sequences each has.
-        whole: the batch.
-        is_packed: whether sequences end at different steps.
-    """
-
-    def __init__(
-        self, bounds: Sequence[tuple[int, int]], batches: Sequence[Any], items: Sequence[int], whole: Any, *,
-        is_packed: bool,
-    ) -> None:  # fmt: skip
-        self.bounds, self.batches, self.items = bounds, batches, items
-        self._whole, self._is_packed = whole, is_packed
-        self._shares: dict[Any, list[float]] = {}
+    bounds: Sequence[tuple[int, int]]  # the first step of each chunk and the one after its last
+    batches: Sequence[Any]  # the chunks
+    items: Sequence[int]  # how many steps of sequences each has
+    whole: Any  # the batch
+    is_packed: bool  # whether sequences end at different steps
+    _shares: dict[Any, list[float]] = field(default_factory=dict)
 
     def share(self, index: int, count: Count, *, is_weighed: bool) -> Callable[[str], float]:
         """Which share of the batch's items a chunk has, by the name of a loss that is a plain mean over them."""
@@ -158,14 +145,14 @@ class Chunks:
 
     def _counted(self, count: Any, is_weighed: bool) -> list[float]:
         if count is count_samples or count == FORWARD:
-            if is_weighed and self._is_packed:
+            if is_weighed and self.is_packed:
                 raise CountError(
                     "a plain loss over packed sequences is the mean over their steps, of which micro-batches and the "
                     "batches of a window have different numbers; expected anybatch.Mean(total, number of steps), or "
                     "count= with a function that counts the steps"
                 )
             return [items / sum(self.items) for items in self.items]
-        *parts, total = fetched([_scalar(count(batch)) for batch in (*self.batches, self._whole)])
+        *parts, total = fetched([counted(count, batch) for batch in (*self.batches, self.whole)])
         if abs(sum(parts) - total) > 1e-6 * max(1.0, abs(total)):
             raise CountError(
                 f"count of the whole sequences is {total:g}, of their chunks together {sum(parts):g}; expected a count "
@@ -173,7 +160,3 @@ class Chunks:
                 "(x = tokens[:, :-1], y = tokens[:, 1:]) and count without shift"
             )
         return [part / total if total else 0.0 for part in parts]
-
-
-def _scalar(value: Any) -> Any:
-    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,10 +24,6 @@ class Weights:
     Args:
         parts: for each micro-batch, the count by the name of the loss; the empty name is for all losses.
         totals: the counts of the whole batch, if other processes have micro-batches, too.
-
-    Attributes:
-        own_totals: the sums of ``parts``.
-        is_empty: whether every total is 0.
     """
 
     __slots__ = ("_columns", "is_empty", "own_totals", "parts", "totals")
@@ -49,11 +46,7 @@ class Weights:
         return name in self.totals and name != _EVERY
 
     def total(self, name: str) -> float:
-        """The count of the whole logical batch for a loss.
-
-        Raises:
-            CountError: the loss has no count.
-        """
+        """The count of the whole logical batch for a loss."""
         key = name if name in self.totals else _EVERY
         if key not in self.totals:
             raise CountError(
@@ -106,7 +99,6 @@ def weigh(
 
     Args:
         count: how to count; ``"forward"`` and ``count_samples`` count samples here without looking into the batch.
-        micro_batches: gives the micro-batches, in the order of ``parts``.
         wholes: the batches before they were cut, to check the sums by; ``None`` if there are none.
         samples: in each micro-batch; ``None`` where nobody knows, which counts as one.
 
@@ -119,14 +111,10 @@ def weigh(
     if count is count_samples or count == FORWARD:
         return Weights([{_EVERY: 1 if rows is None else rows} for rows in samples])
     functions = dict(count) if isinstance(count, Mapping) else {_EVERY: count}
-    raw: list[Any] = []
     is_cut = wholes is not None and len(parts) > len(wholes)
     is_whole = wholes is not None and [part.batch for part in parts] == [*range(len(wholes))]
-    for batch in wholes if wholes is not None and is_whole else micro_batches():
-        raw.extend(_called(function, batch) for function in functions.values())
-    if wholes is not None and is_cut:
-        for batch in wholes:
-            raw.extend(_called(function, batch) for function in functions.values())
+    given = micro_batches() if wholes is None or not is_whole else wholes
+    raw = [counted(f, batch) for batch in chain(given, wholes or () if is_cut else ()) for f in functions.values()]
     values = fetched(raw)
     names = list(functions)
     rows = [dict(zip(names, values[i : i + len(names)], strict=True)) for i in range(0, len(values), len(names))]
@@ -136,7 +124,8 @@ def weigh(
     return weights
 
 
-def _called(function: Any, batch: Any) -> Any:
+def counted(function: Any, batch: Any) -> Any:
+    """What a count gives for a batch: a number, or a 0-dim tensor on a device."""
     value = function(batch)
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
@@ -153,11 +142,7 @@ def _called(function: Any, batch: Any) -> Any:
 
 
 def fetched(values: Sequence[Any]) -> list[float]:
-    """Reads numbers and 0-dim tensors, with one synchronization per device and dtype.
-
-    Raises:
-        CountError: a value is negative or not finite.
-    """
+    """Reads numbers and 0-dim tensors, with one synchronization per device and dtype."""
     numbers: list[Any] = list(values)
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, value in enumerate(values):

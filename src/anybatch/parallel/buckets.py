@@ -1,7 +1,8 @@
 """Gradients summed over processes, in few collectives of many tensors each."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,18 @@ from anybatch.tensors.precision import LOW_PRECISION
 BYTES = 25 * 2**20  # as in DistributedDataParallel
 
 
-class Bucket(NamedTuple):
+@dataclass
+class Bucket:
     """Gradients that go together: tensors of one dtype on one device."""
 
     gradients: list[torch.Tensor]
     dtype: torch.dtype
-    numel: int
+    numel: int = 0  # of all of them
 
     @property
     def device(self) -> torch.device:
         """Where they lie."""
         return self.gradients[0].device
-
-    @property
-    def goes_as_it_is(self) -> bool:
-        """Whether the only tensor in it is a buffer already."""
-        first = self.gradients[0]
-        return len(self.gradients) == 1 and first.dtype is self.dtype and first.is_contiguous()
 
 
 def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Bucket]:
@@ -35,60 +31,38 @@ def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Buc
 
     Args:
         most: bytes in a bucket, of which a larger tensor has one for itself.
-
-    Example:
-        >>> [len(bucket.gradients) for bucket in buckets_of([torch.zeros(10), torch.zeros(20), torch.zeros(90)], 200)]
-        [2, 1]
     """
     found: list[Bucket] = []
-    running: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    running: dict[tuple[torch.device, torch.dtype], Bucket] = {}
     for gradient in gradients:
         dtype = torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
         key = (gradient.device, dtype)
-        waiting = running.setdefault(key, [])
-        if waiting and (sizes[key] + gradient.numel()) * dtype.itemsize > most:
-            found.append(_bucket(waiting, dtype))
-            waiting, sizes[key] = [], 0
-            running[key] = waiting
-        waiting.append(gradient)
-        sizes[key] = sizes.get(key, 0) + gradient.numel()
-    found.extend(_bucket(waiting, dtype) for (_, dtype), waiting in running.items())
-    return found
-
-
-def _bucket(gradients: list[torch.Tensor], dtype: torch.dtype) -> Bucket:
-    return Bucket(gradients, dtype, sum(gradient.numel() for gradient in gradients))
+        waiting = running.setdefault(key, Bucket([], dtype))
+        if waiting.gradients and (waiting.numel + gradient.numel()) * dtype.itemsize > most:
+            found.append(waiting)
+            running[key] = waiting = Bucket([], dtype)
+        waiting.gradients.append(gradient)
+        waiting.numel += gradient.numel()
+    return [*found, *running.values()]
 
 
 class Buffers:
-    """The memory that buckets travel in, taken before anybody relies on it.
-
-    Args:
-        gradients: all that may travel.
-    """
+    """The memory that buckets travel in, taken before anybody relies on it."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
         self._buffers = {key: torch.empty(n, dtype=key[1], device=key[0]) for key, n in _sizes(gradients).items()}
 
     @staticmethod
     def bytes_for(gradients: Sequence[torch.Tensor]) -> int:
-        """The bytes of the buffers.
-
-        Args:
-            gradients: all that may travel, or tensors of their shapes.
-
-        Example:
-            >>> Buffers.bytes_for([torch.zeros(10, 10), torch.zeros(5)])
-            420
-        """
+        """The bytes of the buffers."""
         return sum(n * dtype.itemsize for (_, dtype), n in _sizes(gradients).items())
 
     def sum_(self, gradients: Sequence[torch.Tensor], group: Any, lost: Callable[[RuntimeError], Exception]) -> None:
         """Sums gradients in place over all processes."""
         for bucket in buckets_of(gradients):
-            if bucket.goes_as_it_is:
-                _all_reduce(bucket.gradients[0], group, lost)
+            first = bucket.gradients[0]
+            if len(bucket.gradients) == 1 and first.dtype is bucket.dtype and first.is_contiguous():
+                _all_reduce(first, group, lost)  # it is a buffer already
                 continue
             buffer = self._buffers[bucket.device, bucket.dtype][: bucket.numel]
             parts = buffer.split([gradient.numel() for gradient in bucket.gradients])

@@ -1,18 +1,198 @@
-"""Several devices in one process, and the assignment of micro-batches to them."""
+"""Several devices in one process: their copies of the model, and the assignment of micro-batches to them."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from anybatch.accelerators import capacity_of, is_accelerator, name_of, usual
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import BatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.pieces import InPieces
-from anybatch.parallel.modelcopies import ModelCopy, check_copyable
-from anybatch.tensors.modules import modules_behind
+from anybatch.tensors.modules import modules_behind, modules_of
+from anybatch.tensors.spectral import power_iteration
+
+_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
+_WRAPPERS = {
+    "DataParallel": "pass the model in it, model.module, and devices=model.device_ids",
+    "DistributedDataParallel": (
+        "it is for one device a process. Leave devices= out under torchrun, or pass the model in it, model.module"
+    ),
+    "FullyShardedDataParallel": "it is for one device a process; leave devices= out",
+    "FSDPModule": "it is for one device a process; leave devices= out",
+    "OptimizedModule": "what was compiled works on one device only; pass the model before torch.compile",
+    "ScriptModule": "what was scripted can't be copied around its own tensors; pass the model before torch.jit",
+}
+
+
+def check_copyable(models: Iterable[Any], home: torch.device) -> None:
+    """Refuses models that can't be copied to other devices.
+
+    Raises:
+        BatchError: one is wrapped, compiled, not complete, or lies on several devices.
+    """
+    modules = modules_of(*models)
+    kinds = {  # far fewer than modules
+        kind: next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
+        for kind in set(map(type, modules))
+    }
+    for module in modules:
+        wrapper = kinds[type(module)]
+        if wrapper is None and module.__dict__.get("_compiled_call_impl") is not None:
+            wrapper = "OptimizedModule"
+        if wrapper is not None:
+            raise BatchError(
+                f"the model has a {type(module).__name__}, and devices= makes its own copies; expected a plain "
+                f"module: {_WRAPPERS[wrapper]}"
+            )
+        for name, tensor in _tensors_of(module):
+            if torch.nn.parameter.is_lazy(tensor):
+                raise BatchError(
+                    f"{name} of a {type(module).__name__} is made by the first forward; run one before devices= is used"
+                )
+            if tensor.device != home:
+                raise BatchError(
+                    f"{name} of a {type(module).__name__} lies on {tensor.device} and the first parameter on {home}; "
+                    "expected the whole model on one of the devices: model.to(...)"
+                )
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for found in (module._parameters, module._buffers):
+        for name, tensor in found.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+class ModelCopy:
+    """A copy of some modules on a device.
+
+    Its tensors are kept and written anew once a logical batch. Its modules are made anew each time, as the modules are
+    then: modes, hooks, attributes and what is frozen. Lists and dictionaries among their attributes are its own, so
+    that a forward may write to them; anything else is shared.
+
+    Attributes:
+        pairs: each parameter with its copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        self._modules: dict[int, torch.nn.Module] = {}
+
+    @torch.no_grad()
+    def refresh(self, models: Sequence[torch.nn.Module]) -> None:
+        """Updates the copy to the modules as they are now."""
+        modules = modules_of(*models)
+        before, self._leaves = self._leaves, {}
+        self._modules = {id(module): type(module).__new__(type(module)) for module in modules}
+        self._buffers = []
+        copies: dict[int, torch.Tensor] = {}
+        for module in modules:
+            copy = self._modules[id(module)]
+            copy.__dict__["_modules"] = {
+                key: None if child is None else self._modules[id(child)] for key, child in module._modules.items()
+            }
+            for kind, found in (("_parameters", module._parameters), ("_buffers", module._buffers)):
+                copy.__dict__[kind] = {
+                    key: None if one is None else self._copied(one, before, copies) for key, one in found.items()
+                }
+            if not isinstance(module, _NormBase):
+                moved = set(map(id, power_iteration(module)))  # as far on each device
+                for name, one in copy._buffers.items():
+                    if one is not None and id(module._buffers[name]) not in moved:
+                        self._buffers.append((f"{name} of {type(module).__name__}", one, one._version))
+        # Attributes may hold modules and parameters of any of them, such as the weights of an LSTM.
+        for module in modules:
+            self._modules[id(module)].__dict__.update(
+                {key: self.translated(value) for key, value in module.__dict__.items() if key not in _TENSORS}
+            )
+        if before.keys() != self._leaves.keys():
+            for copy in self._modules.values():
+                if isinstance(copy, torch.nn.RNNBase):  # cuDNN wants its weights in one piece
+                    copy.flatten_parameters()
+        self.pairs = [pair for pair in self._leaves.values() if isinstance(pair[0], torch.nn.Parameter)]
+
+    def _copied(
+        self, tensor: torch.Tensor, before: dict[int, tuple[torch.Tensor, torch.Tensor]], done: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        if id(tensor) in done:
+            return done[id(tensor)]
+        known = before.get(id(tensor))
+        copy = None if known is None or known[0] is not tensor else known[1]
+        if copy is not None and copy.shape == tensor.shape and copy.dtype == tensor.dtype:
+            copy.detach().copy_(tensor.detach(), non_blocking=True)
+        else:
+            copy = tensor.detach().to(self.device, copy=True)
+            if isinstance(tensor, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            copy.requires_grad_(tensor.requires_grad)
+            copy.__dict__.update(tensor.__dict__)
+            copy.grad = None
+            copy._backward_hooks = None
+            for hook in (tensor._backward_hooks or {}).values():
+                copy.register_hook(hook)
+        self._leaves[id(tensor)] = tensor, copy
+        done[id(tensor)] = copy
+        return copy
+
+    def translated(self, value: Any) -> Any:
+        """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
+        if isinstance(value, torch.nn.Parameter):
+            return self._leaves.get(id(value), (value, value))[1]
+        if isinstance(value, torch.nn.Module):
+            return self._modules.get(id(value), value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.nn.Module):
+            return types.MethodType(value.__func__, self._modules.get(id(value.__self__), value.__self__))
+        if type(value) is functools.partial:
+            arguments = [self.translated(one) for one in value.args]
+            options = {key: self.translated(one) for key, one in value.keywords.items()}
+            return functools.partial(self.translated(value.func), *arguments, **options)
+        if type(value) in (list, tuple, set):
+            return type(value)(self.translated(one) for one in value)
+        if type(value) in _DICTIONARIES:
+            return type(value)((key, self.translated(one)) for key, one in value.items() if not _is_observer(one))
+        return value
+
+    def leaf_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a parameter, ``None`` if the modules do not have it."""
+        pair = self._leaves.get(id(tensor))
+        return None if pair is None else pair[1]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its parameters and buffers."""
+        return sum(copy.nbytes for _, copy in self._leaves.values())
+
+    def changed_buffers(self) -> list[str]:
+        """The buffers that were written to since the copy was made, but for those of normalisations and their like."""
+        return [name for name, buffer, version in self._buffers if buffer._version != version]
+
+    def clear(self) -> None:
+        """Clears the gradients, and releases the modules, which may hold the graph."""
+        for _, copy in self.pairs:
+            copy.grad = None
+        self._modules = {}
+        self._buffers = []
+
+
+_DICTIONARIES = (dict, OrderedDict)
+
+
+def _is_observer(hook: Any) -> bool:
+    """Whether a hook is of the doctor, who looks at one device."""
+    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
+    return isinstance(module, str) and module.startswith("anybatch.doctor")
 
 
 class Placement(NamedTuple):
@@ -23,24 +203,16 @@ class Placement(NamedTuple):
     copy: ModelCopy | None  # of the model; ``None`` where the model itself lies
 
 
+@dataclass(eq=False)
 class Devices:
-    """The devices of one process that share the micro-batches of a logical batch.
+    """The devices of one process that share the micro-batches of a logical batch."""
 
-    Args:
-        placements: the first one is where the model lies.
-
-    Attributes:
-        drew_on_host: by whether gradients were taken, whether the last pass drew from generators that all threads
-            share; not in it while nobody has looked.
-        is_checked: whether the loss was seen to use nothing but the copies.
-        was_warned: whether something was said about buffers.
-    """
-
-    def __init__(self, placements: Sequence[Placement]) -> None:
-        self.placements = list(placements)
-        self.drew_on_host: dict[bool, bool] = {}
-        self.is_checked = False
-        self.was_warned = False
+    placements: list[Placement]  # the first one is where the model lies
+    # by whether gradients were taken, whether the last pass drew from generators that all threads share; not in it
+    # while nobody has looked
+    drew_on_host: dict[bool, bool] = field(default_factory=dict)
+    is_checked: bool = False  # whether the loss was seen to use nothing but the copies
+    was_warned: bool = False  # whether something was said about buffers
 
     @property
     def home(self) -> torch.device:
@@ -54,9 +226,8 @@ class Devices:
 
     def most(self, splittable: Splittable) -> float:
         """What a micro-batch may be at most, in samples or in cost, so that every device gets its share."""
-        share = min(placement.speed for placement in self.placements) / sum(
-            placement.speed for placement in self.placements
-        )
+        speeds = [placement.speed for placement in self.placements]
+        share = min(speeds) / sum(speeds)
         if splittable.has_costs:
             return max(1.0, splittable.largest * share)
         return max(1, math.ceil(splittable.rows * share * (1 - 1e-12)))
@@ -97,15 +268,7 @@ class Devices:
         return f"{len(speeds)} with speeds {', '.join(f'{speed:g}' for speed in speeds)}"
 
     def check(self, model: torch.nn.Module, loss_fn: Any) -> None:
-        """Refuses a model that can't be copied, or was moved.
-
-        Args:
-            model: the model.
-            loss_fn: may be a module, or a method of one.
-
-        Raises:
-            BatchError: see ``check_copyable``.
-        """
+        """Refuses a model that can't be copied, or was moved."""
         first = next(model.parameters(), None)
         if first is not None and first.device != self.home:
             raise BatchError(
@@ -126,11 +289,6 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
 
     Raises:
         BatchError: they are none, are not there, or the model or the loss can't be copied to them.
-
-    Example:
-        >>> found = devices_of_argument(["cpu", "cpu"], torch.nn.Linear(2, 1), None)
-        >>> [placement.device.type for placement in found.placements]
-        ['cpu', 'cpu']
     """
     if devices is None:
         return None

@@ -27,8 +27,7 @@ from anybatch.loss.weights import Weights
 from anybatch.parallel.buckets import buckets_of, ready_to_sum
 from anybatch.parallel.gathering import compact
 from anybatch.parallel.messages import Messages, as_flags, as_text
-from anybatch.parallel.ranks import Ranks
-from anybatch.parallel.replicas import is_fully_sharded
+from anybatch.parallel.ranks import Ranks, is_fully_sharded
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.precision import ACCUMULATED_AFTER, LOW_PRECISION
@@ -56,13 +55,7 @@ class _Unit(NamedTuple):
 
 
 class ShardedRanks(Ranks):
-    """The ranks of a process group, each with a shard of each parameter.
-
-    Args:
-        model: with its wrappers.
-        group: the process group.
-        device: where the model lies.
-    """
+    """The ranks of a process group, each with a shard of each parameter."""
 
     is_sharded = True
 
@@ -138,9 +131,6 @@ class ShardedRanks(Ranks):
         """Micro-batches that count nothing, with which this rank runs as many as the one that has most.
 
         A rank without samples gets one from another.
-
-        Args:
-            own: gives a micro-batch of this rank that is run in any case, ``None`` where there is none.
         """
         if not self.keeps_step or len({one["parts"] for one in self._heard}) == 1:
             return []
@@ -316,14 +306,10 @@ class ShardedRanks(Ranks):
         return [self._whole.get(id(p), (p, p))[1] for p in parameters]
 
     def _has_gradient(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
-        return [self._has_one(p) for p in parameters]
-
-    def _has_one(self, parameter: torch.Tensor) -> bool:
-        if not is_sharded(parameter):
-            return parameter.grad is not None
-        if self.keeps_step:
-            return id(parameter) in self._reached
-        return id(parameter) in self._low or self.known_leaves([parameter])[0].grad is not None
+        whole = zip(parameters, self.known_leaves(parameters), strict=True)
+        if not self.keeps_step:
+            return [id(p) in self._low or leaf.grad is not None for p, leaf in whole]
+        return [id(p) in self._reached if is_sharded(p) else p.grad is not None for p in parameters]
 
     def _ready_to_sum(self, parameters: Sequence[torch.Tensor], sums: Sums) -> Callable[[list[bool], float], None]:
         sum_plain = ready_to_sum([p for p in parameters if not is_sharded(p)], self.group, self._messages.lost)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.trees import leaves, map_leaves
+from anybatch.batch.trees import flat, like, map_leaves
 from anybatch.errors import LossError
+from anybatch.loss.outputs import twins
 from anybatch.loss.reducing import Joint, Leaves, Stage
 from anybatch.parallel.messages import Messages
 
@@ -36,21 +37,22 @@ class _Kind(NamedTuple):
 
 
 def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Joint:
-    """Gathers the outputs of all ranks in the order of the ranks, with uneven rows, in one collective.
-
-    Raises:
-        LossError: the ranks have outputs that do not belong together.
-    """
-    own = [leaf for _, _, leaf in leaves(outputs)] if gets else []
-    twins = _first_places(own)
+    """Gathers the outputs of all ranks in the order of the ranks, with uneven rows, in one collective."""
+    own = flat(outputs) if gets else []
+    places = twins([0] * len(own), own)
     mine = {
         "rows": next((len(leaf) for leaf in own if isinstance(leaf, torch.Tensor)), 0),
-        "outputs": [_described(leaf, twin) for leaf, twin in zip(own, twins, strict=True)],
+        "outputs": [_described(*pair) for pair in zip(own, places, strict=True)],
         "gets": [leaf is not None for leaf in gets],
         "batch": batch is not None,
     }
     heard = messages.round(Stage.GATHERED, mine)
-    _check_batches([one["batch"] for one in heard])
+    takes = [one["batch"] for one in heard]
+    if len(set(takes)) > 1:
+        raise LossError(
+            f"the loss of Coupled takes the batch on rank {takes.index(True)} and not on rank {takes.index(False)}; "
+            "expected the same loss on all ranks"
+        )
     kinds = _agreed(heard)
     rows = [one["rows"] for one in heard]
     room = sum(kind.room(max(rows)) for kind in kinds.values())
@@ -66,18 +68,8 @@ def gathered(outputs: Any, gets: Leaves, batch: Any, messages: Messages) -> Join
     columns = _unpacked(found, kinds, rows, home)
     leaf_of = [columns[i].requires_grad_() if i in columns and wanted[i] else None for i in range(len(wanted))]
     if own:
-        values = iter([columns.get(twin, leaf) for twin, leaf in zip(twins, own, strict=True)])
-        outputs = map_leaves(lambda _: next(values), outputs)
+        outputs = like(outputs, [columns.get(place, leaf) for place, leaf in zip(places, own, strict=True)])
     return Joint(outputs, leaf_of, sum(rows), sum(rows[: messages.rank]), batches)
-
-
-def _first_places(found: Sequence[Any]) -> list[int]:
-    """For each position, the first position with the same tensor."""
-    first: dict[int, int] = {}
-    return [
-        first.setdefault(id(leaf), position) if isinstance(leaf, torch.Tensor) else position
-        for position, leaf in enumerate(found)
-    ]
 
 
 def _described(leaf: Any, twin: int) -> list[Any]:
@@ -85,14 +77,6 @@ def _described(leaf: Any, twin: int) -> list[Any]:
     if isinstance(leaf, torch.Tensor):
         return [str(leaf.dtype), list(leaf.shape[1:]), twin]
     return ["value", hashlib.sha256(repr(leaf).encode()).hexdigest()[:16], repr(leaf)[:40]]
-
-
-def _check_batches(takes: Sequence[bool]) -> None:
-    if len(set(takes)) > 1:
-        raise LossError(
-            f"the loss of Coupled takes the batch on rank {takes.index(True)} and not on rank {takes.index(False)}; "
-            "expected the same loss on all ranks"
-        )
 
 
 def _agreed(heard: Sequence[Mapping[str, Any]]) -> dict[int, _Kind]:

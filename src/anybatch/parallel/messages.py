@@ -30,7 +30,6 @@ class Messages:
     is the same collective, whatever stage of the step its sender has reached.
 
     Args:
-        group: a process group.
         device: where the model lies, for backends that have no collectives on the host.
 
     Attributes:
@@ -77,14 +76,16 @@ class Messages:
     def tell_failure(self, error: BaseException, where: str) -> None:
         """Reports to all ranks that this rank fails."""
         self.is_open = False
-        message = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
+        message: dict[str, Any] = {"kind": "failed", "verb": self.verb, "stage": -1, "where": where}
+        text = str(error)
         if isinstance(error, DoesNotFit):
             facts = {"needed": error.needed, "budget": error.budget, "modules": list(error.modules)[:_NAMES]}
-            self._gather({**message, "text": str(error)[:_TEXT], "does_not_fit": facts})
+            message["does_not_fit"] = facts
         elif isinstance(error, NotSplittable):
-            self._gather({**message, "text": str(error)[:_TEXT], "not_splittable": list(error.modules)[:_NAMES]})
+            message["not_splittable"] = list(error.modules)[:_NAMES]
         else:
-            self._gather({**message, "text": f"{type(error).__name__}: {error}"[:_TEXT]})
+            text = f"{type(error).__name__}: {error}"
+        self._gather({**message, "text": text[:_TEXT]})
 
     def _judge(self, heard: list[dict[str, Any]]) -> None:
         failed = [(rank, one) for rank, one in enumerate(heard) if one["kind"] == "failed"]
@@ -145,11 +146,7 @@ class Messages:
         return [bytes(one.tolist()) for one in found]
 
     def gather_tensors(self, found: list[torch.Tensor], mine: torch.Tensor) -> None:
-        """One collective, after a round in which all said that they come to it.
-
-        Raises:
-            RankError: another process is gone.
-        """
+        """One collective, after a round in which all said that they come to it."""
         try:
             dist.all_gather(found, mine, group=self.group)
         except RuntimeError as error:
@@ -188,5 +185,4 @@ def as_flags(text: str) -> list[bool]:
 
 
 def _worded(deed: list[Any] | None) -> str:
-    """What a rank was about to do with units of a model that lies in parts."""
     return "no unit" if deed is None else f"the {deed[0]} of unit {', '.join(map(str, deed[1:])) or 'none'}"

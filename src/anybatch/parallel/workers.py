@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from typing import Any
 
 import torch
 
@@ -16,49 +17,38 @@ class DeviceThread(threading.Thread):
     """A thread that works on a device, with copies of what the thread that waits for it works with."""
 
 
-class ThreadState:
-    """torch's thread-local state of the thread that creates this.
+def _state_here(home: torch.device, devices: Sequence[torch.device]) -> Callable[[torch.device], Any]:
+    """A context for other threads with torch's thread-local state of this one, of the device ``home``.
 
-    These are: whether gradients are taken, inference mode, autocast, the default device, the hooks on saved tensors,
-    and on CUDA the stream. Anomaly detection, the default dtype and ``torch.backends`` are the process's.
-
-    Args:
-        home: the device of this thread.
-        devices: of the threads in which it is wanted.
+    It has: whether gradients are taken, inference mode, autocast, the default device, the hooks on saved tensors, and
+    on CUDA the stream. Anomaly detection, the default dtype and ``torch.backends`` are the process's.
     """
-
-    def __init__(self, home: torch.device, devices: Sequence[torch.device]) -> None:
-        self._home = home
-        self._gradients = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = {kind: _autocast_of(kind) for kind in {"cpu", home.type, *(one.type for one in devices)}}
-        self._default = default_device()
-        self._hooks = hooks_on_saved_tensors()
-        self._streams = {one: current_stream(one) for one in devices if has_streams(one)}
+    kinds = {"cpu", home.type, *(one.type for one in devices)}
+    autocast = {one: (torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds}
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    default, hooks = default_device(), hooks_on_saved_tensors()
+    streams = {one: current_stream(one) for one in devices if has_streams(one)}
 
     @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """Sets this state in the calling thread, which ends afterwards."""
-        for kind, (enabled, dtype) in self._autocast.items():
+    def entered(device: torch.device) -> Iterator[None]:
+        for kind, (enabled, dtype) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        if device.type != self._home.type:
-            torch.set_autocast_enabled(device.type, self._autocast[self._home.type][0])
+        if device.type != home.type:
+            torch.set_autocast_enabled(device.type, autocast[home.type][0])
         torch.set_autocast_cache_enabled(False)
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._gradients))
-            if self._default.type != "cpu":
-                stack.enter_context(device if self._default == self._home else self._default)
-            if self._hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
-            if device in self._streams:
-                stack.enter_context(running_in(self._streams[device]))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if default.type != "cpu":
+                stack.enter_context(device if default == home else default)
+            if hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            if device in streams:
+                stack.enter_context(running_in(streams[device]))
             yield
 
-
-def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return entered
 
 
 @contextmanager
@@ -90,7 +80,7 @@ def run_together(
     """
     errors: list[BaseException | None] = [None] * len(works)
     ended = [threading.Event() for _ in works]
-    state = ThreadState(home, [device for device, _ in works])
+    entered = _state_here(home, [device for device, _ in works])
 
     def run(index: int) -> None:
         device, work = works[index]
@@ -98,7 +88,7 @@ def run_together(
             if index == 0:
                 work()
             else:
-                with state.entered(device):
+                with entered(device):
                     work()
         except BaseException as error:  # noqa: BLE001  # it is raised in the thread that waits
             errors[index] = error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from anybatch.records.plainvalues import Plain, nothing, plain
+from anybatch.records.plainvalues import Plain, nothing
 from anybatch.records.showing import Shown
 
 _WIDTH = 80
@@ -16,33 +16,24 @@ _WIDTH = 80
 class Reason(Plain):
     """One reason why a certificate is not exact, or one of its notes.
 
-    Args:
-        code: its kind, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``.
-        where: the qualified name of a module, a buffer or a parameter; ``"loss"``; or the name of one loss.
-        message: what was seen, in full sentences.
-        remedies: lines of code, the first choice first; each may end in a comment that says what it costs.
-        evidence: the numbers behind it, as plain values by name.
-
     Example:
         >>> print(Reason("sum", "loss", "The loss is a sum.", ("loss = loss / 8",)))
         sum, in loss: The loss is a sum.
             loss = loss / 8
     """
 
-    code: str
-    where: str
-    message: str
+    _not_finite = nothing
+    code: str  # its kind, such as ``"count"``, ``"batch-norm"`` or ``"not-additive"``
+    where: str  # the qualified name of a module, a buffer or a parameter; ``"loss"``; or the name of one loss
+    message: str  # what was seen, in full sentences
+    # lines of code, the first choice first; each may end in a comment that says what it costs
     remedies: tuple[str, ...] = ()
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # the numbers behind it, as plain values by name
 
     @property
     def remedy(self) -> str:
         """The first of the remedies; empty if there is none."""
         return self.remedies[0] if self.remedies else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values for JSON; a number that is not finite becomes ``None``."""
-        return {name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}
 
     def shown(self, prefix: str = "") -> str:
         """The text, wrapped at 80 columns; remedies stand on their own lines, unwrapped, so that they can be copied."""
@@ -83,6 +74,7 @@ class Certificate(Shown):
           8 samples as 4 + 4 and as 2 + 2 + 4
     """
 
+    _not_finite = nothing
     model: str
     samples: int
     samples_in_batch: int
@@ -111,7 +103,7 @@ class Certificate(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``exact``; a number that is not finite becomes ``None``."""
-        return {"exact": self.exact, **{name: plain(value, nothing) for name, value in Plain.to_dict(self).items()}}
+        return {"exact": self.exact, **Plain.to_dict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:

@@ -29,9 +29,6 @@ _MOST_RULES = 8
 def missing_of(unexamined: Sequence[str]) -> str:
     """Says what could not be examined.
 
-    Args:
-        unexamined: as in ``Diagnosis``.
-
     Example:
         >>> missing_of(["AB101 OPT_PARAM_MISSING", "the run"])
         '1 rule failed (AB101 OPT_PARAM_MISSING) and the recorder met an error of its own'
@@ -52,36 +49,25 @@ def missing_of(unexamined: Sequence[str]) -> str:
 class Cell(Plain):
     """Parameters of one module that share two answers: do their gradients change, and are they updated?
 
-    Args:
-        cell: 1 to 4, see ``CELLS``; 0 if too little was seen.
-        module: the qualified name of the module; with several models, it begins with the variable of its model.
-        parameters: the names of the parameters.
-        numel: the number of their elements.
-        why: the cause, such as ``"in no optimizer"``, ``"frozen"`` or ``"weight decay"``; empty where all is well.
-        shrinking: whether the gradients at the end are less than a thousandth of those at the start.
-        frozen: whether none of the parameters requires a gradient.
-        first_gradient: the norm of their gradients at the first sampled step; ``None`` if they had none.
-        last_gradient: the norm at the last sampled step.
-        first_ratio: the update-to-weight ratio of the first sampled update; ``None`` if unknown.
-        last_ratio: the ratio of the last sampled update.
-
     Example:
         >>> cell = Cell(2, "head", ("head.weight", "head.bias"), numel=20, why="in no optimizer")
         >>> cell.meaning, Cell.from_dict(cell.to_dict()) == cell
         ('gradients change, parameters do not', True)
     """
 
-    cell: int
-    module: str = ""
-    parameters: tuple[str, ...] = ()
-    numel: int = 0
+    cell: int  # 1 to 4, see ``CELLS``; 0 if too little was seen
+    module: str = ""  # the qualified name of the module; with several models, it begins with the variable of its model
+    parameters: tuple[str, ...] = ()  # the names of the parameters
+    numel: int = 0  # the number of their elements
+    # the cause, such as ``"in no optimizer"``, ``"frozen"`` or ``"weight decay"``; empty where all is well
     why: str = ""
-    shrinking: bool = False
-    frozen: bool = False
+    shrinking: bool = False  # whether the gradients at the end are less than a thousandth of those at the start
+    frozen: bool = False  # whether none of the parameters requires a gradient
+    # the norm of their gradients at the first sampled step; ``None`` if they had none
     first_gradient: float | None = None
-    last_gradient: float | None = None
-    first_ratio: float | None = None
-    last_ratio: float | None = None
+    last_gradient: float | None = None  # the norm at the last sampled step
+    first_ratio: float | None = None  # the update-to-weight ratio of the first sampled update; ``None`` if unknown
+    last_ratio: float | None = None  # the ratio of the last sampled update
 
     @property
     def meaning(self) -> str:
@@ -97,43 +83,22 @@ class Cell(Plain):
 class Suppressed(Plain):
     """A finding that the user has suppressed.
 
-    Args:
-        finding: the finding.
-        by: what suppressed it: a comment on its ``"line"``, the ``"settings"`` of the project or the command, or a
-            ``"baseline"`` that contains it.
-        reason: the reason that the comment gives, or the name of the setting.
-
     Example:
         >>> one = Suppressed(Finding("frozen", code="AB108"), "line", "the teacher is meant to stay")
         >>> Suppressed.from_dict(one.to_dict()) == one
         True
     """
 
-    finding: Finding
+    finding: Finding  # the finding
+    # what suppressed it: a comment on its ``"line"``, the ``"settings"`` of the project or the command, or a
+    # ``"baseline"`` that contains it
     by: Literal["line", "settings", "baseline"]
-    reason: str = ""
+    reason: str = ""  # the reason that the comment gives, or the name of the setting
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Shown):
     """What the doctor says about one run.
-
-    Args:
-        findings: ranked: each root cause is followed by its consequences.
-        cells: every parameter, grouped by module, in the order of the model.
-        steps: the number of optimizer steps; with several optimizers, that of the one that stepped most.
-        overhead: the doctor's own time divided by the rest of the run's; ``None`` if it was not measured.
-        script: the path of the script as the user wrote it; empty if the doctor was attached in code.
-        arguments: the arguments of the script.
-        device: the device of the run.
-        exit_code: the exit code of the script; ``None`` if the doctor was attached in code.
-        seconds: the duration of the run.
-        notes: remarks about the diagnosis itself, such as rules that failed.
-        unexamined: what could not be examined: codes and names of rules that failed; ``"all rules"`` if the diagnosis
-            as a whole failed or could not be made; ``SEVERAL_THREADS``; ``"the run"`` if the recorder itself failed.
-        verdict: the outcome of the run.
-        reason: how the verdict is known, or why it is not; the end of a sentence.
-        suppressed: findings that the user has suppressed; the verdict does not count them.
 
     Example:
         >>> found = (Finding("head.weight is in no group.", severity="error", name="A"),)
@@ -142,19 +107,23 @@ class Diagnosis(Shown):
         (False, True)
     """
 
-    findings: tuple[Finding, ...] = ()
-    cells: tuple[Cell, ...] = ()
-    steps: int = 0
+    findings: tuple[Finding, ...] = ()  # ranked: each root cause is followed by its consequences
+    cells: tuple[Cell, ...] = ()  # every parameter, grouped by module, in the order of the model
+    steps: int = 0  # the number of optimizer steps; with several optimizers, that of the one that stepped most
+    # the doctor's own time divided by the rest of the run's; ``None`` if it was not measured
     overhead: float | None = None
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    device: str = ""
-    exit_code: int | None = None
-    seconds: float = 0.0
-    notes: tuple[str, ...] = field(default=())
+    script: str = ""  # the path of the script as the user wrote it; empty if the doctor was attached in code
+    arguments: tuple[str, ...] = ()  # the arguments of the script
+    device: str = ""  # the device of the run
+    exit_code: int | None = None  # the exit code of the script; ``None`` if the doctor was attached in code
+    seconds: float = 0.0  # the duration of the run
+    notes: tuple[str, ...] = field(default=())  # remarks about the diagnosis itself, such as rules that failed
+    # what could not be examined: codes and names of rules that failed; ``"all rules"`` if the diagnosis as a whole
+    # failed or could not be made; ``SEVERAL_THREADS``; ``"the run"`` if the recorder itself failed
     unexamined: tuple[str, ...] = field(default=())
-    verdict: Verdict = "undecided"
-    reason: str = ""
+    verdict: Verdict = "undecided"  # the outcome of the run
+    reason: str = ""  # how the verdict is known, or why it is not; the end of a sentence
+    # findings that the user has suppressed; the verdict does not count them
     suppressed: tuple[Suppressed, ...] = field(default=())
 
     @property

@@ -33,25 +33,17 @@ def is_code(fix: str) -> bool:
 class Place(Plain):
     """Where a finding is.
 
-    Args:
-        module: the qualified name of a module; with several models, it begins with the variable of its model.
-        parameters: names of parameters.
-        optimizer: the name of an optimizer in the user's code.
-        group: the index of one of its parameter groups.
-        file: the file of the user's line.
-        line: the number of that line.
-
     Example:
         >>> print(Place(module="encoder", parameters=("encoder.weight",), file="/home/me/train.py", line=12))
         encoder, train.py:12
     """
 
-    module: str = ""
-    parameters: tuple[str, ...] = ()
-    optimizer: str = ""
-    group: int | None = None
-    file: str = ""
-    line: int = 0
+    module: str = ""  # the qualified name of a module; with several models, it begins with the variable of its model
+    parameters: tuple[str, ...] = ()  # names of parameters
+    optimizer: str = ""  # the name of an optimizer in the user's code
+    group: int | None = None  # the index of one of its parameter groups
+    file: str = ""  # the file of the user's line
+    line: int = 0  # the number of that line
 
     def __str__(self) -> str:
         group = "" if self.group is None else f".param_groups[{self.group}]"
@@ -65,42 +57,27 @@ class Place(Plain):
 class Finding(Plain):
     """One problem that the doctor found.
 
-    Args:
-        message: what is wrong, in a sentence, with names and numbers.
-        place: where.
-        fix: what to change, as code in the user's own names, or in a sentence.
-        cause: why it happens and what it does, in a sentence.
-        evidence: the numbers and names that show it.
-        step: the first step at which the evidence was complete.
-        at: the number of the first faulty event; among related findings the earliest is the root cause.
-        severity: ``"error"``, ``"warning"`` or ``"info"``; if empty, the severity of the rule applies.
-        code: the stable code of the rule, such as ``"AB101"``.
-        name: the name of the rule, such as ``"OPT_PARAM_MISSING"``.
-        consequence_of: the name of the finding that causes this one; empty for a root cause.
-        proof: the result of trying the fix; empty if it was not tried.
-        fix_kind: how the fix was verified.
-        patch: the fix as a unified diff of the user's file, if it was tried in that form; empty otherwise.
-
     Example:
         >>> finding = Finding("head.weight is in no group.", Place("head"), "add it", step=3, name="OPT_PARAM_MISSING")
         >>> Finding.from_dict(finding.to_dict()) == finding
         True
     """
 
-    message: str
-    place: Place = Place()
-    fix: str = ""
-    cause: str = ""
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    step: int = 0
-    at: int = 0
+    message: str  # what is wrong, in a sentence, with names and numbers
+    place: Place = Place()  # where
+    fix: str = ""  # what to change, as code in the user's own names, or in a sentence
+    cause: str = ""  # why it happens and what it does, in a sentence
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # the numbers and names that show it
+    step: int = 0  # the first step at which the evidence was complete
+    at: int = 0  # the number of the first faulty event; among related findings the earliest is the root cause
+    # ``"error"``, ``"warning"`` or ``"info"``; if empty, the severity of the rule applies
     severity: Severity | Literal[""] = ""
-    code: str = ""
-    name: str = ""
-    consequence_of: str = ""
-    proof: str = ""
-    fix_kind: FixKind = "suggestion"
-    patch: str = ""
+    code: str = ""  # the stable code of the rule, such as ``"AB101"``
+    name: str = ""  # the name of the rule, such as ``"OPT_PARAM_MISSING"``
+    consequence_of: str = ""  # the name of the finding that causes this one; empty for a root cause
+    proof: str = ""  # the result of trying the fix; empty if it was not tried
+    fix_kind: FixKind = "suggestion"  # how the fix was verified
+    patch: str = ""  # the fix as a unified diff of the user's file, if it was tried in that form; empty otherwise
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON; an empty ``consequence_of`` becomes ``None``."""

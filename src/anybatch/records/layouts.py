@@ -7,30 +7,17 @@ from anybatch.records.plainvalues import Plain
 
 
 class LeafLayout(NamedTuple):
-    """A leaf of a batch.
+    """A leaf of a batch."""
 
-    Args:
-        label: its path, such as ``batch['x']``.
-        dim: the dimension of its samples; ``None`` if every micro-batch gets the whole leaf.
-        kind: the name of its class.
-        shape: the shape of a tensor, or the length of a list; empty for anything else.
-    """
-
-    label: str
-    dim: int | None
-    kind: str
-    shape: tuple[int, ...] = ()
+    label: str  # its path, such as ``batch['x']``
+    dim: int | None  # the dimension of its samples; ``None`` if every micro-batch gets the whole leaf
+    kind: str  # the name of its class
+    shape: tuple[int, ...] = ()  # the shape of a tensor, or the length of a list; empty for anything else
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout(Plain):
     """How a batch is split: inferred, or given by ``layout=`` and ``broadcast=``.
-
-    Args:
-        samples: the number of samples of the logical batch; ``None`` if it can't be split.
-        leaves: the leaves of the batch; of a window, those of its first batch.
-        batches: the number of batches in the window; 1 for a single batch.
-        note: why the batch can't be split, or that its samples are raw; empty otherwise.
 
     Example:
         >>> x, t = LeafLayout("batch['x']", 0, "Tensor", (22, 4)), LeafLayout("batch['t']", None, "int")
@@ -40,10 +27,10 @@ class BatchLayout(Plain):
           batch['t']  int             whole to every micro-batch
     """
 
-    samples: int | None
-    leaves: tuple[LeafLayout, ...]
-    batches: int = 1
-    note: str = ""
+    samples: int | None  # the number of samples of the logical batch; ``None`` if it can't be split
+    leaves: tuple[LeafLayout, ...]  # the leaves of the batch; of a window, those of its first batch
+    batches: int = 1  # the number of batches in the window; 1 for a single batch
+    note: str = ""  # why the batch can't be split, or that its samples are raw; empty otherwise
 
     def __str__(self) -> str:
         first = "not cut" if self.samples is None else f"{self.samples} samples"

@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import json
-import math
 import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from anybatch.records.reading import Malformed, read
@@ -21,7 +20,6 @@ class Fact:
 
 
 F = TypeVar("F", bound=type[Fact])
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
 KINDS: dict[str, type[Fact]] = {}
 _NAMES: dict[type[Fact], str] = {}
 
@@ -39,11 +37,12 @@ def fact(kind: str) -> Callable[[F], F]:
 
 def to_line(one: Fact) -> str:
     """A fact as a line of JSON; entries equal to their default are left out."""
-    kind = {"kind": _NAMES[type(one)]}
+    values = {"kind": _NAMES[type(one)]} | _own(one)
     try:
-        return _AS_IT_IS.encode(kind | _own(one))
-    except ValueError:  # a number that is not finite
-        return _ENCODER.encode(kind | _values(one))
+        return _ENCODER.encode(values)
+    except ValueError:  # a number that is not finite becomes a text
+        texts = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+        return _ENCODER.encode(json.loads(json.dumps(values, default=_own), parse_constant=texts.__getitem__))
 
 
 def from_line(line: str) -> Fact | None:
@@ -77,24 +76,7 @@ def _own(one: Any) -> dict[str, Any]:
     return found
 
 
-_AS_IT_IS = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_own)
-
-
-def _values(one: Any) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in _own(one).items()}
-
-
-def _plain(value: Any) -> Any:
-    kind = type(value)
-    if kind is int or kind is str or kind is bool or value is None:
-        return value
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
-    return _values(value) if dataclasses.is_dataclass(value) else value
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_own)
 
 
 @functools.cache

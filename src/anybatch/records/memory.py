@@ -20,34 +20,23 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, INPUTS, OT
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One point of a timeline.
+    """One point of a timeline."""
 
-    Args:
-        operation: the operation that had just run.
-        line: the user's line that called it, such as ``"train.py:12"``; empty if unknown.
-        module: the qualified name of the module that it ran in; empty outside of modules and in the backward.
-        largest: the largest live tensors: for each its bytes, its category, and the line that allocated it.
-    """
-
-    operation: str
-    line: str = ""
-    module: str = ""
+    operation: str  # the operation that had just run
+    line: str = ""  # the user's line that called it, such as ``"train.py:12"``; empty if unknown
+    module: str = ""  # the qualified name of the module that it ran in; empty outside of modules and in the backward
+    # the largest live tensors: for each its bytes, its category, and the line that allocated it
     largest: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Plain):
-    """Live bytes after each operation; of many operations, those with the most bytes.
+    """Live bytes after each operation; of many operations, those with the most bytes."""
 
-    Args:
-        moments: the points, in order.
-        layers: for each category, in the order of ``CATEGORIES``, the bytes at each moment.
-        operations: the number of operations in all.
-    """
-
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[Moment, ...] = ()  # the points, in order
+    # for each category, in the order of ``CATEGORIES``, the bytes at each moment
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    operations: int = 0
+    operations: int = 0  # the number of operations in all
 
     @property
     def totals(self) -> list[int]:
@@ -70,26 +59,19 @@ class Timeline(Plain):
 class Memory(Shown):
     """The bytes of live tensors while something ran, by category.
 
-    Args:
-        peak_bytes: the most bytes alive at one moment.
-        end_bytes: the bytes alive at the end.
-        at_peak: the bytes at the peak by category, the keys from ``CATEGORIES``.
-        at_end: the bytes at the end by category.
-        operation: the operation after which the peak was reached; empty if no operation was seen.
-        reserved_bytes: the most bytes that a caching allocator held; 0 if there is none.
-        timeline: the bytes after each operation, with the lines that allocated them.
-
     Example:
         >>> print(Memory(3 * 2**20, 2**20, {"parameters": 2**20, "activations": 2**21}, operation="mm"))
         3.0 MiB at the peak, after mm: activations 2.0 MiB, parameters 1.0 MiB; 1.0 MiB at the end
     """
 
-    peak_bytes: int
-    end_bytes: int
+    peak_bytes: int  # the most bytes alive at one moment
+    end_bytes: int  # the bytes alive at the end
+    # the bytes at the peak by category, the keys from ``CATEGORIES``
     at_peak: Mapping[str, int] = field(default_factory=dict)
-    at_end: Mapping[str, int] = field(default_factory=dict)
-    operation: str = ""
-    reserved_bytes: int = 0
+    at_end: Mapping[str, int] = field(default_factory=dict)  # the bytes at the end by category
+    operation: str = ""  # the operation after which the peak was reached; empty if no operation was seen
+    reserved_bytes: int = 0  # the most bytes that a caching allocator held; 0 if there is none
+    # the bytes after each operation, with the lines that allocated them
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Which parameters a loss reaches through autograd, and what cuts off the others."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from anybatch.records.branches import Branch, branches_of, drawn, names_joined
-from anybatch.records.plainvalues import Plain, nothing, plain
+from anybatch.records.plainvalues import Plain, nothing
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 
@@ -14,37 +13,114 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 
+_MOST_NAMES = 12
+
+
+@dataclass(slots=True)
+class Branch:
+    """A line of a tree, with the lines below it."""
+
+    text: str  # the line
+    children: list["Branch"] = field(default_factory=list)
+
+    def add(self, text: str) -> "Branch":
+        """Adds a line below this one and returns its branch."""
+        self.children.append(Branch(text))
+        return self.children[-1]
+
+
+def branches_of(parent: Branch, items: Iterable[object]) -> None:
+    """Adds the text of each item below a branch."""
+    for item in items:
+        parent.add(str(item))
+
+
+def drawn(root: Branch) -> str:
+    """The tree as lines of text.
+
+    Example:
+        >>> root = Branch("a")
+        >>> _ = root.add("b").add("c"), root.add("d")
+        >>> print(drawn(root))
+        a
+        ├── b
+        │   └── c
+        └── d
+    """
+    return "\n".join([root.text, *_lines(root)])
+
+
+def _lines(branch: Branch) -> Iterable[str]:
+    for child in branch.children:
+        is_last = child is branch.children[-1]
+        yield ("└── " if is_last else "├── ") + child.text
+        yield from (("    " if is_last else "│   ") + line for line in _lines(child))
+
+
+def as_rich(root: Branch) -> "Tree":
+    """The tree for rich; brackets in the user's names are shown literally, not read as markup."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    tree = Tree(Text(root.text, style="bold"))
+    waiting = [(tree, child) for child in root.children]
+    for parent, branch in waiting:
+        style = "red" if branch.text.startswith("stopped by") else ""
+        waiting.extend(
+            (added, child) for added in [parent.add(Text(branch.text, style=style))] for child in branch.children
+        )
+    return tree
+
+
+def names_joined(names: Collection[str], among: Collection[str]) -> str:
+    """Joins names of parameters; where all parameters of a module are among them, the module is named instead.
+
+    Example:
+        >>> names_joined(["a.0.w", "a.0.b", "b.w"], ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.b"])
+        'a.0.* (2), b.w'
+    """
+    chosen = set(names)
+    shown: dict[str, None] = {}
+    counts: dict[str, list[int]] = {}
+    for name in among:
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            count = counts.setdefault(".".join(parts[:length]), [0, 0])
+            count[0] += 1
+            count[1] += name in chosen
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        whole = next((p for p in prefixes if counts[p][0] == counts[p][1] > 1), None)
+        shown[name if whole is None else f"{whole}.* ({counts[whole][0]})"] = None
+    texts = list(shown)
+    more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
+    return ", ".join(texts[:_MOST_NAMES] + more)
+
+
 @dataclass(frozen=True, slots=True)
 class Stop(Plain):
     """Where the path from a parameter to the loss ends.
-
-    Args:
-        op: what cut it off: an operation (``"detach"``, ``"argmax"``, ``"data"``, ``"item"``, ``"tensor"``), a mode
-            (``"no_grad"``, ``"inference_mode"``), ``"sample"`` (of a distribution), ``"checkpoint"``, the name of an
-            ``autograd.Function``, ``"requires_grad"``, ``"unused"`` (no operation read it), ``"left out"`` (results
-            computed from it are not in the loss), or ``"unknown"``.
-        module: the qualified name of the module that was running; for ``"requires_grad"`` and ``"unused"``, of the
-            module that owns the parameter; empty outside of modules.
-        file: the file of the user's line; empty if there is none.
-        line: the number of that line; 0 if there is none.
-        after: the operation that made the last tensor of the path with a graph.
-        message: what was seen, in full sentences.
-        sure: whether it was seen how the value goes on into the loss from there, or that it does not.
-        others: where other paths from the parameter to this loss end.
 
     Example:
         >>> print(Stop("detach", "encoder", "train.py", 12))
         detach in encoder, train.py:12
     """
 
+    # what cut it off: an operation (``"detach"``, ``"argmax"``, ``"data"``, ``"item"``, ``"tensor"``), a mode
+    # (``"no_grad"``, ``"inference_mode"``), ``"sample"`` (of a distribution), ``"checkpoint"``, the name of an
+    # ``autograd.Function``, ``"requires_grad"``, ``"unused"`` (no operation read it), ``"left out"`` (results computed
+    # from it are not in the loss), or ``"unknown"``
     op: str
+    # the qualified name of the module that was running; for ``"requires_grad"`` and ``"unused"``, of the module that
+    # owns the parameter; empty outside of modules
     module: str = ""
-    file: str = ""
-    line: int = 0
-    after: str = ""
-    message: str = ""
-    sure: bool = True
-    others: tuple["Stop", ...] = ()
+    file: str = ""  # the file of the user's line; empty if there is none
+    line: int = 0  # the number of that line; 0 if there is none
+    after: str = ""  # the operation that made the last tensor of the path with a graph
+    message: str = ""  # what was seen, in full sentences
+    sure: bool = True  # whether it was seen how the value goes on into the loss from there, or that it does not
+    others: tuple["Stop", ...] = ()  # where other paths from the parameter to this loss end
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -53,70 +129,41 @@ class Stop(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The state of one parameter in autograd.
+    """The state of one parameter in autograd."""
 
-    Args:
-        reached: whether a backward from the loss would reach it.
-        requires_grad: its ``requires_grad``.
-        is_leaf: whether it is a leaf, which keeps its gradient in ``.grad``.
-        retains_grad: whether it keeps its gradient although it is not a leaf.
-        numel: the number of its elements.
-    """
-
-    reached: bool
-    requires_grad: bool
-    is_leaf: bool
-    retains_grad: bool
-    numel: int
+    reached: bool  # whether a backward from the loss would reach it
+    requires_grad: bool  # its ``requires_grad``
+    is_leaf: bool  # whether it is a leaf, which keeps its gradient in ``.grad``
+    retains_grad: bool  # whether it keeps its gradient although it is not a leaf
+    numel: int  # the number of its elements
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An operation that cuts some parameters off from a term of the loss.
+    """An operation that cuts some parameters off from a term of the loss."""
 
-    Args:
-        op: its name, as in ``Stop``.
-        file: the file of the user's line.
-        line: the number of that line; 0 if unknown.
-        parameters: the names of the parameters that it cuts off, at most 200.
-    """
-
-    op: str
-    file: str = ""
-    line: int = 0
-    parameters: tuple[str, ...] = ()
+    op: str  # its name, as in ``Stop``
+    file: str = ""  # the file of the user's line
+    line: int = 0  # the number of that line; 0 if unknown
+    parameters: tuple[str, ...] = ()  # the names of the parameters that it cuts off, at most 200
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One of the losses, or one summand of a loss.
+    """One of the losses, or one summand of a loss."""
 
-    Args:
-        value: its value without signs and factors; ``None`` if unknown.
-        has_gradient: whether it has a graph; without one it is a constant for autograd.
-        op: the operation that computed it, or the name of the loss.
-        module: the module in which it was computed.
-        file: the file of the user's line.
-        line: the number of that line.
-        parameters: the number of parameters that autograd reaches through it.
-        stopped: the number of parameters that its value depends on and that autograd does not reach through it.
-        by: what cuts off the first of those.
-        by_file: the file of the user's line that does so.
-        by_line: the number of that line; 0 if unknown.
-        cuts: everything that cuts parameters off, most parameters first; a cut before another cut is left out.
-    """
-
-    value: float | None
-    has_gradient: bool
-    op: str
-    module: str = ""
-    file: str = ""
-    line: int = 0
-    parameters: int = 0
-    stopped: int = 0
-    by: str = ""
-    by_file: str = ""
-    by_line: int = 0
+    value: float | None  # its value without signs and factors; ``None`` if unknown
+    has_gradient: bool  # whether it has a graph; without one it is a constant for autograd
+    op: str  # the operation that computed it, or the name of the loss
+    module: str = ""  # the module in which it was computed
+    file: str = ""  # the file of the user's line
+    line: int = 0  # the number of that line
+    parameters: int = 0  # the number of parameters that autograd reaches through it
+    stopped: int = 0  # the number of parameters that its value depends on and that autograd does not reach through it
+    by: str = ""  # what cuts off the first of those
+    by_file: str = ""  # the file of the user's line that does so
+    by_line: int = 0  # the number of that line; 0 if unknown
+    # everything that cuts parameters off, most parameters first; a cut before another cut is left out
     cuts: tuple[Cut, ...] = ()
 
     def __str__(self) -> str:
@@ -132,39 +179,24 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that the graph of a loss saves for the backward.
+    """A tensor that the graph of a loss saves for the backward."""
 
-    Args:
-        op: the node of the graph that saves it.
-        module: the module that was running; empty if unknown.
-        shape: its shape.
-        dtype: its dtype, such as ``"float32"``.
-        bytes: the bytes of its storage.
-    """
-
-    op: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
+    op: str  # the node of the graph that saves it
+    module: str  # the module that was running; empty if unknown
+    shape: tuple[int, ...]  # its shape
+    dtype: str  # its dtype, such as ``"float32"``
+    bytes: int  # the bytes of its storage
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The memory that the graph of a loss keeps, without parameters and buffers of the model.
+    """The memory that the graph of a loss keeps, without parameters and buffers of the model."""
 
-    Args:
-        bytes: the bytes of all saved storages, each counted once.
-        modules: bytes by module, the largest first; empty if the loss was given as a tensor, whose graph does not name
-            modules.
-        biggest: the largest tensors.
-        packed: the number of saved tensors that went to saved-tensor hooks (checkpointing, offloading); not counted in
-            ``bytes``.
-    """
-
-    bytes: int
+    bytes: int  # the bytes of all saved storages, each counted once
+    # bytes by module, the largest first; empty if the loss was given as a tensor, whose graph does not name modules
     modules: Mapping[str, int]
-    biggest: tuple[Saved, ...]
+    biggest: tuple[Saved, ...]  # the largest tensors
+    # the number of saved tensors that went to saved-tensor hooks (checkpointing, offloading); not counted in ``bytes``
     packed: int = 0
 
 
@@ -197,6 +229,7 @@ class Paths(Shown):
         True
     """
 
+    _not_finite = nothing
     leaves: Mapping[str, Leaf]
     stopped: Mapping[str, Stop]
     followed: bool = True
@@ -217,8 +250,7 @@ class Paths(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON, and ``reached``; a number that is not finite becomes ``None``."""
-        finite = {name: plain(value, nothing) for name, value in Shown.to_dict(self).items()}
-        return finite | {"reached": list(self.reached)}
+        return Shown.to_dict(self) | {"reached": list(self.reached)}
 
     def _tree(self) -> Branch:
         elements = sum(leaf.numel for leaf in self.leaves.values())
@@ -268,8 +300,6 @@ class Paths(Shown):
         return drawn(self._tree())
 
     def __rich__(self) -> "Tree":
-        from anybatch.records.branches import as_rich
-
         return as_rich(self._tree())
 
 

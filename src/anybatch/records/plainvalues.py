@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self, cast
 
 from anybatch.records.reading import fields_of
 
@@ -12,11 +12,12 @@ class Plain:
     """Base of dataclasses that are written to, and read from, mappings of plain values."""
 
     __slots__ = ()
+    _not_finite: ClassVar[Callable[[float], Any]] = float  # gives what stands for a float that is not finite
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values for JSON."""
-        itself: Any = self
-        return {one.name: plain(getattr(self, one.name)) for one in dataclasses.fields(itself)}
+        itself, instead = cast(Any, self), type(self)._not_finite
+        return {one.name: plain(getattr(self, one.name), instead) for one in dataclasses.fields(itself)}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:

@@ -27,43 +27,32 @@ _RUN = re.compile(r"(\d+):(\d+)", re.ASCII)
 class PlanRow(Plain):
     """One configuration of a step, with its predicted memory and time.
 
-    Args:
-        micro_batch_size: the most samples in a micro-batch, or the most padded cost if samples have costs.
-        micro_batches: the number of micro-batches.
-        recompute: the checkpointed blocks, by qualified name; ``"net.2:5"`` is a run of children of a ``Sequential``.
-        offload: the blocks whose activations are offloaded to host memory.
-        head: the output layer, if the loss is computed in chunks; empty otherwise.
-        loss_chunks: the number of chunks; 1 for a loss in one piece.
-        autocast: the dtype of autocast, such as ``"bfloat16"``; empty without autocast.
-        kept_graphs: the number of micro-batches of a coupled loss that keep the graph of their first pass; the others
-            are encoded twice. ``None`` if the loss is not coupled.
-        chunk_length: the time steps in a chunk of a sequence; ``None`` if the loss does not process time in chunks, or
-            sets their length itself.
-        peak_bytes: the bytes of all live tensors at the peak of a step, from the second step on.
-        reserved_bytes: the bytes that the allocator of the device reserves for them; 0 if unknown.
-        seconds: the time of a logical batch without the optimizer; a relative time if it was not measured on the
-            device; ``None`` if unknown.
-        confidence: where ``peak_bytes`` comes from: ``"predicted"`` from the shapes of all tensors, ``"measured"``
-            extrapolated from steps that ran, ``"estimated"`` without some bytes that can't be seen, or with a bound
-            for them.
-
     Example:
         >>> print(PlanRow(16, 4, recompute=("layers.0", "layers.1"), peak_bytes=2**30, seconds=0.5))
         4 micro-batches of 16, recompute 2 blocks: 1.0 GiB, 500.0 ms, predicted
     """
 
-    micro_batch_size: float
-    micro_batches: int
+    micro_batch_size: float  # the most samples in a micro-batch, or the most padded cost if samples have costs
+    micro_batches: int  # the number of micro-batches
+    # the checkpointed blocks, by qualified name; ``"net.2:5"`` is a run of children of a ``Sequential``
     recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    head: str = ""
-    loss_chunks: int = 1
-    autocast: str = ""
+    offload: tuple[str, ...] = ()  # the blocks whose activations are offloaded to host memory
+    head: str = ""  # the output layer, if the loss is computed in chunks; empty otherwise
+    loss_chunks: int = 1  # the number of chunks; 1 for a loss in one piece
+    autocast: str = ""  # the dtype of autocast, such as ``"bfloat16"``; empty without autocast
+    # the number of micro-batches of a coupled loss that keep the graph of their first pass; the others are encoded
+    # twice. ``None`` if the loss is not coupled
     kept_graphs: int | None = None
+    # the time steps in a chunk of a sequence; ``None`` if the loss does not process time in chunks, or sets their
+    # length itself
     chunk_length: int | None = None
-    peak_bytes: int = 0
-    reserved_bytes: int = 0
+    peak_bytes: int = 0  # the bytes of all live tensors at the peak of a step, from the second step on
+    reserved_bytes: int = 0  # the bytes that the allocator of the device reserves for them; 0 if unknown
+    # the time of a logical batch without the optimizer; a relative time if it was not measured on the device; ``None``
+    # if unknown
     seconds: float | None = None
+    # where ``peak_bytes`` comes from: ``"predicted"`` from the shapes of all tensors, ``"measured"`` extrapolated from
+    # steps that ran, ``"estimated"`` without some bytes that can't be seen, or with a bound for them
     confidence: Confidence = "predicted"
 
     @property

@@ -46,16 +46,6 @@ class Traffic:
 class RankPlan(Plain):
     """How each of several ranks runs its share of a logical batch within a budget.
 
-    Args:
-        ranks: the number of ranks.
-        shard: ``"ddp"``: each rank has all parameters; ``"fsdp2"``: ``fully_shard`` of each block and of the model;
-            ``"fsdp2-kept"``: the same with ``reshard_after_forward=False``.
-        plan: the plan of a single rank, which gives the micro-batches; its peak is that of the unsharded model.
-        budget: the bytes that each rank may use.
-        at_peak: an upper bound of the bytes of rank 0 at the peak, by category.
-        units: the units that are gathered and reduced together; empty with ``"ddp"``.
-        traffic: the collectives of one step, over all its micro-batches.
-
     Example:
         >>> from anybatch.records.plans import PlanRow
         >>> made = RankPlan(2, "ddp", Plan(PlanRow(4, 2), samples=8), 2**30, {"parameters": 3, "gradients": 4})
@@ -63,13 +53,16 @@ class RankPlan(Plain):
         (7, 16, True)
     """
 
-    ranks: int
+    ranks: int  # the number of ranks
+    # ``"ddp"``: each rank has all parameters; ``"fsdp2"``: ``fully_shard`` of each block and of the model;
+    # ``"fsdp2-kept"``: the same with ``reshard_after_forward=False``
     shard: Shard
-    plan: Plan
-    budget: int
+    plan: Plan  # the plan of a single rank, which gives the micro-batches; its peak is that of the unsharded model
+    budget: int  # the bytes that each rank may use
+    # an upper bound of the bytes of rank 0 at the peak, by category
     at_peak: Mapping[str, int] = field(default_factory=dict)
-    units: tuple[UnitShare, ...] = ()
-    traffic: tuple[Traffic, ...] = ()
+    units: tuple[UnitShare, ...] = ()  # the units that are gathered and reduced together; empty with ``"ddp"``
+    traffic: tuple[Traffic, ...] = ()  # the collectives of one step, over all its micro-batches
 
     @property
     def peak_bytes(self) -> int:

@@ -54,9 +54,6 @@ def read(kind: Any, value: Any) -> Any:
         kind: the annotation: plain types, ``Literal``, unions, tuples, lists, mappings, dataclasses, ``TypedDict`` s.
         value: as JSON gives it.
 
-    Raises:
-        Malformed: the value does not have that type.
-
     Example:
         >>> read(tuple[int, ...], [1, 2])
         (1, 2)

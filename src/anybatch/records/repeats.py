@@ -46,9 +46,6 @@ def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
     """A fact that repeats another one.
 
     Args:
-        like: the earlier fact.
-        at: the number of the new fact.
-        step: the step of the new fact.
         values: the entries that ``DIFFERING`` names, in its order.
 
     Example:
@@ -73,9 +70,6 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
     """The facts of a step that repeats another one.
 
     Args:
-        likes: the facts of the earlier step.
-        at: the number of the first new fact.
-        step: the step of the new facts.
         values: the entries that differ, without the seconds of forwards and the loss calls of backwards.
 
     Example:
@@ -84,20 +78,13 @@ def step_repeated(likes: Sequence[Fact], at: int, step: int, values: Iterable[An
     """
     given, calls = iter(values), list[int]()
     for number, like in enumerate(likes, start=at):
-        own: list[Any] = []
         if isinstance(like, Forward):
-            own = [like.seconds]
+            own: list[Any] = [like.seconds]
         elif isinstance(like, Backward):
             own, calls = [next(given), tuple(calls)], []
-        elif isinstance(like, LossCall):
-            own = [next(given)]
-            calls.append(number)
-        elif isinstance(like, Clipped):
-            own = [next(given)]
-        elif isinstance(like, Stepped):
-            own = [next(given), next(given)]
-        elif isinstance(like, (Scheduled, Scaler)):
-            own = [next(given), next(given), next(given)]
+        else:
+            own = [next(given) for _ in DIFFERING[type(like)]]
+            calls += [number] if isinstance(like, LossCall) else []
         yield repeated(like, number, step, own)
 
 

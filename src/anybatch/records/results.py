@@ -33,22 +33,15 @@ class Deferred(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Plain):
-    """One attempt at a logical batch.
+    """One attempt at a logical batch."""
 
-    Args:
-        micro_batch_size: the largest micro-batch that was tried, in samples, or in cost if ``cost=`` is used.
-        micro_batches: the number of micro-batches.
-        samples: the number of samples in the update: all of them, or 0 if the attempt was rolled back.
-        outcome: ``"done"``, ``"out of memory"``, ``"skipped"``, or ``"units differ"``: under ``fully_shard`` the ranks
-            ran different units, and start again with all parameters gathered.
-        where: the part that ran out of memory, such as ``"micro-batch 3 of 4"`` or ``"optimizer.step"``.
-    """
-
-    micro_batch_size: float
-    micro_batches: int
-    samples: int
+    micro_batch_size: float  # the largest micro-batch that was tried, in samples, or in cost if ``cost=`` is used
+    micro_batches: int  # the number of micro-batches
+    samples: int  # the number of samples in the update: all of them, or 0 if the attempt was rolled back
+    # ``"done"``, ``"out of memory"``, ``"skipped"``, or ``"units differ"``: under ``fully_shard`` the ranks ran
+    # different units, and start again with all parameters gathered
     outcome: Literal["done", "out of memory", "units differ", "skipped"]
-    where: str = ""
+    where: str = ""  # the part that ran out of memory, such as ``"micro-batch 3 of 4"`` or ``"optimizer.step"``
 
 
 class StepResult:
@@ -58,12 +51,6 @@ class StepResult:
     step that does not read them does not wait.
 
     Attributes:
-        loss: the loss of the logical batch, a mean over its count; the sum of several losses.
-        losses: each loss by its name; a single unnamed loss is called ``"loss"``.
-        metrics: what the loss function returned beside the loss, combined over the micro-batches.
-        count: the number of items that the loss is the mean over; of the first loss if there are several.
-        counts: the number of items of each loss, by its name.
-        grad_norm: the norm of the whole gradient before clipping; ``None`` if ``clip_norm`` is not set.
         micro_batches: the number of micro-batches.
         skipped: why the update was not applied; empty if it was.
         attempts: the attempts, in order; the result is that of the last one.
@@ -127,33 +114,34 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The sum of ``losses``."""
+        """The loss of the logical batch, a mean over its count; the sum of several losses."""
         return float(sum(self.losses.values()))
 
     @property
     def losses(self) -> dict[str, float]:
-        """Each loss by its name."""
+        """Each loss by its name; a single unnamed loss is called ``"loss"``."""
         return self._losses.read()
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The metrics of the whole batch: each ``Mean`` as a float, per-sample tensors in the order of the batch."""
+        """What the loss function returned beside the loss: each ``Mean`` as a float, per-sample tensors in the order of
+        the batch."""
         return self._metrics.read()
 
     @property
     def counts(self) -> dict[str, float]:
-        """The number of items of each loss."""
+        """The number of items of each loss, by its name."""
         return self._count.read()
 
     @property
     def count(self) -> float:
-        """The number of items of the first loss; an int if it is integral."""
+        """The number of items that the first loss is the mean over; an int if it is integral."""
         first = next(iter(self.counts.values()), 0)
         return int(first) if float(first).is_integer() else first
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the whole gradient before clipping."""
+        """The norm of the whole gradient before clipping; ``None`` if ``clip_norm`` is not set."""
         return None if self._grad_norm is None else self._grad_norm.read()
 
     def to_dict(self) -> dict[str, Any]:

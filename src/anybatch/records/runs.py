@@ -26,18 +26,6 @@ _ = _draws, _events, _lossfacts, _samples
 class Run:
     """The facts of one run.
 
-    Args:
-        facts: the facts, in order.
-        damaged: for each line that could not be read, its number and the reason.
-
-    Attributes:
-        started: the header of the record.
-        roots: the latest table of each model, by number.
-        parameters: the latest table of each parameter, by number.
-        optimizers: the latest table of each optimizer, by number.
-        schedulers: the latest table of each scheduler, by number.
-        memo: results of functions decorated with ``remembered``.
-
     Example:
         >>> from anybatch.records.events import Forward, Stepped
         >>> run = Run([Forward(root=0, at=1), Stepped(optimizer=0, at=2), Forward(root=0, at=3, step=1)])
@@ -45,13 +33,14 @@ class Run:
         ([1, 3], 1)
     """
 
-    facts: list[Fact]
-    damaged: tuple[str, ...] = ()
-    started: Started = field(init=False)
-    roots: dict[int, Root] = field(init=False)
-    parameters: dict[int, ParameterFacts] = field(init=False)
-    optimizers: dict[int, OptimizerFacts] = field(init=False)
-    schedulers: dict[int, SchedulerFacts] = field(init=False)
+    facts: list[Fact]  # the facts, in order
+    damaged: tuple[str, ...] = ()  # for each line that could not be read, its number and the reason
+    started: Started = field(init=False)  # the header of the record
+    roots: dict[int, Root] = field(init=False)  # the latest table of each model, by number
+    parameters: dict[int, ParameterFacts] = field(init=False)  # the latest table of each parameter, by number
+    optimizers: dict[int, OptimizerFacts] = field(init=False)  # the latest table of each optimizer, by number
+    schedulers: dict[int, SchedulerFacts] = field(init=False)  # the latest table of each scheduler, by number
+    # results of functions decorated with ``remembered``
     memo: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
     _by_kind: dict[type[Fact], list[Fact]] = field(init=False)
 
@@ -123,7 +112,8 @@ def read_run(lines: Iterable[str | bytes]) -> Run:
                 one = from_line(line if isinstance(line, str) else line.decode())
             except ValueError as error:
                 damaged.append(f"line {number}: {error}")
-                is_cut_off = line[-1:] not in ("\n", b"\n") and _is_no_json(error)
+                is_no_json = isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+                is_cut_off = is_no_json and line[-1:] not in ("\n", b"\n")
                 continue
             if one is not None:
                 found.append(one)
@@ -133,15 +123,7 @@ def read_run(lines: Iterable[str | bytes]) -> Run:
     return Run(facts, damaged=tuple(damaged))
 
 
-def _is_no_json(error: ValueError) -> bool:
-    return isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
-
-
 def load_run(path: Path) -> Run:
-    """Reads a record from a file.
-
-    Raises:
-        OSError: the file can't be read.
-    """
+    """Reads a record from a file."""
     with path.open("rb") as file:
         return read_run(file)

@@ -147,22 +147,15 @@ class Buffers(Fact):
 @fact("memory")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Fact):
-    """Live graphs and memory at a step.
+    """Live graphs and memory at a step."""
 
-    Args:
-        graphs: the number of earlier steps whose graph is still alive.
-        losses: the number of those steps whose loss itself is alive; -1 if not counted. The graph of the others is kept
-            alive by an output or another result of the model.
-        resident: the resident bytes of the process; 0 if unknown.
-        allocated: the allocated bytes on the device; 0 without one.
-        peak: the peak of the allocated bytes on the device so far.
-    """
-
-    graphs: int = 0
+    graphs: int = 0  # the number of earlier steps whose graph is still alive
+    # the number of those steps whose loss itself is alive; -1 if not counted. The graph of the others is kept alive by
+    # an output or another result of the model
     losses: int = -1
-    resident: int = 0
-    allocated: int = 0
-    peak: int = 0
+    resident: int = 0  # the resident bytes of the process; 0 if unknown
+    allocated: int = 0  # the allocated bytes on the device; 0 without one
+    peak: int = 0  # the peak of the allocated bytes on the device so far
 
 
 @fact("written")

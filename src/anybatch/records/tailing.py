@@ -21,7 +21,6 @@ class Tail:
         path: the file; it need not exist yet.
 
     Attributes:
-        step: the number of optimizer steps so far.
         not_finite: whether a value that is not finite was recorded.
         ended: the end of the run; ``None`` while it goes on.
         renewals: how often the file was replaced or truncated; what was read before is then discarded.
@@ -48,11 +47,7 @@ class Tail:
         self._likes: dict[int, Fact] = {}
 
     def read(self) -> bool:
-        """Reads the new lines; an incomplete last line is read later, a damaged one is ignored.
-
-        Returns:
-            Whether there was a new line.
-        """
+        """Reads the new lines; an incomplete last line is read later, a damaged one is ignored."""
         try:
             with self.path.open("rb") as file:
                 self._begin_anew_if_other(os.fstat(file.fileno()))

@@ -1,7 +1,8 @@
 """``rescale``: hyperparameters of an optimizer for another batch size."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -9,17 +10,179 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.options import needs_closure, optimizers_of
-from anybatch.scaling.hyperparameters import (
-    Change,
-    Follow,
-    MomentumChange,
-    Place,
-    cycled_betas,
-    is_number,
-    named_groups,
-    named_schedulers,
-    rates_of,
-)
+
+# Of a parameter group: everything that is a learning rate. Schedulers keep some of theirs there.
+GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+SCHEDULER_RATES = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min", "default_min_lr")
+CYCLED = ("base_momentum", "max_momentum")
+
+
+class Place(NamedTuple):
+    """Where a hyperparameter is stored.
+
+    Example:
+        >>> group = {"betas": (0.9, 0.999)}
+        >>> place = Place("betas[1]", group, "betas", 1)
+        >>> place.write(0.992)
+        >>> group["betas"], float(place)
+        ((0.9, 0.992), 0.992)
+    """
+
+    name: str  # for the table
+    home: Any  # a mapping, a list, or an object with attributes
+    key: Any  # a key, an index or the name of an attribute
+    position: int | None = None  # the index in a tuple that is stored there; ``None`` if the number itself is
+
+    def read(self) -> Any:
+        """The number or 0-dim tensor."""
+        found = self.home[self.key] if isinstance(self.home, (dict, list)) else getattr(self.home, self.key)
+        return found if self.position is None else found[self.position]
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def write(self, value: Any) -> None:
+        """Sets the number; a tensor is written in place, since CUDA graphs read it."""
+        found = self.read()
+        if isinstance(found, torch.Tensor):
+            with torch.no_grad():
+                found.copy_(value) if isinstance(value, torch.Tensor) else found.fill_(value)
+            return
+        if self.position is not None:
+            whole = self.home[self.key]
+            items = [value if at == self.position else item for at, item in enumerate(whole)]
+            value = type(whole)(items)
+        if isinstance(self.home, (dict, list)):
+            self.home[self.key] = value
+        else:
+            setattr(self.home, self.key, value)
+
+
+Follow = Callable[[float, float], float]
+"""Maps a value and k to the value for a batch k times as large; with 1/k it inverts that."""
+
+
+class Change:
+    """A change of a hyperparameter."""
+
+    def __init__(self, place: Place, follow: Follow, k: float) -> None:
+        self.name, self.old = place.name, float(place)
+        self.new = follow(self.old, k)
+        self._place, self._follow, self._k = place, follow, k
+        self._before: Any = None
+        self._after: Any = None
+
+    def apply(self) -> None:
+        """Writes the new value."""
+        self._before = _copy(self._place.read())
+        self._place.write(self.new)
+        self._after = _copy(self._place.read())
+
+    def undo(self) -> None:
+        """Restores the old value, bitwise; a value that a scheduler has changed since is scaled back."""
+        is_untouched = bool(self._place.read() == self._after)
+        self._place.write(self._before if is_untouched else self._follow(float(self._place), 1 / self._k))
+
+
+class MomentumChange:
+    """A multiplication of the momentum buffers of a parameter group; the table shows their norm."""
+
+    def __init__(self, name: str, buffers: Sequence[torch.Tensor], factor: float) -> None:
+        self.name, self._buffers, self._factor = name, buffers, factor
+        self.old = math.sqrt(sum(float(buffer.double().square().sum()) for buffer in buffers))
+        self.new = self.old * factor
+        self._before: list[torch.Tensor] = []
+
+    def apply(self) -> None:
+        """Multiplies the buffers, and keeps a copy for ``undo``."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.mul_(self._factor)
+
+    def undo(self) -> None:
+        """Restores the buffers, bitwise; those that were updated since are divided by the factor."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            if torch.equal(buffer, before * self._factor):
+                buffer.copy_(before)
+            else:
+                buffer.div_(self._factor)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def rates_of(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
+    """Every learning rate: of the groups, and those that schedulers compute from."""
+    places = _in_groups(optimizers, GROUP_RATES)
+    for name, scheduler in named_schedulers(schedulers):
+        is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        places += _in_scheduler(name, scheduler, (*SCHEDULER_RATES, *(("eps",) if is_plateau else ())))
+    distinct: dict[Any, Place] = {}  # tensors, and lists that composed schedulers share, would be scaled twice
+    for place in places:
+        value = place.read()
+        distinct.setdefault(id(value) if isinstance(value, torch.Tensor) else (id(place.home), place.key), place)
+    return list(distinct.values())
+
+
+def _in_groups(optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str]) -> list[Place]:
+    named = [(prefix, group, key) for prefix, group in named_groups(optimizers) for key in keys]
+    return [Place(f"{prefix}.{key}", group, key) for prefix, group, key in named if is_number(group.get(key))]
+
+
+def _in_scheduler(name: str, scheduler: Any, keys: Sequence[str]) -> list[Place]:
+    places: list[Place] = []
+    for key in keys:
+        value = getattr(scheduler, key, None)
+        if isinstance(value, list):
+            places += [Place(f"{name}.{key}[{i}]", value, i) for i, v in enumerate(value) if is_number(v)]
+        elif is_number(value):
+            places.append(Place(f"{name}.{key}", scheduler, key))
+    return places
+
+
+def cycled_betas(optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]) -> list[Place]:
+    """The bounds between which schedulers cycle the first beta."""
+    flags = ("cycle_momentum", "use_beta1")
+    cycling = [
+        (name, one) for name, one in named_schedulers(schedulers) if all(getattr(one, flag, False) for flag in flags)
+    ]
+    places = [place for one in cycling for place in _in_scheduler(*one, [f"{key}s" for key in CYCLED])]
+    if any(not hasattr(scheduler, "base_momentums") for _, scheduler in cycling):
+        places += _in_groups(optimizers, CYCLED)
+    return places
+
+
+def named_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parameter groups, with names for the table."""
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
+        for at, group in enumerate(optimizer.param_groups):
+            yield f"{prefix}param_groups[{at}]", group
+
+
+def named_schedulers(schedulers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Schedulers and those nested in them, each once, with names for the table."""
+    seen: set[int] = set()
+    waiting = [
+        (f"schedulers[{number}]" if len(schedulers) > 1 else "scheduler", one) for number, one in enumerate(schedulers)
+    ]
+    while waiting:
+        name, scheduler = waiting.pop(0)
+        if id(scheduler) in seen:
+            continue
+        seen.add(id(scheduler))
+        yield name, scheduler
+        inner = getattr(scheduler, "_schedulers", ())
+        waiting += [(f"{name}[{number}]", one) for number, one in enumerate(inner)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 RuleName = Literal["linear", "sqrt", "adam-sde", "half-life"]
 DecayPolicy = Literal["per-sample", "keep"]
@@ -222,25 +385,17 @@ def _rule_for(optimizers: Sequence[torch.optim.Optimizer]) -> RuleName:
     return next(iter(rules.values()))
 
 
+@dataclass
 class _Planned:
-    """What each rule asks for, before anything is changed.
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    ratio: float  # the new batch over the old one
+    weight_decay: DecayPolicy
+    momentum_buffer: bool  # whether momentum is multiplied, too
 
-    Args:
-        optimizers: all of them.
-        schedulers: all of them.
-        ratio: the new batch over the old one.
-        weight_decay: what becomes of it.
-        momentum_buffer: whether momentum is multiplied, too.
-    """
-
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], ratio: float,
-        weight_decay: DecayPolicy, momentum_buffer: bool,
-    ) -> None:  # fmt: skip
-        self._optimizers, self._schedulers, self._ratio = optimizers, schedulers, ratio
-        self._weight_decay, self._momentum_buffer = weight_decay, momentum_buffer
-        owners = [optimizer for optimizer in optimizers for _ in optimizer.param_groups]
-        named = zip(owners, named_groups(optimizers), strict=True)
+    def __post_init__(self) -> None:
+        owners = [optimizer for optimizer in self.optimizers for _ in optimizer.param_groups]
+        named = zip(owners, named_groups(self.optimizers), strict=True)
         self._groups = [(owner, group, prefix) for owner, (prefix, group) in named]
 
     def proposed(self, rule: RuleName) -> Rescaled | str:
@@ -252,20 +407,20 @@ class _Planned:
 
     def rescaled(self, name: RuleName) -> Rescaled:
         """Every number that changes, and what there is to say; nothing is changed yet."""
-        k, rule = self._ratio, _RULES[name]
+        k, rule = self.ratio, _RULES[name]
         notes: list[str] = []
-        changes = [Change(place, _times(rule.power), k) for place in rates_of(self._optimizers, self._schedulers)]
+        changes = [Change(place, _times(rule.power), k) for place in rates_of(self.optimizers, self.schedulers)]
         for owner, group, prefix in self._groups:
             if not is_number(group.get("lr")):
                 raise BatchError(f"{prefix} of {type(owner).__name__} has no learning rate (lr={group.get('lr')!r})")
             changes += [Change(*one, k) for one in _others(owner, group, prefix, name)]
             changes += self._decay(owner, group, prefix, 1 - rule.power, notes)
         if "betas" in rule.others:
-            cycled = cycled_betas(self._optimizers, self._schedulers)
+            cycled = cycled_betas(self.optimizers, self.schedulers)
             changes += [Change(place, rule.others["betas"], k) for place in cycled]
         _check(changes, name, k)
         found: list[Change | MomentumChange] = [one for one in changes if one.new != one.old]
-        if self._momentum_buffer:
+        if self.momentum_buffer:
             found += self._momentum(k**rule.power)
         return Rescaled(name, k, found, [*notes, *self._advice(name, k**rule.power)])
 
@@ -280,15 +435,15 @@ class _Planned:
     def _decay(
         self, owner: torch.optim.Optimizer, group: dict[str, Any], prefix: str, power: float, notes: list[str]
     ) -> list[Change]:
-        if self._weight_decay == "keep" or not is_number(group.get("weight_decay")) or not float(group["weight_decay"]):
+        if self.weight_decay == "keep" or not is_number(group.get("weight_decay")) or not float(group["weight_decay"]):
             return []
         names = {kind.__name__ for kind in type(owner).__mro__}
         if group.get("decoupled_weight_decay", not names.isdisjoint(_DECOUPLED)):
-            return [Change(Place(f"{prefix}.weight_decay", group, "weight_decay"), _times(power), self._ratio)]
+            return [Change(Place(f"{prefix}.weight_decay", group, "weight_decay"), _times(power), self.ratio)]
         if not type(owner).__module__.startswith("torch.optim"):
             notes.append(
                 f"{prefix}.weight_decay was left: whether {type(owner).__name__} decouples it from the gradient is not "
-                f"known. If it does, multiply it by {self._ratio**power:g}"
+                f"known. If it does, multiply it by {self.ratio**power:g}"
             )
         return []
 
@@ -300,14 +455,14 @@ class _Planned:
                 f"the learning rate is now {factor:g} times what it was. Early in training raise it there from the old "
                 "one over some epochs (five in Goyal et al. 2017)"
             )
-        for name, scheduler in named_schedulers(self._schedulers):
+        for name, scheduler in named_schedulers(self.schedulers):
             for key in _LENGTHS:
                 value = getattr(scheduler, key, None)
                 if value is not None and value != [] and not (key == "total_size" and hasattr(scheduler, "T_max")):
-                    notes.append(f"{name}.{key} counts updates, and was left: {_shown(value, self._ratio)}")
-        sgd = any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
+                    notes.append(f"{name}.{key} counts updates, and was left: {_shown(value, self.ratio)}")
+        sgd = any(isinstance(one, torch.optim.SGD) for one in self.optimizers)
         betas = [float(beta) for _, group, _ in self._groups for beta in group.get("betas", ())]
-        if rule == "adam-sde" and any(beta > 0 and self._ratio * (1 - beta) >= 0.5 for beta in betas):
+        if rule == "adam-sde" and any(beta > 0 and self.ratio * (1 - beta) >= 0.5 for beta in betas):
             notes.append("the rule is derived for k (1 - beta) far below 1, which does not hold for beta1")
         if rule == "linear" and not sgd:
             notes.append('linear is the rule of SGD; for Adam "adam-sde" or "sqrt" is nearer to what is known')
@@ -321,7 +476,6 @@ def _shown(value: Any, ratio: float) -> str:
 
 
 def _ratio(batch: Any) -> float:
-    """Reads the two sizes."""
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair or not all(is_number(one) and not isinstance(one, torch.Tensor) for one in batch):
         raise BatchError(f"batch={batch!r}; expected the old and the new size: batch=(64, 512)")

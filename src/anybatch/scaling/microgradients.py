@@ -13,8 +13,7 @@ from anybatch.loss.norms import total_norm
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights, fetched
 from anybatch.scaling.noiseestimates import Measurement, pool, spreads_of
-from anybatch.update.passes import Outcome, Task
-from anybatch.update.progress import Watch
+from anybatch.update.passes import Outcome, Task, Watch
 
 _SMALL = 2**16  # bytes of a gradient that waits for others: one kernel for several takes less time
 _HELD = 2**18  # bytes of gradients that wait at most
@@ -60,9 +59,6 @@ class MicroGradients(Watch):
     the parameter. Its norm is computed there, without a copy or a device synchronization.
 
     Args:
-        task: the logical batch.
-        parts: how it is split.
-        parameters: all that may get a gradient.
         take: called after the update with the measurement, or the reason why there is none.
         keep: keeps the gradients of the current micro-batch, which may then come from several backwards.
         is_first: whether a loss that needs ``keep`` may be refused with an error.
@@ -175,7 +171,7 @@ class MicroGradients(Watch):
         if closing is not None and not self._trouble:
             rows = [len(part.samples) for part in self._parts]
             mine |= spreads_of(self._added(closing), _columns(weights, sums, len(rows)), rows)
-        sums.facts = mine
+        sums.facts = [mine]
 
     def _added(self, closing: float) -> list[Any]:
         """The norm of each micro-batch's contribution to the gradient; one process does not synchronize."""
@@ -194,8 +190,7 @@ class MicroGradients(Watch):
         total = self._total
         if total is not None:
             total = total.double() if self._scale is None else total.double() / self._scale.to(total.device)
-        sums = outcome.sums
-        self._take(outcome, *pool([sums.facts] if sums.shared is None else sums.shared.facts, total))
+        self._take(outcome, *pool(outcome.sums.facts, total))
 
 
 def _columns(weights: Weights, sums: Sums, parts: int) -> dict[str, list[float]] | None:

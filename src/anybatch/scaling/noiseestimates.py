@@ -37,12 +37,7 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
 
 
 def estimate_from(spread: float, number: int, total: float, total_norm_sq: float) -> Estimate:
-    """The same estimate from sums over micro-batches.
-
-    Example:
-        >>> estimate_from(97.0, 2, 2.0, 80.0)
-        Estimate(trace=34.0, signal=63.0)
-    """
+    """The same estimate from sums over micro-batches."""
     trace = (spread - total_norm_sq) * total / (number - 1)
     return Estimate(trace, total_norm_sq - trace / total)
 
@@ -72,7 +67,6 @@ def spreads_of(
     Args:
         norms: |a_i| of each micro-batch.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
-        rows: the samples of each micro-batch.
 
     Example:
         >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
@@ -94,12 +88,7 @@ def _summed(norms: Sequence[Any], counts: Sequence[float]) -> list[Any]:
 
 
 def in_proportion(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two sequences are multiples of each other.
-
-    Example:
-        >>> in_proportion([1, 2], [3, 6]), in_proportion([1, 2], [3, 5])
-        (True, False)
-    """
+    """Whether two sequences are multiples of each other."""
     total, other_total = sum(one), sum(other)
     return all(abs(a * other_total - b * total) <= 1e-9 * total * other_total for a, b in zip(one, other, strict=True))
 
@@ -156,9 +145,6 @@ class RatioOfMeans:
 
     The mean of ratios would be biased, and not even finite if the signal is small. Weights of older estimates decay by
     ``decay`` per estimate and are normalized, so that the mean is not biased towards 0 at the start.
-
-    Args:
-        decay: between 0 and 1.
     """
 
     def __init__(self, decay: float) -> None:

@@ -17,8 +17,7 @@ from anybatch.records.reading import Least
 from anybatch.scaling.microgradients import MicroGradients, Unmeasured
 from anybatch.scaling.noiseestimates import Estimate, Measurement, Moments, RatioOfMeans, estimate
 from anybatch.update.overranks import refuse_parts
-from anybatch.update.passes import Outcome, Task
-from anybatch.update.progress import Watch
+from anybatch.update.passes import Outcome, Task, Watch
 from anybatch.update.stepstate import load_whole
 
 _MOST_WAITING = 64  # measurements that stay on the device before they are read
@@ -27,8 +26,6 @@ _USUAL_OF = 31  # the usual batch size is the median of this many measured batch
 
 
 class _Batch(NamedTuple):
-    """A logical batch that was measured."""
-
     size: float
     micro_batches: int
     unit: str
@@ -166,7 +163,6 @@ class NoiseScale:
         self.remove()
 
     def _watched(self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor]) -> Watch:
-        """What looks on at an attempt."""
         self._is_shared = task.settings.reducer.is_shared
         if self._countdown > 0 or (len(parts) < 2 and not self._is_shared):
             return Unmeasured(self._take)
@@ -206,7 +202,6 @@ class NoiseScale:
         return not any(isinstance(one, _BatchNorm) and one.training for one in self._step.model.modules())
 
     def _catch_up(self) -> None:
-        """Fetches what was measured since the last time."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._note(one.estimate(), _Batch(one.items, one.number, one.unit))

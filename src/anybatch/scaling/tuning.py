@@ -96,17 +96,11 @@ def advice_of(
 def advice_on(
     watcher: Any, optimizers: Sequence[torch.optim.Optimizer], batch: int, limit: float | None, steps: int
 ) -> BatchAdvice:
-    """The advice for a running step, without a range test.
+    """The advice for a running step, without a range test; refuses a step without a ``NoiseScale``.
 
     Args:
         watcher: of the step; a bound method of its ``NoiseScale``.
-        optimizers: of the step.
-        batch: samples in the last logical batch.
         limit: samples in a micro-batch, ``None`` for all.
-        steps: logical batches so far.
-
-    Raises:
-        BatchError: no ``NoiseScale`` is attached.
     """
     noise = getattr(watcher, "__self__", None)
     if not isinstance(noise, NoiseScale):

@@ -189,17 +189,6 @@ def unseen(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def item_of(tensor: torch.Tensor) -> Any:
-    """``tensor.item()`` with modes disabled.
-
-    For a tensor that was made from a Python number, a mode gets the number instead of the tensor, and torch fails with
-    ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``.
-
-    Example:
-        >>> item_of(torch.tensor(2.0))
-        2.0
-    """
-    if not (number_of_modes() or number_of_function_modes()):
-        return tensor.item()
-    with nobody_looks():
-        return tensor.item()
+item_of: Callable[[torch.Tensor], Any] = unseen(torch.Tensor.item)
+"""``tensor.item()`` with modes disabled: for a tensor made from a Python number a mode gets the number, and torch fails
+with ``aten::_local_scalar_dense() Expected a value of type 'Tensor'``."""

@@ -30,7 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import AnyBatchError, BatchError, NotSplittable
-from anybatch.tensors.dispatch import current_mode, without_modes
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import in_backward
 
 _MASK = 2**64 - 1
@@ -63,16 +63,10 @@ def _mix_(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers ``a`` and ``b`` of each sample in a call.
+    """The numbers ``a`` and ``b`` of each sample in a call, as int64 of shape ``[2, samples]``.
 
     Args:
-        seed: of the logical batch.
-        call: number of the dropout call in the micro-batch.
         samples: indices in the logical batch; -1 for a mask that all samples share.
-        device: where the result is.
-
-    Returns:
-        int64 of shape ``[2, samples]``.
     """
     if isinstance(samples, range):
         own = torch.arange(samples.start, samples.stop, samples.step, dtype=torch.int64, device=device)
@@ -86,15 +80,10 @@ def keys_of(seed: int, call: int, samples: Sequence[int], device: torch.device) 
 
 
 def mask_of(shape: Sequence[int], keys: torch.Tensor, keep: float) -> torch.Tensor:
-    """A dropout mask of ones and zeros, made in chunks of positions.
+    """A dropout mask of ones and zeros, uint8, made in chunks of positions.
 
     Args:
         shape: of the mask; samples are in dim 0, where each may have several consecutive rows.
-        keys: from ``keys_of``.
-        keep: the probability of a one.
-
-    Returns:
-        uint8 of the given shape.
     """
     device, rows = keys.device, keys.shape[1]
     sizes = ((shape[0] if shape else 1) // rows, *shape[1:])  # of a sample
@@ -126,19 +115,13 @@ _ALPHA = 1.7580993408473766  # Klambauer et al. 2017, "Self-normalizing neural n
 
 
 class _Kind(NamedTuple):
-    """What a class of dropout modules does.
+    """What a class of dropout modules does."""
 
-    Args:
-        check: torch's function, called with a rate of 0 for its errors and warnings about dimensions.
-        features: drops whole channels.
-        alpha: preserves mean and variance, as self-normalizing networks need.
-        unbatched: the number of dimensions of an input without a batch dimension, if the module accepts one.
-    """
-
+    # torch's function, called with a rate of 0 for its errors and warnings about dimensions
     check: Callable[..., Any] | None = None
-    features: bool = False
-    alpha: bool = False
-    unbatched: int = -1
+    features: bool = False  # drops whole channels
+    alpha: bool = False  # preserves mean and variance, as self-normalizing networks need
+    unbatched: int = -1  # the number of dimensions of an input without a batch dimension, if the module accepts one
 
 
 _KINDS: dict[type[nn.Module], _Kind] = {
@@ -163,8 +146,6 @@ def masks_set_aside() -> Iterator[None]:
 
 
 class _Draw(NamedTuple):
-    """What a mask is computed from."""
-
     samples: Sequence[int]
     call: int
     shape: torch.Size
@@ -178,19 +159,6 @@ class SampleDropout:
     sample does not change its mask. Samples are in dim 0, where each may have several consecutive rows. Parameters, and
     tensors without a sample dimension, get the same mask in all micro-batches. Dropout outside of these modules, such
     as ``F.dropout`` and fused attention, is refused. In a compiled model dropout is a graph break.
-
-    Args:
-        seed: of the logical batch.
-        models: the modules that are run.
-
-    Example:
-        >>> model = torch.nn.Dropout(0.5)
-        >>> def first_row(rows):
-        ...     with SampleDropout(1, [model]) as masks:
-        ...         masks.begin(range(rows))
-        ...         return model(torch.ones(rows, 100))[0]
-        >>> torch.equal(first_row(2), first_row(7))
-        True
     """
 
     def __init__(self, seed: int, models: Iterable[nn.Module]) -> None:
@@ -226,9 +194,6 @@ class SampleDropout:
         Args:
             samples: the indices of its samples in the logical batch, in the order of the micro-batch.
             stage: number of the function that runs on these samples; calls are counted separately in each.
-
-        Raises:
-            BatchError: an index or the stage is negative.
         """
         indices = samples if isinstance(samples, range) else tuple(int(index) for index in samples)
         if stage < 0 or min(indices, default=0) < 0:
@@ -295,7 +260,9 @@ class SampleDropout:
         current = self._samples
         if current is None:
             raise AnyBatchError("dropout ran before begin(); expected begin(samples) at the start of each micro-batch")
-        draws = self._drawn.setdefault(self._next_ticket(tensor), [])
+        with without_modes():
+            ticket = int(self._ticket.random_().item())
+        draws = self._drawn.setdefault(ticket, [])
         known = next((draw for draw in draws if draw.samples == current), None)
         if in_backward():
             known = known or (draws[0] if len(draws) == 1 else None)
@@ -313,12 +280,6 @@ class SampleDropout:
             )
         self._times[module] += not in_backward()
         return known
-
-    def _next_ticket(self, tensor: torch.Tensor) -> int:
-        if type(tensor) in (torch.Tensor, nn.Parameter) and current_mode() is None:
-            return int(self._ticket.random_().item())
-        with without_modes():
-            return int(self._ticket.random_().item())
 
     def _refused(self, module: nn.Module, what: str) -> NotSplittable:
         name = self._names[module]
@@ -344,17 +305,7 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Refuses a model with dropout inside fused functions or scripts, where masks can't be replaced.
-
-    Raises:
-        NotSplittable: such a module is in training mode.
-
-    Example:
-        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1).eval())
-        >>> refuse_unseen(torch.nn.LSTM(3, 4, num_layers=2, dropout=0.1))
-        Traceback (most recent call last):
-        anybatch.errors.NotSplittable: 'model' is nn.LSTM, whose dropout between layers is drawn within the function...
-    """
+    """Refuses a model with dropout inside fused functions or scripts, where masks can't be replaced."""
     found = [(name or "model", *reason) for name, module in model.named_modules() if (reason := _reason(module))]
     if found:
         text = "; ".join(f"{name!r} is {what}, whose {does}. {remedy}" for name, what, does, remedy in found)
@@ -419,6 +370,5 @@ _NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).paren
 
 
 def _line_of_call() -> str:
-    """The line of the user's code that is running."""
     calls = [call for call in traceback.extract_stack() if not call.filename.startswith(_NOT_THE_USERS)]
     return f"{Path(calls[-1].filename).name}:{calls[-1].lineno}" if calls else "torch"

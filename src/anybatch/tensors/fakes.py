@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.constants import Constants
 from anybatch.tensors.dispatch import unwatched
 from anybatch.tensors.fakemode import Fake, QuickFakeMode, Remembered
 from anybatch.tensors.modules import modules_of
@@ -24,21 +23,12 @@ class Fakes:
 
     Attributes:
         mode: the fake mode in which to run operations on them; it makes other tensors fake, too.
-
-    Example:
-        >>> fakes = Fakes()
-        >>> ones = fakes.like(torch.ones(3))
-        >>> with fakes.mode:
-        ...     total = ones.sum()
-        >>> total.shape, type(total).__name__
-        (torch.Size([]), 'FakeTensor')
     """
 
     def __init__(self, remembered: Remembered | None = None) -> None:
         self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
         if remembered is not None:
             self.mode.remembered = remembered
-        self.mode.constants = self._constants = Constants()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
@@ -56,7 +46,7 @@ class Fakes:
             return known[1]
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, Fake):
             raise TypeError(f"a {type(tensor).__name__} with layout {tensor.layout} has no fake tensor")
-        self._constants.is_off = True
+        self.mode.constants.is_off = True
         try:
             with self.mode, torch.no_grad():
                 fake = self._part_of_storage(tensor)
@@ -65,7 +55,7 @@ class Fakes:
                 elif tensor.requires_grad:
                     fake = fake.requires_grad_(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         finally:
-            self._constants.is_off = False
+            self.mode.constants.is_off = False
         self._made[id(tensor)] = (tensor, fake)  # kept alive, so that no other tensor gets its id
         return fake
 

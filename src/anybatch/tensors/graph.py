@@ -75,20 +75,12 @@ class OutsideLeaves:
     """Leaves that are in no list of parameters but get a gradient, such as a temperature in a closure of the loss.
 
     When one is found, its ``.grad`` is saved and set to ``None``, so that the new gradient stays apart.
-
-    Args:
-        known: leaves that are handled elsewhere.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self._known = {id(leaf) for leaf in known}
         self._accumulators: set[Any] = set()  # kept alive, so that the next micro-batch's graph has the same nodes
-        self._found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-
-    @property
-    def found(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The leaves found so far, each with its saved gradient."""
-        return self._found
+        self.found: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves, each with its saved gradient
 
     def know(self, leaves: Iterable[torch.Tensor]) -> None:
         """Adds leaves that are handled elsewhere."""
@@ -104,5 +96,5 @@ class OutsideLeaves:
             self._accumulators.add(node)
             if id(leaf) not in self._known:
                 self._known.add(id(leaf))
-                self._found.append((leaf, leaf.grad))
+                self.found.append((leaf, leaf.grad))
                 leaf.grad = None

@@ -12,10 +12,6 @@ def modules_behind(model: Any, loss_fn: Any) -> list[torch.nn.Module]:
     Args:
         model: anything; what is not a module is left out.
         loss_fn: a function, a module, a method, or an object that has several of them as ``user_functions``.
-
-    Example:
-        >>> len(modules_behind(torch.nn.ReLU(), torch.nn.MSELoss()))
-        2
     """
     functions = [loss_fn, *getattr(loss_fn, "user_functions", ())]
     found: dict[int, torch.nn.Module] = {}
@@ -29,10 +25,6 @@ def modules_of(*models: Any) -> list[torch.nn.Module]:
     """All modules of some models, each once.
 
     ``torch.nn.Module.modules`` also builds every name, which takes longer for hundreds of layers than a small layer.
-
-    Example:
-        >>> [type(module).__name__ for module in modules_of(torch.nn.Sequential(torch.nn.ReLU()))]
-        ['Sequential', 'ReLU']
     """
     found: dict[int, torch.nn.Module] = {}
     _find([model for model in models if isinstance(model, torch.nn.Module)], found)
@@ -56,12 +48,7 @@ def is_scripted(module: Any) -> bool:
 
 
 def devices_among(modules: Iterable[torch.nn.Module]) -> list[torch.device]:
-    """The devices of the parameters of some modules, without those of their children.
-
-    Example:
-        >>> devices_among([torch.nn.Linear(1, 1)])
-        [device(type='cpu')]
-    """
+    """The devices of the parameters of some modules, without those of their children."""
     return list({p.device for module in modules for p in module._parameters.values() if p is not None})
 
 

@@ -13,14 +13,12 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
     Some optimizers keep tensors outside of ``state``, such as the slow weights of Lookahead, or a learning rate.
     Optimizers that it wraps are included; parameters and gradients are not.
-
-    Example:
-        >>> state_tensors(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
-        []
     """
     found: dict[int, torch.Tensor] = {}
-    own = _parameters_of(optimizer)
-    for one in _with_wrapped(optimizer):
+    wrapped = _with_wrapped(optimizer)
+    parameters = [p for one in wrapped for group in one.param_groups for p in group["params"]]
+    own = {id(one) for p in parameters for one in (p, p.grad)}
+    for one in wrapped:
         values = [*one.state.values(), *(value for name, value in one.__dict__.items() if name not in _KNOWN)]
         values += [value for group in one.param_groups for name, value in group.items() if name != "params"]
         found.update((id(tensor), tensor) for value in values for tensor in _tensors_in(value, _DEPTH))
@@ -39,11 +37,6 @@ def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
                 found[id(value)] = value
                 waiting.append(value)
     return list(found.values())
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    parameters = [p for one in _with_wrapped(optimizer) for group in one.param_groups for p in group["params"]]
-    return {id(one) for p in parameters for one in (p, p.grad)}
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:

@@ -18,17 +18,7 @@ def needs_float32(parameters: Iterable[torch.Tensor], micro_batches: int, policy
     up to N 2^-11 if they agree; for up to 8 of them this is about one more rounding.
 
     Args:
-        parameters: whose gradients are accumulated.
-        micro_batches: how many gradients are added.
         policy: ``"auto"`` for nine micro-batches or more, ``"fp32"`` for two or more, ``"native"`` never.
-
-    Returns:
-        True if a parameter is bfloat16 or float16 and the policy asks for it.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        >>> needs_float32([weight], 8, "auto"), needs_float32([weight], 9, "auto")
-        (False, True)
     """
     if policy == "native" or micro_batches < 2 or (policy == "auto" and micro_batches <= ACCUMULATED_AFTER):
         return False
@@ -45,11 +35,7 @@ def infinities_found(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torc
 
 
 def forget_unscaling(scaler: Any) -> None:
-    """Resets a ``GradScaler`` to before ``unscale_``, at the same scale.
-
-    Args:
-        scaler: may also be only partly initialized, as after running out of memory.
-    """
+    """Resets a ``GradScaler``, perhaps only partly initialized, to before ``unscale_``, at the same scale."""
     if scaler._growth_tracker is None:
         scaler._scale = None
     else:
@@ -119,14 +105,7 @@ class GradientSums:
         self._sums[id(parameter)] = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
 
     def absorb_(self, parameter: torch.Tensor, other: "GradientSums", copy: torch.Tensor, factor: float) -> None:
-        """Moves the sum for a copy of a parameter, on any device, to this one.
-
-        Args:
-            parameter: the parameter here.
-            other: has the sum of the copy; loses it.
-            copy: the copy of the parameter.
-            factor: what the sum is multiplied by.
-        """
+        """Moves the sum for a copy of a parameter, on any device, to this one."""
         found = other._sums.pop(id(copy), None)
         if found is not None:
             moved = found.to(parameter.device, non_blocking=True)
@@ -138,25 +117,12 @@ class GradientSums:
             found = self._sums.pop(id(parameter), None)
             if found is not None:
                 scaled = found if scale is None else found.mul_(scale)
-                parameter.grad = scaled.to(_dtype_of_gradient(parameter))
-
-
-def _dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
-    """``parameter.grad_dtype``, which newer versions of torch have, or the parameter's dtype."""
-    wanted: torch.dtype | None = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
-    return wanted or parameter.dtype
+                wanted = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None  # of newer torch
+                parameter.grad = scaled.to(wanted or parameter.dtype)
 
 
 def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds to ``parameter.grad``, as autograd does.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> add_gradient_(weight, torch.ones(2))
-        >>> add_gradient_(weight, torch.ones(2))
-        >>> weight.grad
-        tensor([2., 2.])
-    """
+    """Adds to ``parameter.grad``, as autograd does."""
     before = parameter.grad
     if before is None:
         parameter.grad = gradient
@@ -167,12 +133,7 @@ def add_gradient_(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def in_precision(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor in another precision; ``dtype`` is that of the parts of a complex tensor, and integers stay.
-
-    Example:
-        >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype
-        torch.complex128
-    """
+    """A tensor in another precision; ``dtype`` is that of the parts of a complex tensor, and integers stay."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)

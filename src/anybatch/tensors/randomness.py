@@ -10,18 +10,7 @@ import torch
 
 
 class RandomState:
-    """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded.
-
-    Args:
-        devices: the accelerators whose generators are saved, besides that of the CPU.
-
-    Example:
-        >>> state = RandomState()
-        >>> first = torch.rand(2)
-        >>> state.restore()
-        >>> bool((torch.rand(2) == first).all())
-        True
-    """
+    """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded."""
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
@@ -85,8 +74,9 @@ class RandomState:
             np.random.set_state({**state["numpy"], "state": inner})
         for name, value in state["devices"].items():
             device = torch.device(name)
-            if _is_available(device):
-                _generators(device).set_rng_state(value.cpu(), device)
+            module = getattr(torch, device.type, None)
+            if module is not None and module.is_available() and (device.index or 0) < module.device_count():
+                module.set_rng_state(value.cpu(), device)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -116,8 +106,3 @@ def _plain(state: Any) -> Any:
 
 def _generators(device: torch.device) -> Any:
     return getattr(torch, device.type)
-
-
-def _is_available(device: torch.device) -> bool:
-    module = getattr(torch, device.type, None)
-    return module is not None and module.is_available() and (device.index or 0) < module.device_count()

@@ -108,7 +108,6 @@ class SideEffects:
     """Saves everything that a model and a loss function can reach.
 
     Args:
-        roots: modules and functions of the user.
         tensors: whether to save the values of tensors; else only which storage each has, parameters included.
 
     Example:
@@ -149,15 +148,7 @@ class SideEffects:
 
     @unseen
     def restore(self, keep: Collection[Effect] = (), *, generators: bool = True) -> bool:
-        """Restores the saved values.
-
-        Args:
-            keep: changes that stay.
-            generators: whether random generators are restored, too.
-
-        Returns:
-            Whether anything else than a generator was changed.
-        """
+        """Restores saved values, but for changes to keep; returns whether anything but generators was changed."""
         is_changed = False
         kept = {(id(effect._holder), effect._key) for effect in keep}
         for holder in self._holders:
@@ -191,8 +182,10 @@ class SideEffects:
         self._holders.append(holder)
         return holder.saved
 
+    def _hold_value(self, get: Callable[[], Any], put: Callable[[Any], Any], place: Place, **options: Any) -> Any:
+        return self._hold(lambda: {"": get()}, lambda saved: put(saved[""]), lambda _: place, **options)[""]
+
     def _hold_each(self, read: Any, write: Any, place: Callable[[Any], Place]) -> None:
-        """Saves an object, and what it contains."""
         for key, value in self._hold(read, write, place).items():
             self._visit(value, place(key))
 
@@ -206,10 +199,9 @@ class SideEffects:
         elif isinstance(value, (dict, list, set, collections.deque, tuple)):
             self._visit_container(value, place)
         elif (state := _state_of_generator(value)) is not None:
-            read, write = state
-            self._hold(lambda: {"": read()}, lambda saved: write(saved[""]), lambda _: place, is_generator=True)
+            self._hold_value(*state, place, is_generator=True)
         elif isinstance(value, itertools.count):
-            self._hold(lambda: {"": repr(value)}, lambda _: None, lambda _: place, is_iterator=True)
+            self._hold_value(lambda: repr(value), lambda _: None, place, is_iterator=True)
         elif isinstance(value, functools.partial):
             for inner in (value.func, value.args, value.keywords):
                 self._visit(inner, place)
@@ -229,7 +221,12 @@ class SideEffects:
 
     def _visit_tensor(self, value: torch.Tensor, place: Place) -> None:
         if not self._tensors and type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
-            self._hold_storage(value, place)
+            data = value.data
+            self._hold_value(
+                lambda: data if value.data_ptr() == data.data_ptr() else value.data,
+                functools.partial(setattr, value, "data"),
+                place,
+            )
             return
         if value.requires_grad or value.is_meta or value.is_inference() or value.layout is not torch.strided:
             return
@@ -237,37 +234,19 @@ class SideEffects:
             known = value.detach().to("cpu", copy=True)  # on the CPU: the device's memory is budgeted
             version = value._version
 
-            def read() -> dict[str, torch.Tensor]:
+            def get() -> torch.Tensor:
                 nonlocal known, version
                 if value._version != version:
                     now, version = value.detach().to("cpu", copy=True), value._version
                     known = known if same(known, now) else now
-                return {"": known}
+                return known
 
-            def write(saved: Mapping[str, torch.Tensor]) -> None:
-                with torch.no_grad():
-                    value.copy_(saved[""])
-
-            self._hold(read, write, lambda _: place)
-
-    def _hold_storage(self, value: torch.Tensor, place: Place) -> None:
-        data = value.data
-
-        def read() -> dict[str, torch.Tensor]:
-            return {"": data if value.data_ptr() == data.data_ptr() else value.data}
-
-        def write(saved: Mapping[str, torch.Tensor]) -> None:
-            value.data = saved[""]
-
-        self._hold(read, write, lambda _: place)
+            self._hold_value(get, torch.no_grad()(value.copy_), place)
 
     def _visit_array(self, value: Any, place: Place) -> None:
-        def write(saved: Mapping[str, Any]) -> None:
-            value[...] = saved[""]
-
         if value.nbytes <= LARGEST_COPY and value.flags.writeable:
-            saved = self._hold(lambda: {"": value.copy()}, write, lambda _: place)
-            for item in saved[""].flat if value.dtype.hasobject and value.size <= _MOST_ITEMS else ():
+            saved = self._hold_value(value.copy, functools.partial(value.__setitem__, ...), place)
+            for item in saved.flat if value.dtype.hasobject and value.size <= _MOST_ITEMS else ():
                 self._visit(item, place)
 
     def _visit_container(self, value: Any, place: Place) -> None:
@@ -348,21 +327,9 @@ class SideEffects:
                 for function in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
                     if inspect.isfunction(function):
                         self._visit(function, Place("", ""))
-            names = [
-                name for name, value in held.items() if isinstance(value, (*_PLAIN, dict, list, set, torch.Tensor))
-            ]
-
-            def read(base: type = base, names: list[str] = names) -> dict[str, Any]:
-                return {name: vars(base)[name] for name in names if name in vars(base)}
-
-            def write(saved: Mapping[str, Any], base: type = base) -> None:
-                for name, value in saved.items():
-                    setattr(base, name, value)
-
-            def place(name: str, base: type = base) -> Place:
-                return Place(f"{base.__name__}.{name}", "")
-
-            self._hold_each(read, write, place)
+            kinds = (*_PLAIN, dict, list, set, torch.Tensor)
+            names = [name for name, value in held.items() if isinstance(value, kinds)]
+            self._hold_named(base, names, Place(base.__name__, ""))
 
     def _visit_object(self, value: Any) -> None:
         kind, attributes = type(value), getattr(value, "__dict__", None)
@@ -387,8 +354,8 @@ class SideEffects:
             tables += [held for name, held in vars(value).items() if name.endswith("_hooks") and isinstance(held, dict)]
             for inner in (*(hook for table in tables for hook in table.values()), *value._modules.values()):
                 self._visit(inner, Place("", ""))
-        for name in _slots(kind) if is_open else ():
-            self._visit_slot(value, name)
+        if is_open:
+            self._hold_named(value, _slots(kind), Place("self", f" of {kind.__name__}"))
 
     def _attributes(
         self, home: dict[str, Any], code: str, owner: str, wanted: Callable[[str], bool], *, is_open: bool = True
@@ -403,16 +370,18 @@ class SideEffects:
             if is_open:
                 self._visit(value, place(name))
 
-    def _visit_slot(self, value: Any, name: str) -> None:
+    def _hold_named(self, owner: Any, names: list[str], place: Place) -> None:
+        """Saves attributes that are not written through a ``__dict__``: of a class, or in slots."""
+
         def read() -> dict[str, Any]:
-            return {name: getattr(value, name)} if hasattr(value, name) else {}
+            return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
         def write(saved: Mapping[str, Any]) -> None:
-            for key, inner in saved.items():
-                setattr(value, key, inner)
+            for name, value in saved.items():
+                setattr(owner, name, value)
 
-        place = Place(f"self.{name}", f" of {type(value).__name__}")
-        self._hold_each(read, write, lambda _: place)
+        if names:
+            self._hold_each(read, write, lambda name: place.at(f".{name}"))
 
 
 def _write(home: dict[str, Any], read: Callable[[], dict[str, Any]], saved: Mapping[str, Any]) -> None:
@@ -486,12 +455,7 @@ def same(one: Any, other: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
-    """Whether a module, by name, is the user's own code and not a library.
-
-    Example:
-        >>> is_users("__main__"), is_users("torch.nn"), is_users("logging")
-        (True, False, False)
-    """
+    """Whether a module, by name, is the user's own code and not a library."""
     name = module or ""
     if name == "__main__":
         return True

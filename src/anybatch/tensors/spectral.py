@@ -16,17 +16,6 @@ class PowerIterations:
     Each forward in training mode does one iteration (Miyato et al. 2018, "Spectral Normalization for Generative
     Adversarial Networks", algorithm 1). Each micro-batch has to start from the saved vectors: then all of them use the
     same weights, and the vectors end where the whole batch would have left them.
-
-    Args:
-        modules: all modules of a model.
-
-    Example:
-        >>> layer = parametrizations.spectral_norm(torch.nn.Linear(20, 20))
-        >>> vectors = PowerIterations(layer.modules())
-        >>> first, second = layer.weight, layer.weight
-        >>> vectors.again_()
-        >>> bool((layer.weight == first).all())
-        True
     """
 
     __slots__ = ("_saved",)

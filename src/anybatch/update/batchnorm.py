@@ -42,10 +42,6 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
         The modules by qualified name: BatchNorm of every kind in training mode, compiled by ``torch.jit`` or not, and
         in evaluation mode where it has no running statistics. InstanceNorm does not couple samples; what its running
         statistics see is merged exactly.
-
-    Example:
-        >>> list(coupling_modules(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))))
-        ['1']
     """
     if not any(_couples(module) for module in modules_of(*models)):
         return {}
@@ -63,7 +59,7 @@ def coupling_modules(*models: Any) -> dict[str, torch.nn.Module]:
 
 def _couples(module: torch.nn.Module) -> bool:
     if not isinstance(module, _BatchNorm):
-        return is_scripted(module) and _couples_compiled(module)
+        return _couples_compiled(module)
     if module.running_mean is None and module.running_var is None:
         return True
     return module.training and to_eval_mode not in module._forward_pre_hooks.values()
@@ -117,11 +113,13 @@ def batch_norm_as(
             coupling = coupling_modules(*models)
             if micro_batches > 1 and (bare := without_statistics(coupling)):
                 raise no_statistics(bare)
-            stack.enter_context(_in_eval_mode([m for m in modules_of(*models) if isinstance(m, _KINDS)]))
+            for module in modules_of(*models):
+                if isinstance(module, _KINDS):
+                    _keep_in_eval_mode(stack, module)
         if micro_batches > 1:
             begin_micro_batch = _split(stack, policy, models, cause)
         elif updated := _with_running_statistics(models):
-            stack.enter_context(_updated_in_the_forward_only(updated))
+            _update_in_the_forward_only(stack, updated)
         yield begin_micro_batch
 
 
@@ -129,16 +127,12 @@ def _split(
     stack: contextlib.ExitStack, policy: BatchNormPolicy, models: Sequence[Any], cause: Cause
 ) -> Callable[[], None]:
     if policy == "ghost":
-        stack.enter_context(_watched_inputs(coupling_modules(*models), partial(_refuse_single_values, cause=cause)))
+        _watch_inputs(stack, coupling_modules(*models), partial(_refuse_single_values, cause=cause))
     if policy != "frozen":
-        quiet = {name: m for model in models for name, m in model.named_modules() if _may_couple(m)}
-        stack.enter_context(_watched_inputs(quiet, _refuse_training_mode))
-    watched = _with_running_statistics(models)
-    return stack.enter_context(_merged_statistics(watched)) if watched else _nothing
-
-
-def _may_couple(module: torch.nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not module.training and not _couples(module)
+        found = {name: m for model in models for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+        quiet = {name: m for name, m in found.items() if not m.training and not _couples(m)}
+        _watch_inputs(stack, quiet, _refuse_training_mode)
+    return _merge_statistics(stack, _with_running_statistics(models))
 
 
 def _nothing() -> None:
@@ -146,7 +140,6 @@ def _nothing() -> None:
 
 
 def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
-    """The modules whose running statistics would be updated once a micro-batch."""
     return [
         m
         for m in modules_of(*models)
@@ -155,34 +148,19 @@ def _with_running_statistics(models: Sequence[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@contextmanager
-def _in_eval_mode(modules: list[Any]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    # The loss function may call model.train() itself.
-    handles = [module.register_forward_pre_hook(to_eval_mode) for module in modules]
-    for module in training:
+def _keep_in_eval_mode(stack: contextlib.ExitStack, module: Any) -> None:
+    if module.training:
+        stack.callback(setattr, module, "training", True)
         module.training = False
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in training:
-            module.training = True
+    # The loss function may call model.train() itself.
+    stack.callback(module.register_forward_pre_hook(to_eval_mode).remove)
 
 
-@contextmanager
-def _watched_inputs(modules: dict[str, Any], watch: Callable[[str, Any, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Shows the inputs of modules to a function before each of their forwards."""
-    handles = [
-        module.register_forward_pre_hook(lambda m, args, name=name: watch(name, m, args))
-        for name, module in modules.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _watch_inputs(
+    stack: contextlib.ExitStack, modules: dict[str, Any], watch: Callable[[str, Any, tuple[Any, ...]], None]
+) -> None:
+    for name, module in modules.items():
+        stack.callback(module.register_forward_pre_hook(lambda m, args, name=name: watch(name, m, args)).remove)
 
 
 def _refuse_training_mode(name: str, module: Any, _: tuple[Any, ...]) -> None:
@@ -202,19 +180,16 @@ class _Apart:
 
     Others stand in for them meanwhile. They are not copied back, since the graph may have saved them: a backward would
     take that for a change in place.
-
-    Args:
-        module: BatchNorm or InstanceNorm.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._swapped: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, writes: bool = True) -> None:
         """Lets copies stand in, if this forward writes."""
         self.end_forward()  # what a recomputation left that stopped early, within the module
-        if not self._module.training:
+        if not self._module.training or not writes:
             return
         buffers = self._module._buffers
         for name in _STATISTICS:
@@ -233,28 +208,14 @@ class _Apart:
         self._swapped.clear()
 
 
-@contextmanager
-def _updated_in_the_forward_only(modules: list[Any]) -> Iterator[None]:
+def _update_in_the_forward_only(stack: contextlib.ExitStack, modules: list[Any]) -> None:
     """Keeps running statistics as they are when a checkpoint recomputes a forward, which would update them twice."""
-    kept = [_Apart(module) for module in modules]
-    handles = []
-    for module, apart in zip(modules, kept, strict=True):
-        handles.append(module.register_forward_pre_hook(lambda *_, apart=apart: _begin_again(apart)))
-        handles.append(module.register_forward_hook(lambda *_, apart=apart: apart.end_forward()))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for apart in kept:
-            apart.end_forward()
-
-
-def _begin_again(apart: _Apart) -> None:
-    if is_recomputing():
-        apart.begin_forward()
-    else:
-        apart.end_forward()
+    for module in modules:
+        apart = _Apart(module)
+        stack.callback(apart.end_forward)
+        begin, end = (lambda *_, apart=apart: apart.begin_forward(writes=is_recomputing())), apart.end_forward
+        stack.callback(module.register_forward_pre_hook(begin).remove)
+        stack.callback(module.register_forward_hook(lambda *_, end=end: end()).remove)
 
 
 class _Merged:
@@ -311,8 +272,7 @@ class _Watched:
         return 0.0 if self.is_instance_norm else 1.0 / float(self.module.num_batches_tracked)
 
 
-@contextmanager
-def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
+def _merge_statistics(stack: contextlib.ExitStack, modules: list[Any]) -> Callable[[], None]:
     """Replaces N updates of the running statistics, one a micro-batch, by one with the merged statistics.
 
     With momentum 1 a forward leaves a micro-batch's own mean and unbiased variance in the buffers, from where a hook
@@ -320,24 +280,21 @@ def _merged_statistics(modules: list[Any]) -> Iterator[Callable[[], None]]:
     variance".
     """
     watched = [_Watched(module, module.momentum, _Apart(module)) for module in modules]
-    handles = []
+    stack.push(partial(_end_of_batch, watched))
     for entry in watched:
         entry.module.momentum = 1.0
-        handles.append(entry.module.register_forward_pre_hook(lambda *_, entry=entry: entry.apart.begin_forward()))
-        handles.append(entry.module.register_forward_hook(lambda m, args, _, entry=entry: _take(entry, args[0])))
-    done = False
-    try:
-        yield lambda: _begin_micro_batch(watched)
-        done = True
-    finally:
-        for handle in handles:
-            handle.remove()
-        for entry in watched:  # before anything that can run out of memory
-            entry.module.momentum = entry.momentum
-            entry.apart.end_forward()
-        if done:
-            for entry in watched:
-                _merge(entry)
+        begin, take = (lambda *_, apart=entry.apart: apart.begin_forward()), partial(_take, entry)
+        stack.callback(entry.module.register_forward_pre_hook(begin).remove)
+        stack.callback(entry.module.register_forward_hook(take).remove)
+    return partial(_begin_micro_batch, watched) if watched else _nothing
+
+
+def _end_of_batch(watched: list[_Watched], kind: type[BaseException] | None, *_: object) -> None:
+    for entry in watched:  # before anything that can run out of memory
+        entry.module.momentum = entry.momentum
+        entry.apart.end_forward()
+    for entry in watched if kind is None else ():
+        _merge(entry)
 
 
 def _begin_micro_batch(watched: list[_Watched]) -> None:
@@ -346,9 +303,9 @@ def _begin_micro_batch(watched: list[_Watched]) -> None:
         entry.calls_in_micro_batch = 0
 
 
-def _take(entry: _Watched, batch: torch.Tensor) -> None:
+def _take(entry: _Watched, _: Any, args: tuple[torch.Tensor, ...], __: Any) -> None:
     if entry.module.training and not is_recomputing():  # else the statistics were taken the first time
-        _note(entry, batch)
+        _note(entry, args[0])
     entry.apart.end_forward()
 
 
@@ -388,16 +345,13 @@ def _couples_compiled(module: Any) -> bool:
 
     A trace keeps the mode in which it was made, whatever ``eval()`` says later.
     """
-    if not is_scripted(module) or not _is_batch_norm(getattr(module, "original_name", "")):
+    name = getattr(module, "original_name", "") if is_scripted(module) else ""
+    if "BatchNorm" not in name or name.startswith("Frozen"):
         return False
     traced = _mode_in_trace(module)
     if traced is not None:
         return traced
     return bool(getattr(module, "training", False)) or getattr(module, "running_mean", None) is None
-
-
-def _is_batch_norm(name: str) -> bool:
-    return "BatchNorm" in name and not name.startswith("Frozen")
 
 
 def _mode_in_trace(module: Any) -> bool | None:

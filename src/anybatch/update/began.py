@@ -15,9 +15,6 @@ class OptimizerWatch:
 
     Version counters show writes, but not those of fused and foreach kernels and not those through ``.data``; so some
     rows of the first and the smallest parameter that each kernel updates, and of their state, are kept too.
-
-    Args:
-        optimizer: any ``torch.optim.Optimizer``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +58,7 @@ class _Sentinel:
     def __init__(self, group: Mapping[str, Any], state: Mapping[Any, Any], *, writes_unseen: bool) -> None:
         self._is_fused = bool(group.get("fused"))
         self._values: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
-        self._states: list[tuple[Any, dict[str, tuple[Any, ...]]]] = []
+        self._states: list[tuple[Any, bool, dict[str, tuple[Any, ...]]]] = []
         kernels: dict[tuple[torch.device, torch.dtype], list[Any]] = {}  # what one kernel updates together
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -87,7 +84,7 @@ class _Sentinel:
                 self._values.append((parameter, where, parameter.detach()[where].clone()))
             if parameter in state:
                 found = state[parameter]
-                self._states.append((found, _fingerprint(found, keeps_values=hides_writes)))
+                self._states.append((found, hides_writes, _fingerprint(found, keeps_values=hides_writes)))
 
     def _place(self, parameter: torch.Tensor) -> Any:
         """Where a step surely changes the parameter: where its gradient is largest."""
@@ -104,9 +101,7 @@ class _Sentinel:
         return untold and self.state_changed()
 
     def state_changed(self) -> bool:
-        return any(
-            _differ(_fingerprint(state, keeps_values=_keeps_values(before)), before) for state, before in self._states
-        )
+        return any(_differ(_fingerprint(state, keeps_values=keeps), before) for state, keeps, before in self._states)
 
 
 def _fingerprint(state: Any, *, keeps_values: bool) -> dict[str, tuple[Any, ...]]:
@@ -123,10 +118,6 @@ def _fingerprint(state: Any, *, keeps_values: bool) -> dict[str, tuple[Any, ...]
         else:
             traces[str(key)] = id(value), len(value) if hasattr(value, "__len__") else 0
     return traces
-
-
-def _keeps_values(traces: Mapping[str, tuple[Any, ...]]) -> bool:
-    return any(isinstance(trace[-1], torch.Tensor) for trace in traces.values())
 
 
 def _first_rows(value: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from anybatch.loss.norms import clip_
 from anybatch.tensors.precision import forget_unscaling, infinities_found
 from anybatch.update.began import OptimizerWatch
 from anybatch.update.closures import Again, StepCall
-from anybatch.update.progress import Progress
+from anybatch.update.passes import Progress
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 
@@ -27,12 +27,7 @@ class Boundary:
     """Zeroing, unscaling, clipping, optimizers, scaler and schedulers, each once and in this order.
 
     Args:
-        model: names parameters when something failed.
-        optimizers: in the order in which they step.
-        scaler: a ``GradScaler`` or ``None``.
         clip_norm: what the norm of the whole gradient is clipped to; infinite to measure only; ``None`` for neither.
-        schedulers: step once an update.
-        closure: whether optimizers are given a closure, see ``StepCall``.
 
     Attributes:
         is_committed: whether the optimizers have begun to change anything, so that nothing may be rolled back any more.
@@ -81,11 +76,7 @@ class Boundary:
             parameter.grad = None
 
     def check_reached(self, model: str) -> None:
-        """Refuses optimizers none of whose parameters has a gradient, though the model's have.
-
-        Args:
-            model: the name of its class.
-        """
+        """Refuses optimizers none of whose parameters has a gradient, though the model's have."""
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         if held and all(parameter.grad is None for parameter in held):
             raise LossError(
@@ -125,7 +116,6 @@ class Boundary:
         """Steps all optimizers; what comes after it may not take them back.
 
         Args:
-            again: the gradient, for optimizers that evaluate it themselves.
             is_shared: whether other ranks apply the same update, which they can't take back.
         """
         progress.text = "optimizer.step"

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,22 +14,12 @@ from anybatch.tensors.shards import is_sharded
 _AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
 
-class Again:
-    """The gradient of the logical batch whose gradient is in ``.grad``.
+class Again(NamedTuple):
+    """The gradient of the logical batch whose gradient is in ``.grad``."""
 
-    Args:
-        parameters: all that have a gradient.
-        loss: gives the loss that ``.grad`` belongs to.
-        evaluate: takes the gradient at the weights as they are by then, and gives the loss.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        loss: Callable[[], torch.Tensor],
-        evaluate: Callable[[], torch.Tensor],
-    ) -> None:
-        self.parameters, self.loss, self.evaluate = parameters, loss, evaluate
+    parameters: Sequence[torch.Tensor]  # all that have a gradient
+    loss: Callable[[], torch.Tensor]  # gives the loss that ``.grad`` belongs to
+    evaluate: Callable[[], torch.Tensor]  # takes the gradient at the weights as they are by then, and gives the loss
 
 
 class StepCall:
@@ -39,7 +30,6 @@ class StepCall:
     taken the gradient off, as sharpness-aware minimisation does.
 
     Args:
-        optimizer: the user's.
         closure: whether to pass one; ``None`` for those outside of torch whose ``step`` takes one, and for those that
             need it.
 
@@ -55,13 +45,8 @@ class StepCall:
         self._begins_here: bool | None = None  # whether the first evaluation is where the step begins
 
     def __call__(self, again: Again | None, scaler: Any = None) -> None:
-        """Steps.
-
-        Args:
-            again: the gradient that is there; ``None`` only where no closure is given.
-            scaler: a ``GradScaler`` that has unscaled it, or ``None``.
-        """
-        step: Callable[..., Any] = self._optimizer.step if scaler is None else _through(scaler, self._optimizer)
+        """Steps."""
+        step: Callable[..., Any] = self._optimizer.step if scaler is None else partial(scaler.step, self._optimizer)
         unscales = scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")
         if again is None or not self.is_given or unscales:
             step()
@@ -160,13 +145,6 @@ def _trace(parameter: torch.Tensor) -> tuple[int, ...]:
     gradient = parameter.grad
     known = (parameter._version, parameter.untyped_storage()._cdata)
     return known if gradient is None else (*known, id(gradient), gradient._version)
-
-
-def _through(scaler: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    def step(*closure: Any) -> Any:
-        return scaler.step(optimizer, *closure)
-
-    return step
 
 
 def _is_given(optimizer: torch.optim.Optimizer, closure: bool | None) -> bool:

@@ -101,7 +101,7 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
     """
     if not patterns:
         raise BatchError("freeze got no pattern; expected names such as freeze(model, 'encoder.*')")
-    parameters: dict[str, torch.nn.Parameter] = {}
+    found: dict[int, tuple[str, torch.nn.Parameter]] = {}  # a tied one by its first name
     modules: dict[str, torch.nn.Module] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -113,13 +113,11 @@ def freeze(model: torch.nn.Module, *patterns: str) -> Frozen:
         if not named and not inside:
             known = [name for name, _ in model.named_children()] or [name for name, _ in model.named_parameters()]
             raise BatchError(f"freeze: {pattern!r} matches no parameter and no module; the model has {known[:20]}")
-        frozen_before = {id(p) for p in parameters.values()}
         for name, p in named.items():
-            if p.requires_grad and id(p) not in frozen_before:
-                frozen_before.add(id(p))
-                parameters[name] = p
+            if p.requires_grad:
+                found.setdefault(id(p), (name, p))
         modules.update({name: m for name, m in inside.items() if isinstance(m, _BatchNorm)})
-    frozen = Frozen(model, parameters, modules)
+    frozen = Frozen(model, dict(found.values()), modules)
     logger.info("%r", frozen)
     return frozen
 

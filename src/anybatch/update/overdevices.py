@@ -1,35 +1,126 @@
 """One pass over a logical batch whose micro-batches run on several devices of this process, side by side."""
 
 import contextlib
+import random
+import sys
 import threading
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.batch.moving import moved
 from anybatch.errors import AnyBatchWarning, BatchError, LossError
 from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
-from anybatch.parallel.devices import Devices, Placement
-from anybatch.parallel.draws import DeviceDraws, HostDraws, seeds_for
-from anybatch.parallel.modelcopies import ModelCopy
+from anybatch.parallel.devices import Devices, ModelCopy, Placement
 from anybatch.parallel.workers import run_together
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.update.progress import Beginnings, Progress
+from anybatch.tensors.randomness import RandomState
+from anybatch.update.passes import Beginnings, Progress, Task
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
-if TYPE_CHECKING:
-    from anybatch.update.passes import Task
+_SEEDS = 2**62
+
+
+def seeds_for(micro_batches: int) -> list[int]:
+    """A seed for each micro-batch, by torch's generator for the CPU, which stays as it is."""
+    with without_modes():
+        generator = torch.Generator(device="cpu").set_state(torch.get_rng_state())
+        first = int(torch.randint(_SEEDS, (), generator=generator, device="cpu").item())
+        generator.manual_seed(first)  # the next batch begins one draw later, and shares none of these
+        found: list[int] = torch.randint(_SEEDS, (micro_batches,), generator=generator, device="cpu").tolist()
+    return found
+
+
+class HostDraws:
+    """The generators of the host, which all threads share: those of torch for the CPU, of Python and of numpy.
+
+    Attributes:
+        drew: whether anything was seen to draw from any generator, so that the next batch has to get other numbers.
+        drew_here: whether it was one of these.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+        self._natural = self._before = _now()
+        self.drew = self.drew_here = False
+
+    def begin(self, number: int) -> None:
+        """Seeds them for a micro-batch that runs alone."""
+        seed = self._seeds[number]
+        with without_modes():
+            torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+        self._before = _now()
+
+    def look(self) -> None:
+        """Looks whether anything was drawn since the micro-batch began, or since all of them did."""
+        with without_modes():
+            if not self._before.is_now():
+                self.drew = self.drew_here = True
+
+    def end(self) -> None:
+        """Puts them back to before the first micro-batch, and one draw further if anything was drawn anywhere."""
+        self._natural.restore()
+        if self.drew:
+            with without_modes():
+                torch.randint(_SEEDS, (), device="cpu")
+
+
+def _now() -> RandomState:
+    with without_modes():
+        return RandomState()
+
+
+class DeviceDraws:
+    """The generator of an accelerator, which no other thread uses.
+
+    Attributes:
+        drew: whether anything was drawn from it.
+    """
+
+    def __init__(self, device: torch.device, seeds: Sequence[int]) -> None:
+        self._device = device
+        self._seeds = seeds
+        self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
+        self._before: Any = None
+        self.drew = False
+
+    def begin(self, number: int) -> None:
+        """Seeds it for a micro-batch; the device is the current one of its kind."""
+        if self._module is not None:
+            self._module.manual_seed(self._seeds[number])
+            self._before = self._module.get_rng_state(self._device)
+
+    def look(self) -> None:
+        """Looks whether anything was drawn since the micro-batch began."""
+        if self._module is not None and not self.drew:
+            with without_modes():
+                self.drew = not torch.equal(self._before, self._module.get_rng_state(self._device))
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Puts it back at the end of the block: what is drawn from it elsewhere does not depend on the split."""
+        if self._module is None:
+            yield
+            return
+        state = self._module.get_rng_state(self._device)
+        try:
+            yield
+        finally:
+            self._module.set_rng_state(state, self._device)
 
 
 def run_over_devices(
-    task: "Task",
+    task: Task,
     devices: Devices,
     parts: Sequence[Part],
     weights: Weights,
@@ -65,36 +156,31 @@ def run_over_devices(
     return sums
 
 
-def count_draws_alike(task: "Task", batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
+def count_draws_alike(task: Task, batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
     """The micro-batches for a forward that only counts, each with the random numbers that it will get later."""
     home, host = DeviceDraws(task.settings.device, seeds), HostDraws(seeds)
-    for number, batch in enumerate(_there(task, batches)):
+    for number, batch in enumerate(task.there(batches)):
         host.begin(number)
         home.begin(number)
         yield batch
 
 
+@dataclass
 class _Run:
-    """A pass, which may be gone through a second time.
+    """A pass, which may be gone through a second time."""
 
-    Attributes:
-        drew_on_host: whether anything was drawn from the generators that all threads share.
-    """
+    task: Task
+    devices: Devices
+    parts: Sequence[Part]
+    weights: Weights
+    seeds: Sequence[int]
+    progress: Progress
+    differentiate: bool
+    in_turns: bool = False
+    drew_on_host: bool = False  # from the generators that all threads share
 
-    def __init__(
-        self,
-        task: "Task",
-        devices: Devices,
-        parts: Sequence[Part],
-        weights: Weights,
-        seeds: Sequence[int],
-        progress: Progress,
-        differentiate: bool,
-    ) -> None:
-        self.task, self.devices, self.parts, self.weights, self.seeds = task, devices, parts, weights, seeds
-        self.progress, self.differentiate = progress, differentiate
+    def __post_init__(self) -> None:
         self.stop, self.turn = threading.Event(), threading.Lock()
-        self.in_turns = self.drew_on_host = False
         self.host: HostDraws
 
     def over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> Sums:
@@ -148,19 +234,10 @@ class _Run:
 
 
 class _Worker:
-    """What runs on one device.
-
-    Args:
-        run: the pass.
-        placement: the device.
-        task: the logical batch, with the copy of the model.
-        numbers: of its micro-batches.
-        batches: all of them.
-        parameters: of the model, whose gradients are wanted.
-    """
+    """What runs on one device."""
 
     def __init__(
-        self, run: _Run, placement: Placement, task: "Task", numbers: Sequence[int], batches: list[Any],
+        self, run: _Run, placement: Placement, task: Task, numbers: Sequence[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
@@ -192,7 +269,7 @@ class _Worker:
 
     def _each(self, begin: Beginnings) -> Generator[Any, None, None]:
         run, order = self._run, list[int]()
-        for batch in _there(self._task, self._taken(order)):
+        for batch in self._task.there(self._taken(order)):
             number = order.pop(0)
             with run.turn if run.in_turns else contextlib.nullcontext():
                 if run.stop.is_set():
@@ -214,8 +291,7 @@ class _Worker:
             yield self._batches[number]
 
 
-def _on(placement: Placement, task: "Task") -> "Task":
-    """A task with the copy of the model on a device."""
+def _on(placement: Placement, task: Task) -> Task:
     copy = placement.copy
     if copy is None:
         return task
@@ -224,12 +300,7 @@ def _on(placement: Placement, task: "Task") -> "Task":
     return replace(task, model=model, loss_fn=loss_fn, settings=settings, modules=(), every_module=())
 
 
-def _there(task: "Task", batches: Iterator[Any]) -> Iterator[Any]:
-    device = task.settings.device
-    return batches if task.splittable.lies_on(device) else moved(batches, device)
-
-
-def _inputs_of(task: "Task", copy: ModelCopy) -> tuple[torch.Tensor, ...] | None:
+def _inputs_of(task: Task, copy: ModelCopy) -> tuple[torch.Tensor, ...] | None:
     if task.settings.inputs is None:
         return None
     found = [copy.leaf_of(one) for one in task.settings.inputs]

@@ -31,10 +31,6 @@ def settings_of(
 
     Args:
         optimizers: all of them; options that lie on a device are left out, so that nothing waits for it.
-
-    Example:
-        >>> settings_of([torch.optim.SGD([torch.zeros(1)], lr=0.5)], (), None)["param_groups[0]['lr']"]
-        '0.5'
     """
     found = {"clip_norm": _shown(clip_norm), "scheduler": _shown([type(one).__name__ for one in schedulers])}
     for number, optimizer in enumerate(optimizers):
@@ -90,11 +86,7 @@ def parameters_in_parts(
     inputs: Sequence[torch.Tensor] | None,
     outside: OutsideLeaves | None,
 ) -> Sequence[torch.Tensor]:
-    """The tensors that a pass gives gradients to, where parameters lie on several ranks.
-
-    Raises:
-        BatchError: a backward can't be restricted to parameters that its graph has others for.
-    """
+    """The tensors that a pass gives gradients to, where parameters lie on several ranks."""
     if inputs is not None:
         raise BatchError(
             "inputs= was given, and the model is sharded by fully_shard, whose forward has other tensors than the "

@@ -1,13 +1,14 @@
-"""One pass over a logical batch in given parts: its gradient, or only its loss."""
+"""One pass over a logical batch in given parts, its gradient or only its loss, and who is told what is running."""
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +24,10 @@ from anybatch.loss.reducing import Joint
 from anybatch.loss.sums import Sums, joined_metrics, values_of
 from anybatch.loss.weights import FORWARD, Count, Weights, fetched, weigh
 from anybatch.records.results import Attempt, Deferred, StepResult
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_of, modules_behind, modules_of
-from anybatch.update.batchnorm import BatchNormPolicy, coupling_modules, refuse_to_split
-from anybatch.update.progress import Beginnings, Progress
+from anybatch.update.batchnorm import BatchNormPolicy, batch_norm_as, coupling_modules, may_couple, refuse_to_split
 from anybatch.update.refusals import Cause, Verb, cause_of
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
@@ -38,38 +39,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Task:
-    """What is the same for every attempt at a logical batch.
+    """What is the same for every attempt at a logical batch."""
 
-    Args:
-        model: the first argument of the loss function.
-        loss_fn: the user's.
-        count: how to count.
-        settings: precision, scaling, inputs.
-        batch_norm: what happens to BatchNorm in a split.
-        splittable: the logical batch.
-        micro_batch_size: what the user asked for, for messages.
-        verb: what the user called, for messages.
-        is_planned: whether a plan chose the size, for messages.
-        devices: that share the micro-batches, ``None`` for that of the model.
-        optimizations: puts on a model those of a plan, where that is not done around the pass: on several
-            devices each copy of the model has its own.
-        modules: the model, and the loss if it is a module; looked for if they are not given.
-        every_module: these with all that is in them.
-    """
-
-    model: Any
-    loss_fn: LossFunction
-    count: Count
-    settings: Settings
-    batch_norm: BatchNormPolicy
-    splittable: Splittable
-    micro_batch_size: float | None = None
-    verb: Verb | None = None
-    is_planned: bool = False
-    devices: "Devices | None" = None
+    model: Any  # the first argument of the loss function
+    loss_fn: LossFunction  # the user's
+    count: Count  # how to count
+    settings: Settings  # precision, scaling, inputs
+    batch_norm: BatchNormPolicy  # what happens to BatchNorm in a split
+    splittable: Splittable  # the logical batch
+    micro_batch_size: float | None = None  # what the user asked for, for messages
+    verb: Verb | None = None  # what the user called, for messages
+    is_planned: bool = False  # whether a plan chose the size, for messages
+    devices: "Devices | None" = None  # that share the micro-batches, ``None`` for that of the model
+    # puts on a model those of a plan, where that is not done around the pass: on several devices each copy of the model
+    # has its own
     optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+    # the model, and the loss if it is a module; looked for if they are not given
     modules: Sequence[torch.nn.Module] = ()
-    every_module: Sequence[torch.nn.Module] = ()
+    every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them
 
     def __post_init__(self) -> None:
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
@@ -83,12 +70,140 @@ class Task:
         """The same with another ``GradScaler``."""
         return replace(self, settings=replace(self.settings, scaler=scaler))
 
+    def there(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Micro-batches on the device of the model."""
+        device = self.settings.device
+        return iter(batches) if self.splittable.lies_on(device) else moved(batches, device)
+
     def cause(self, parts: Sequence[Part]) -> Cause:
         """Why the batch is in these parts."""
         return cause_of(
             self.splittable, parts, micro_batch_size=self.micro_batch_size, verb=self.verb, planned=self.is_planned,
             devices=1 if self.devices is None else len(self.devices.placements),
         )  # fmt: skip
+
+
+class Watch:
+    """Looks on at one attempt at a logical batch; this one does nothing, and others override what they need."""
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The attempt is over, well or not."""
+
+    def on_micro_batch(self, index: int) -> None:
+        """A micro-batch begins."""
+
+    def on_sums(self, weights: Any, sums: Any) -> None:
+        """All micro-batches have run; over several processes, nothing was summed over them so far."""
+
+    def on_gradient(self) -> None:
+        """The gradient of the whole batch is in ``.grad``; it was neither unscaled nor clipped so far."""
+
+    def on_outcome(self, outcome: Any) -> None:
+        """The attempt went through."""
+
+
+NOBODY = Watch()
+
+
+class Progress:
+    """What is running."""
+
+    __slots__ = ("_index", "_of", "text", "watch")
+
+    def __init__(self, text: str = "the start of the step", watch: Watch = NOBODY) -> None:
+        self.text, self.watch = text, watch
+        self._index = self._of = 0
+
+    def micro_batch(self, index: int, of: int) -> None:
+        """Notes that a micro-batch begins; its text is made when somebody asks."""
+        self.text, self._index, self._of = "", index, of
+        if self.watch is not NOBODY:
+            self.watch.on_micro_batch(index)
+
+    def __call__(self) -> str:
+        """What is running."""
+        return self.text or f"micro-batch {self._index + 1} of {self._of}"
+
+
+class Beginnings:
+    """What is on during a pass, and is notified of the beginning of each micro-batch.
+
+    Args:
+        seed: of masks that do not depend on the split; drawn if it is not given.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        parts: Sequence[Part],
+        progress: Progress,
+        stack: contextlib.ExitStack,
+        differentiate: bool,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self._parts = parts
+        self._progress = progress
+        self._masks: Any = None
+        self._begin_statistics: Callable[[], None] | None = None
+        self.seed = seed
+        if not differentiate:
+            stack.enter_context(torch.no_grad())
+            if task.batch_norm == "refuse":
+                refuse_to_split(task.modules, len(parts), lambda: task.cause(parts))
+            return
+        if may_couple(task.every_module):
+            statistics = batch_norm_as(task.batch_norm, task.modules, len(parts), task.cause(parts))
+            self._begin_statistics = stack.enter_context(statistics)
+        if task.settings.dropout == "per-sample":
+            from anybatch.tensors.dropouts import SampleDropout, refuse_unseen
+
+            for module in task.modules:
+                refuse_unseen(module)
+            if self.seed is None:
+                with without_modes():  # of the stream that is put back before a retry
+                    self.seed, following = torch.randint(2**62, (2,), device="cpu").tolist()
+                # How much is drawn depends on the split; what the next batch draws must not.
+                stack.callback(torch.default_generator.manual_seed, following)
+            self._masks = stack.enter_context(SampleDropout(self.seed, task.modules))
+
+    def begin(self, number: int) -> None:
+        """Tells everybody that a micro-batch begins."""
+        self._progress.micro_batch(number, len(self._parts))
+        if self._begin_statistics is not None:
+            self._begin_statistics()
+        if self._masks is not None:
+            self._masks.begin(self._parts[number].samples)
+
+    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches, each after everybody was told."""
+        self._progress.micro_batch(0, len(self._parts))  # also what makes the first one can fail
+        numbers = count()  # enumerate would keep a batch while the next one is made
+        acts = self._begin_statistics is not None or self._masks is not None
+        for batch in batches:
+            if acts:
+                self.begin(next(numbers))
+            else:
+                self._progress.micro_batch(next(numbers), len(self._parts))
+            yield batch
+            del batch
+
+    def again(self, number: int) -> None:
+        """Tells everybody that a micro-batch begins for the second time."""
+        self._progress.text = f"micro-batch {number + 1} of {len(self._parts)}, for the second time"
+        if self._masks is not None:
+            self._masks.begin(self._parts[number].samples)
+
+    def whole(self, rows: int) -> None:
+        """Begins what sees all samples."""
+        self._progress.text = "the coupled loss of the whole batch"
+        if self._masks is not None:
+            self._masks.begin(range(rows), stage=1)
 
 
 def run_pass(
@@ -103,7 +218,6 @@ def run_pass(
     """Goes through the parts once.
 
     Args:
-        task: the logical batch and how to go through it.
         outside: is notified of leaves that are not in ``parameters``, or ``None``.
 
     Returns:
@@ -141,7 +255,7 @@ def run_pass(
                 rows=rows, outside=outside, differentiate=differentiate, modules=task.every_module,
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
-            each = begin.each(_there(task, batches()))
+            each = begin.each(task.there(batches()))
             try:
                 accumulation.collect(chain(each, padding(task, parts)) if reducer.keeps_step else each)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -225,7 +339,6 @@ def _coupled_sums(
     task: Task, coupled: "Coupled", parts: Sequence[Part], begin: Beginnings, weights: Weights, batches: Any,
     parameters: Sequence[torch.Tensor], outside: OutsideLeaves | None, differentiate: bool,
 ) -> Sums:  # fmt: skip
-    """A pass of a coupled loss, which needs micro-batches a second time, and the whole batch."""
     from anybatch.loss.coupling import CoupledPass
     from anybatch.update.overranks import whole_batch
 
@@ -233,7 +346,7 @@ def _coupled_sums(
 
     def again(number: int) -> Any:
         begin.again(number)
-        return next(_there(task, [kept[number]]))
+        return next(task.there([kept[number]]))
 
     def whole(joint: Joint | None = None, *, own: bool = False) -> Any:
         if own:
@@ -245,7 +358,7 @@ def _coupled_sums(
         task.model, coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
         samples=[part.samples for part in parts], outside=outside, differentiate=differentiate,
     )  # fmt: skip
-    return run.run(begin.each(_there(task, kept)), again, whole)
+    return run.run(begin.each(task.there(kept)), again, whole)
 
 
 def _weigh(task: Task, parts: Sequence[Part], rows: Sequence[int | None]) -> tuple[Weights, Callable[[], Any]]:
@@ -272,10 +385,9 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
         refuse_to_split(task.modules, len(parts), task.cause(parts))
     before, writes = Snapshot(task.modules, devices_of(task.model)), task.splittable.writes()
     if task.devices is None:
-        batches = _there(task, task.splittable.materialise(parts))
+        batches = task.there(task.splittable.materialise(parts))
     else:
-        from anybatch.parallel.draws import seeds_for
-        from anybatch.update.overdevices import count_draws_alike
+        from anybatch.update.overdevices import count_draws_alike, seeds_for
 
         seeds = seeds_for(len(parts))
         batches = count_draws_alike(task, iter(list(task.splittable.materialise(parts))), seeds)
@@ -288,7 +400,6 @@ def _count_in_forward(task: Task, parts: Sequence[Part], samples: Weights, progr
 
 
 def _places(task: Task, parts: Sequence[Part], differentiate: bool) -> list[Place]:
-    """Where each part lies in the batch that it was cut from."""
     over_time = as_over_time(task.loss_fn)
     if over_time is not None and over_time.carry and task.splittable.is_collated:
         raise BatchError(
@@ -316,11 +427,6 @@ def _refuse_to_cut_time(task: Task, over_time: "OverTime") -> None:
         refuse_to_split(task.modules, 2, Cause(verb=task.verb, over_time=True))
 
 
-def _there(task: Task, batches: Any) -> Iterator[Any]:
-    device = task.settings.device
-    return iter(batches) if task.splittable.lies_on(device) else moved(batches, device)
-
-
 class Outcome(NamedTuple):
     """What an attempt at a logical batch gave."""
 
@@ -336,41 +442,31 @@ class Outcome(NamedTuple):
         Args:
             counts_anyway: whether the batch counts as gone through also where it gave nothing to learn from.
         """
-        largest = max(map(attrgetter("cost"), self.parts), default=0)
-        if self.skipped and not counts_anyway:
-            last = Attempt(largest, len(self.parts), 0, "skipped")
-        else:
-            last = Attempt(largest, len(self.parts), rows, "done")
-        return _result_of(self, (*failed, last))
+        weights, sums, parts, skipped, grad_norm = self
+        names = list(dict.fromkeys([*sums.terms, *sums.counts])) or [SINGLE]
 
+        def losses() -> dict[str, float]:
+            return {**dict.fromkeys(names, 0.0), **values_of(sums)}
 
-def _result_of(outcome: Outcome, attempts: tuple[Attempt, ...]) -> StepResult:
-    weights, sums, parts, grad_norm = outcome.weights, outcome.sums, outcome.parts, outcome.grad_norm
-    shared = sums.shared
-    found = [*sums.terms, *sums.counts] if shared is None else [*shared.losses, *shared.counts]
-    names = list(dict.fromkeys(found)) or [SINGLE]
+        def counts() -> dict[str, float]:
+            known = {name: sum(fetched(found)) for name, found in sums.counts.items()}
+            return {name: known[name] if name in known else weights.total(name) for name in names}
 
-    def losses() -> dict[str, float]:
-        return {**dict.fromkeys(names, 0.0), **values_of(sums)}
+        def metrics() -> dict[str, Any]:
+            if not any(sums.metrics):
+                return sums.means
+            order = [sample for part in parts for sample in part.samples]
+            return joined_metrics(sums.metrics, sorted(order) if sums.in_order else order) | sums.means
 
-    def counts() -> dict[str, float]:
-        known = {name: sum(fetched(found)) for name, found in sums.counts.items()} if shared is None else shared.counts
-        return {name: known[name] if name in known else weights.total(name) for name in names}
-
-    def metrics() -> dict[str, Any]:
-        if not any(sums.metrics):
-            return {} if shared is None else dict(shared.metrics)
-        order = [sample for part in parts for sample in part.samples]
-        joined = joined_metrics(sums.metrics, sorted(order) if sums.in_order else order)
-        return joined if shared is None else {**joined, **shared.metrics}
-
-    return StepResult(
-        losses=Deferred(losses),
-        counts=Deferred(counts),
-        metrics=Deferred(metrics),
-        grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
-        micro_batches=len(parts),
-        skipped=outcome.skipped,
-        attempts=attempts,
-        accumulator_bytes=sums.accumulator_bytes,
-    )
+        largest, is_done = max(map(attrgetter("cost"), parts), default=0), not skipped or counts_anyway
+        last = Attempt(largest, len(parts), rows if is_done else 0, "done" if is_done else "skipped")
+        return StepResult(
+            losses=Deferred(losses),
+            counts=Deferred(counts),
+            metrics=Deferred(metrics),
+            grad_norm=None if grad_norm is None else Deferred(lambda: float(grad_norm)),
+            micro_batches=len(parts),
+            skipped=skipped,
+            attempts=(*failed, last),
+            accumulator_bytes=sums.accumulator_bytes,
+        )

@@ -56,35 +56,22 @@ class Cause:
 
 
 def cause_of(
-    splittable: Splittable,
-    parts: Sequence[Part],
-    *,
-    micro_batch_size: float | None = None,
-    verb: Verb | None = None,
-    planned: bool = False,
-    devices: int = 1,
+    splittable: Splittable, parts: Sequence[Part], *, micro_batch_size: float | None = None, **known: Any
 ) -> Cause:
-    """Finds out why a logical batch is in these parts.
+    """Why a logical batch is in these parts: those smaller than what was asked for are so because memory ran out.
 
-    Returns:
-        The cause. Parts that are smaller than what was asked for are so because memory ran out.
-
-    Example:
-        >>> whole = Splittable([torch.zeros(8, 1)])
-        >>> cause_of(whole, whole.plan(4)).ran_out, cause_of(whole, whole.plan(4), micro_batch_size=4).ran_out
-        (True, False)
+    Args:
+        **known: more of it, by the names of ``Cause``.
     """
     wanted = math.inf if micro_batch_size is None else micro_batch_size
     wanted = min(wanted, math.inf if splittable.most is None else splittable.most)
     is_known = micro_batch_size is None or not splittable.has_costs  # packs may be cheaper than what was asked for
     return Cause(
-        verb=verb,
         micro_batch_size=micro_batch_size,
         sizes=tuple(len(part.samples) for part in parts),
         batches=1 if splittable.is_collated else len(splittable.batches),
         ran_out=is_known and max((part.cost for part in parts), default=math.inf) < min(wanted, splittable.largest),
-        planned=planned,
-        devices=devices,
+        **known,
     )
 
 
@@ -171,7 +158,6 @@ def without_statistics(modules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(cause: Cause, policy: str) -> str:
-    """The line of code, with what the user has said so far."""
     said = f"micro_batch_size={cause.micro_batch_size:g}, " if cause.micro_batch_size is not None else ""
     said = 'memory="free", ' if cause.planned else said  # which chooses the size
     if cause.verb is None:

@@ -41,10 +41,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Args:
         error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
-
-    Example:
-        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shape"))
-        (True, False)
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -55,14 +51,9 @@ class Snapshot:
     """What a forward changes beside gradients: random state, buffers, and a state that a loss carries.
 
     Args:
-        models: whose buffers are kept.
         devices: whose random generators are kept; ``None`` for those where parameters of the models lie.
         loss_fn: may carry a state from batch to batch.
         generators: what reads and what sets the state of other random generators.
-
-    Attributes:
-        models: the same.
-        modules: all that is in them.
     """
 
     def __init__(
@@ -123,12 +114,6 @@ class SizeLimit:
 
     Attributes:
         once: a smaller size for the next logical batch alone, which someone wants to see in parts.
-
-    Example:
-        >>> limit = SizeLimit(None)
-        >>> limit.shrink(tried=100)
-        >>> limit.value
-        50
     """
 
     PATIENCE = 32
@@ -145,11 +130,7 @@ class SizeLimit:
         self._grew = False
 
     def shrink(self, tried: float) -> None:
-        """Halves the size after it ran out of memory.
-
-        Args:
-            tried: the largest micro-batch of the attempt, in samples or in cost.
-        """
+        """Halves the size after it ran out of memory."""
         self.value = math.ceil(tried / 2)
         self._quiet = 0
         # It was the growth that ran out of memory: the next one waits twice as long.
@@ -209,12 +190,7 @@ class OwnSizeLimit(SizeLimit):
     """A size that follows from what fits on this process, whatever fits on others that take the same gradient."""
 
     def shrink_with(self, agreed: float, own: float | None) -> None:
-        """Becomes smaller if memory ran out here.
-
-        Args:
-            agreed: the smallest of the sizes that did not fit.
-            own: what ran out of memory on this process; ``None`` if nothing did.
-        """
+        """Becomes smaller if memory ran out here."""
         if own is not None:
             self.shrink(own)
 
@@ -229,11 +205,7 @@ class Retries:
                 outcome = attempt(parts)
 
     Args:
-        splittable: the logical batch.
         limit: the size to begin with; it is changed when memory runs out.
-        roll_back: puts everything back to before the attempt.
-        where: says what was running.
-        reducer: the other processes, which start again too.
 
     Attributes:
         failed: the attempts that ran out of memory.
@@ -356,11 +328,7 @@ def _log_restart(shortage: Shortage, tried: float, limit: SizeLimit, micro_batch
 
 
 class Failure:
-    """The text of an error and its tracebacks, to be emptied once nothing runs in them.
-
-    Args:
-        error: that was caught.
-    """
+    """The text of an error and its tracebacks, to be emptied once nothing runs in them."""
 
     def __init__(self, error: BaseException) -> None:
         self.text = str(error)

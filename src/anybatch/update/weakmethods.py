@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import ref
 
@@ -14,9 +15,6 @@ class Owner(Generic[T]):
 
     The object goes with its last reference then, and with it the memory of its model; a cycle of references would keep
     them until the garbage collector runs. In a copy by ``copy.deepcopy`` it is the copy of the object.
-
-    Args:
-        owner: the object.
     """
 
     def __init__(self, owner: T) -> None:
@@ -40,15 +38,11 @@ class Owner(Generic[T]):
         )
 
 
-class _WeakMethod:
-    def __init__(self, owner: Owner[Any], name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._owner(), self._name)(*args, **kwargs)
+def _call(owner: Owner[Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner(), name)(*args, **kwargs)
 
 
 def weak_method(method: Callable[P, T]) -> Callable[P, T]:
     """Calls a method of an object that may own the caller; see ``Owner``."""
     bound: Any = method
-    return _WeakMethod(Owner(bound.__self__), bound.__name__)
+    return partial(_call, Owner(bound.__self__), bound.__name__)

@@ -66,6 +66,75 @@ def test_a_bound_that_only_some_micro_batches_reach_is_refused() -> None:
         anybatch.backward(model, bounded, batch, micro_batch_size=8)
 
 
+def noisy(rows: int = 96) -> Batch:
+    batch = batch_of(rows)
+    batch["value"] = batch["x"][:, 0] + 0.1 * batch["x"][:, 1]
+    batch["value"][rows // 3] = 9.0  # one of all samples, and not in the first or last micro-batch
+    return batch
+
+
+def errors_of(model: Any, batch: Batch) -> torch.Tensor:
+    error: torch.Tensor = model(batch["x"]).squeeze(1) - batch["value"]
+    return error
+
+
+def all_by_the_largest(model: Any, batch: Batch) -> torch.Tensor:
+    error = errors_of(model, batch)
+    return error.abs().mean() if (error.abs() > 6).any() else error.square().mean()
+
+
+def no_more_than(model: Any, batch: Batch) -> torch.Tensor:
+    loss = errors_of(model, batch).square().mean()
+    return loss * (3 / loss.item()) if loss.item() > 3 else loss
+
+
+def in_scale(model: Any, batch: Batch) -> torch.Tensor:
+    error = errors_of(model, batch)
+    return (error / max(6.0, error.abs().max().item())).square().mean()
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("loss_fn", [all_by_the_largest, no_more_than, in_scale])
+def test_a_branch_that_most_micro_batches_take_alike_is_refused(loss_fn: Any, size: int) -> None:
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(1), loss_fn, noisy(), micro_batch_size=size)
+
+
+def each_by_its_own(model: Any, batch: Batch) -> torch.Tensor:
+    error = errors_of(model, batch).abs()
+    if (error > 6).any():
+        return torch.where(error > 6, 12 * error - 36, error.square()).mean()
+    return error.square().mean()
+
+
+def without_missing(model: Any, batch: Batch) -> Any:
+    kept = batch["value"] < 6
+    if kept.all():
+        return anybatch.Mean(errors_of(model, batch).square().sum(), len(kept))
+    some = {name: value[kept] for name, value in batch.items()}
+    return anybatch.Mean(errors_of(model, some).square().sum(), kept.sum())
+
+
+def noise_of_each(model: Any, batch: Batch) -> torch.Tensor:
+    moved = {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
+    if not torch.isfinite(error := errors_of(model, moved)).all():
+        return 0 * error.nan_to_num().sum()
+    return error.square().mean()
+
+
+def longest_first(model: Any, batch: Batch) -> torch.Tensor:
+    order = batch["value"].argsort(descending=True)
+    return errors_of(model, {name: value[order] for name, value in batch.items()})[order.argsort()].square().mean()
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("loss_fn", [each_by_its_own, without_missing, noise_of_each, longest_first])
+def test_guards_around_parts_of_a_sum_pass_in_any_order(loss_fn: Any, size: int) -> None:
+    proof = anybatch.backward(net(1), loss_fn, noisy(), micro_batch_size=size).proof
+    assert proof is not None
+    assert (proof.outcome, proof.by, proof.note) == ("exact", "comparison", "")
+
+
 def critic(model: Any, batch: Batch) -> torch.Tensor:
     scores = model(batch["x"])[:, 0]
     mean: torch.Tensor = 1000 * (scores - scores.detach()).mean()

@@ -11,8 +11,7 @@ from torch import nn
 import anybatch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.loss.accumulate import Settings
-from anybatch.parallel.devices import Devices, Placement
-from anybatch.parallel.modelcopies import ModelCopy
+from anybatch.parallel.devices import Devices, ModelCopy, Placement
 from anybatch.planning import devices, entrance
 from anybatch.planning.devices import Target
 from anybatch.planning.entrance import budget_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anybatch.memory.meter import LiveBytes
-from anybatch.parallel.modelcopies import ModelCopy
+from anybatch.parallel.devices import ModelCopy
 from anybatch.update import overdevices
 from device_models import THREE, devices_of, step_of
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.parallel.draws import seeds_for
+from anybatch.update.overdevices import seeds_for
 from device_models import TWO, batch_of, cross_entropy, devices_of, small, step_of
 from reference import RELATIVE_FLOAT64, assert_bitwise, assert_float64, gradients_of, random_state
 

@@ -18,8 +18,8 @@ from anybatch.planning.blocks import blocks_of
 from anybatch.planning.memorytrace import PassTrace, Tracer
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
-from anybatch.tensors.constants import NAME as CONSTANT
 from anybatch.tensors.dispatch import TorchDispatchMode
+from anybatch.tensors.fakemode import NAME as CONSTANT
 from anybatch.tensors.fakemode import QuickFakeMode
 from planning_models import FACTORIES, NAMES
 

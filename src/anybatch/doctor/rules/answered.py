@@ -8,18 +8,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from anybatch.doctor.rules.registry import Found, rule
+from anybatch.doctor.rules.registry import NOWHERE, Found, rule
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.naming import first_call, listed, near, optimizer_variable, root_variable
+from anybatch.doctor.views.naming import (
+    Names,
+    counted,
+    first_call,
+    listed,
+    module_code,
+    near,
+    optimizer_variable,
+    root_variable,
+)
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.draws import Scored
+from anybatch.records.events import Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text(encoding="utf-8"))
 
 _OWN = frozenset({"name", "severity", "explains", "slows", "to", "answer", "answers", "seen", "when", "once", "since",
-                  "where", "late", "text", "fix", "cause"})  # fmt: skip
+                  "where", "module", "late", "text", "fix", "cause"})  # fmt: skip
 """The entries of a table that are no templates of its own."""
 
 _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
@@ -28,6 +38,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of a table": lambda run, probed: "table" in probed.detail,
+    "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
 }
 
@@ -47,13 +58,38 @@ _SINCE: dict[str, Callable[[Run, Probed], LossCall | Probed | int]] = {
 }
 
 
+def _copy_call(run: Run, probed: Probed) -> Forward | tuple[str, int]:
+    """The first call of a net that never has a gradient."""
+    calls = (one for one in run.of(Forward) if one.root == probed.root and one.module == probed.module)
+    return next(calls, NOWHERE)
+
+
+_WHERE: dict[str, Callable[[Run, Probed], Forward | tuple[str, int] | None]] = {
+    "the first call": lambda run, probed: first_call(run, probed.root),
+    "the copy": _copy_call,
+}
+
+
+def _of_copy(run: Run, probed: Probed) -> dict[str, Any]:
+    """What the user's code calls a copy and the net that it was a copy of, and how much it takes of that one."""
+    online, share = probed.evidence["online"], float(probed.evidence.get("share", 0))
+    every = [module_code(run, one.root, one.module) for one in answers(run, probed.probe)]
+    return {
+        "copied": module_code(run, probed.root, probed.module), "copies": Names(every), "run": run.steps,
+        "online": module_code(run, int(online), str(probed.evidence.get("online_module", ""))),
+        "kept": max(1 - share, 0), "decay": max(round(share, 3), 0.9),
+    }  # fmt: skip
+
+
 class _Templates(string.Formatter):
-    """Fills templates; ``{x:.3g or none}`` is "none" where ``x`` is empty, ``{x: by }`` joins a list."""
+    """Fills templates, as the first lines of ``answers.toml`` say."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         how, _, other = format_spec.partition(" or ")
-        if isinstance(value, list | tuple):
+        if isinstance(value, list):
             return how.join(map(str, value)) if how else listed(map(str, value))
+        if isinstance(value, int) and how.isalpha() and len(how) > 1:
+            return counted(value, how)
         return other if other and (value is None or value == "") else format(value, how)
 
 
@@ -80,6 +116,7 @@ def _found(run: Run, probed: Probed, row: dict[str, Any]) -> Found:
     values: dict[str, Any] = {"near": near(probed), "model": root_variable(run, probed.root), "detail": probed.detail}
     values |= {"because": f": {probed.detail}" if probed.detail else "", "loss": getattr(since, "function", "the loss")}
     values |= probed.evidence
+    values |= _of_copy(run, probed) if "online" in values else {}
     optimizers = {one: values[one] for one in ("optimizer", "critic") if "critic" in values}
     values |= {name: optimizer_variable(run, int(number)) for name, number in optimizers.items()}
     fill = _Templates().vformat
@@ -91,8 +128,9 @@ def _found(run: Run, probed: Probed, row: dict[str, Any]) -> Found:
         cause=cause,
         since=since,
         step=probed if row.get("late") else None,
-        where=(first_call(run, probed.root) if row.get("where") == "the first call" else None)
+        where=(_WHERE[row["where"]](run, probed) if "where" in row else None)
         or (probed if isinstance(since, int) else since),
+        module=fill(row["module"], (), values) if "module" in row else None,
         optimizer=int(optimizers.get("optimizer", -1)),
         evidence=probed.evidence,
         severity=row.get("severity", ""),

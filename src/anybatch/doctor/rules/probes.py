@@ -11,11 +11,6 @@ from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import InputSample
 
-
-def _detail(probed: Probed) -> str:
-    return f" ({probed.detail})" if probed.detail else ""
-
-
 _LAYERS = {"lstm": "LSTM", "gru": "GRU", "multi_head_attention_forward": "MultiheadAttention"}
 _KINDS = dict.fromkeys(_LAYERS, "layer") | dict.fromkeys(("softmax", "log_softmax", "normalize"), "along")
 _MIXING = {
@@ -36,7 +31,7 @@ def batch_mixing(run: Run) -> Iterator[Found]:
         fix, cause = _MIXING.get(_KINDS.get(op, ""), _MIXING["moved"])
         yield Found(
             text=f"Samples of a batch mix in {root_variable(run, probed.root)}{where}: an output depends on other "
-            f"samples of the batch{_detail(probed)}.",
+            "samples of the batch.",
             fix=fix.format(op=_LAYERS.get(op, op)),
             cause=cause.format(op=op),
             since=probed,
@@ -72,8 +67,7 @@ def time_leak(run: Run) -> Iterator[Found]:
     for probed in answers(run, "time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
         where = f" through {probed.module}" if probed.module else ""
         yield Found(
-            text=f"{root_variable(run, probed.root)} is trained to predict the next token and sees it"
-            f"{where}{_detail(probed)}.",
+            text=f"{root_variable(run, probed.root)} is trained to predict the next token and sees it{where}.",
             fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
             cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
             since=probed,

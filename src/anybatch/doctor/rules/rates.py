@@ -69,7 +69,7 @@ def lr_too_high(
         heavy, swings = _heavy(one), _swings(one)
         first = next((_Long(n.at, n.step, math.inf if (r := ratio(run, n)) is None else r) for n in one.samples), None)
         if (asked := _other_rate(one, ENOUGH_STEPS)) is not None and asked.evidence["other_lr"] < asked.evidence["lr"]:
-            yield _learns_with_less(one, asked)
+            yield _found_by_trial(one, asked)
             continue
         long = _far_too_long(one, far, row, early) or _risen(one, early)
         if long is None and heavy and heavy.is_high and swings:
@@ -95,17 +95,19 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
     return next(found, None)
 
 
-def _compared(asked: Probed) -> str:
-    seen = asked.evidence
-    return (f"a copy that learns one batch by heart brings the loss from {seen['loss']:.3g} to {seen['after']:.3g} in "
-            f"{seen['steps']} steps, and with {seen['other_lr']:g} to {seen['other_after']:.3g}")  # fmt: skip
-
-
-def _learns_with_less(one: OptimizerView, asked: Probed) -> Found:
+def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
+    """What is said of a rate where a copy learned one batch with another one."""
+    seen, what = asked.evidence, "far too high"
+    cause = "Steps of this length throw the weights out of the region where the model computes anything."
+    if seen["other_lr"] > seen["lr"]:
+        what = "so low that little is learned"
+        cause = "SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient."
     return Found(
-        text=f"The learning rate {asked.evidence['lr']:g} of {one} is far too high: {_compared(asked)}.",
-        fix=one.with_rate(asked.evidence["other_lr"]),
-        cause="Steps of this length throw the weights out of the region where the model computes anything.",
+        text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that learns one batch by heart brings the "
+        f"loss from {seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {seen['other_lr']:g} "
+        f"to {seen['other_after']:.3g}.",
+        fix=one.with_rate(seen["other_lr"]),
+        cause=cause,
         since=asked,
         optimizer=one.number,
     )
@@ -359,14 +361,7 @@ def lr_too_low(
     for one in measured(run):
         losses, asked = one.losses, _other_rate(one, FEW_OF_A_RATE)
         if asked is not None and asked.evidence["other_lr"] > asked.evidence["lr"]:
-            yield Found(
-                text=f"The learning rate {asked.evidence['lr']:g} of {one} is so low that little is learned: "
-                f"{_compared(asked)}.",
-                fix=one.with_rate(asked.evidence["other_lr"]),
-                cause="SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient.",
-                since=asked,
-                optimizer=one.number,
-            )
+            yield _found_by_trial(one, asked)
             continue
         ratios = [value for norms in one.samples if (value := ratio(run, norms)) is not None]
         lrs = [max(step.lrs) for step in one.steps if step.lrs]

@@ -323,3 +323,35 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},
         )
+
+
+@rule("AB118", "OPT_STATE_UNUSED", "warning", needs=(Loaded,))
+def opt_state_unused(run: Run) -> Iterator[Found]:
+    """Optimizers that load and never step."""
+    loads = [one for one in run.of(Loaded) if one.into == "optimizer"]
+    for load in loads:
+        loaded = OptimizerView(run, load.number)
+        others = [
+            one for one in optimizers(run)
+            if one.steps[-1].at > load.at and one.number in run.optimizers
+            and one.number not in {other.number for other in loads} and _like(one, loaded)
+        ]  # fmt: skip
+        if loaded.steps or not others:
+            continue
+        name, made = load.variable or str(loaded), others[0].facts
+        yield Found(
+            text=f"The state that {name} is given{near(load)} is never used: another optimizer is made{near(made)}, "
+            "and that one steps.",
+            fix="make the optimizer once, and load its state after that",
+            cause="The optimizer is made anew after its state was loaded.",
+            since=load,
+            where=(made.file or load.file, made.line or load.line),
+            optimizer=name,
+            evidence={"loaded": load.number, "steps": others[0].number},
+        )
+
+
+def _like(one: OptimizerView, other: OptimizerView) -> bool:
+    """Whether two optimizers are of one class, with as many parameters."""
+    counts = [sum(len(group.parameters) for group in each.facts.groups) for each in (one, other)]
+    return other.number not in other.run.optimizers or (one.facts.cls == other.facts.cls and counts[0] == counts[1])
