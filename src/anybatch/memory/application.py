@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 
 from anybatch.errors import BatchError
-from anybatch.memory.checkpointing import recompute
+from anybatch.memory.checkpointing import recompute as recompute_blocks
 from anybatch.memory.hostpool import HostPool
-from anybatch.memory.losschunks import ChunkedLoss, chunk_loss
-from anybatch.memory.offloading import offload
+from anybatch.memory.losschunks import Applied, chunk_loss
+from anybatch.memory.offloading import offload as offload_blocks
 from anybatch.memory.places import Handle
 
 
@@ -21,7 +21,7 @@ def apply_optimizations(
     loss_chunks: int = 1,
     simulate_offload: bool = False,
     pool: HostPool | None = None,
-) -> "Applied":
+) -> Applied:
     """Applies memory optimizations to a model.
 
     Args:
@@ -30,6 +30,11 @@ def apply_optimizations(
             well these are its arguments.
         head: name of the output layer, see ``chunk_loss``.
         loss_chunks: how many chunks; 1 leaves the loss as it is.
+        simulate_offload: whether to copy nothing, see ``offload``.
+        pool: host memory that is kept from one use to the next, see ``offload``.
+
+    Raises:
+        BatchError: see ``recompute``, ``offload`` and ``chunk_loss``; nothing is changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))
@@ -39,22 +44,7 @@ def apply_optimizations(
         >>> applied.taken
         1
     """
-    return _apply(model, _names(recompute), _names(offload), head, loss_chunks, simulate_offload, pool)
-
-
-def _names(names: Iterable[str]) -> Iterable[str]:
-    return names if isinstance(names, str) else tuple(names)  # a text is refused further on
-
-
-def _apply(
-    model: torch.nn.Module,
-    recomputed: Iterable[str],
-    offloaded: Iterable[str],
-    head: str,
-    loss_chunks: int,
-    simulate: bool,
-    pool: HostPool | None,
-) -> "Applied":
+    recompute, offload = (one if isinstance(one, str) else tuple(one) for one in (recompute, offload))
     if isinstance(loss_chunks, bool) or not isinstance(loss_chunks, int) or loss_chunks < 1:
         raise BatchError(f"loss_chunks is {loss_chunks!r}; expected a whole number from 1 on")
     if loss_chunks > 1 and not head:
@@ -63,34 +53,13 @@ def _apply(
     try:
         if loss_chunks > 1:
             handles.append(chunk_loss(model, head, loss_chunks))
-        if recomputed:
-            handles.append(recompute(model, recomputed))
-        if offloaded:
-            handles.append(offload(model, offloaded, pool=pool, simulate=simulate))
+        if recompute:
+            handles.append(recompute_blocks(model, recompute))
+        if offload:
+            handles.append(offload_blocks(model, offload, pool=pool, simulate=simulate_offload))
     except BaseException:
         for handle in reversed(handles):
             handle.remove()
         raise
-    return Applied(handles)
-
-
-class Applied(Handle):
-    """The handle of ``apply_optimizations``, which removes them.
-
-    Args:
-        handles: of the optimizations.
-    """
-
-    def __init__(self, handles: list[Handle]) -> None:
-        super().__init__([handle.remove for handle in handles])
-        self._losses = [handle for handle in handles if isinstance(handle, ChunkedLoss)]
-
-    @property
-    def taken(self) -> int:
-        """Number of cross-entropy calls that were computed in chunks."""
-        return sum(handle.taken for handle in self._losses)
-
-    @property
-    def computed(self) -> int:
-        """Number of times that all logits were computed anyway."""
-        return sum(handle.computed for handle in self._losses)
+    layer = next((handle.head for handle in handles if isinstance(handle, Applied)), None)
+    return Applied([handle.remove for handle in handles], layer)

@@ -9,6 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -150,6 +151,12 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return []
 
 
+def held_by(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The bytes of the storages of tensors, each once, by what a storage is known by."""
+    return {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
+
+
+@dataclass(eq=False, slots=True)
 class Allocation:
     """A storage, from the operation that made it to the first one after which it was gone.
 
@@ -158,21 +165,16 @@ class Allocation:
         size: bytes.
         category: one of ``records.memory.CATEGORIES``.
         is_fixed: whether its bytes are what was said, and not what the storage says.
-
-    Attributes:
         died: the position of the first operation after which it was gone; ``None`` while it is alive.
         back: the position of the first operation of a backward that read it; ``None`` if none did.
     """
 
-    __slots__ = ("back", "born", "category", "died", "is_fixed", "size")
-
-    def __init__(self, born: int, size: int, category: str, *, is_fixed: bool = False) -> None:
-        self.born = born
-        self.size = size
-        self.is_fixed = is_fixed
-        self.category = category
-        self.died: int | None = None
-        self.back: int | None = None
+    born: int
+    size: int
+    category: str
+    is_fixed: bool = False
+    died: int | None = None
+    back: int | None = None
 
 
 class Recording(TorchDispatchMode):
@@ -269,10 +271,10 @@ class Recording(TorchDispatchMode):
         if self._limit is not None:
             self._stay_within(self._limit, func, args, kwargs or {})
         result = self._run(func, args, kwargs or {})
-        if self._counts_fakes and getattr(func, "overloadpacket", None) in _ROOMY and result.dim() == 0:
+        if self._counts_fakes and func.overloadpacket in _ROOMY and result.dim() == 0:
             room = torch.empty(args[0].numel(), dtype=result.dtype, device=result.device)
             result = room.as_strided((), ())
-        self.operations.append(func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func))
+        self.operations.append(func.overloadpacket.__name__)
         for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
         if func in _PRODUCTS:

@@ -10,7 +10,7 @@ import torch
 
 from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError
-from anybatch.memory.lazylogits import LazyLogits
+from anybatch.memory.losschunks import LazyLogits
 from anybatch.memory.meter import Allocation, Recording
 from anybatch.records.memory import PARAMETERS
 from anybatch.tensors.graph import in_backward, is_transformed
@@ -147,6 +147,7 @@ def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str
     return found
 
 
+@dataclass(eq=False)
 class Link:
     """A block on its way forward and back: positions of operations, and numbers of allocations.
 
@@ -154,27 +155,23 @@ class Link:
         name: of the block.
         enter: how many operations had run before its forward.
         leave: how many operations had run after it.
-        stop: how many operations had run at the end of the micro-batch.
-
-    Attributes:
         back: the first operation of its backward.
-        in_order: whether that is after the backward of all blocks behind it has begun.
         inputs: what it was given.
         outputs: what it gave.
+        in_order: whether its backward begins after that of all blocks behind it has begun.
         saved: what it made and keeps for its backward.
         repeats: whether the block ran before, too.
     """
 
-    def __init__(self, name: str, enter: int, leave: int, stop: int) -> None:
-        self.name = name
-        self.enter = enter
-        self.leave = leave
-        self.back = stop
-        self.in_order = True
-        self.inputs: list[int] = []
-        self.outputs: set[int] = set()
-        self.saved: list[int] = []
-        self.repeats = False
+    name: str
+    enter: int
+    leave: int
+    back: int
+    inputs: list[int]
+    outputs: set[int]
+    in_order: bool = True
+    saved: list[int] = field(default_factory=list)
+    repeats: bool = False
 
 
 def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], stop: int) -> list[Link]:
@@ -191,9 +188,8 @@ def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], stop: int
         runs = links if last[span.name] is span else earlier.setdefault(span.name, [])
         if runs and span.enter < runs[-1].leave:
             continue
-        runs.append(Link(span.name, span.enter, span.leave, stop))
-        runs[-1].inputs = [index[id(a)] for a in span.inputs if id(a) in index]
-        runs[-1].outputs = {index[id(a)] for a in span.outputs if id(a) in index}
+        inputs, outputs = ([index[id(a)] for a in some if id(a) in index] for some in (span.inputs, span.outputs))
+        runs.append(Link(span.name, span.enter, span.leave, stop, inputs, set(outputs)))
     for link in itertools.chain(links, *earlier.values()):
         for number, a in enumerate(allocations):
             if a.born >= link.leave:

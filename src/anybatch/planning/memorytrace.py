@@ -22,7 +22,7 @@ from anybatch.batch.writes import Writes, differ
 from anybatch.errors import AnyBatchError, LossError
 from anybatch.loss.accumulate import Settings
 from anybatch.loss.sums import Sums
-from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, storages_of
+from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, held_by, storages_of
 from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.coupledpass import ShortPass, copied
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
@@ -403,8 +403,7 @@ def _writes_noted(subject: Subject, recording: Recording, batch: Any) -> Iterato
 
 def _bytes_beside(subject: Subject, batch: Any) -> int:
     """What is alive beside what a real run records: the logical batch, a copy of the samples, state, kept buffers."""
-    own = {s._cdata for whole in subject.splittable.batches for t in tensors_in(whole) for s in storages_of(t)}
-    copies = {s._cdata: s.nbytes() for tensor in tensors_in(batch) for s in storages_of(tensor)}
+    own, copies = held_by(tensors_in(subject.splittable.batches)), held_by(tensors_in(batch))
     buffers = sum(b.nbytes for module in modules_of(*subject.roots) for b in module._buffers.values() if b is not None)
     copied = sum(size for key, size in copies.items() if key not in own)
     return subject.batch_bytes + subject.state_bytes + buffers + copied

@@ -15,7 +15,7 @@ from anybatch.batch.counting import count_samples
 from anybatch.batch.trees import leaves, map_leaves
 from anybatch.loss.norms import clip_
 from anybatch.loss.weights import FORWARD
-from anybatch.memory.meter import Allocation, Recording, storages_of
+from anybatch.memory.meter import Allocation, Recording, held_by
 from anybatch.options import needs_closure
 from anybatch.planning.microbatches import tensors_in
 from anybatch.planning.subjects import Subject
@@ -126,11 +126,6 @@ def _counters_on_host(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
-def _trained_bytes(optimizer: torch.optim.Optimizer) -> int:
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return sum(p.numel() * p.element_size() for p in parameters)
-
-
 def _printed_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Two numbers for each parameter, kept while an optimizer steps that may ask for the gradient again."""
     asks = [one for one in optimizers if not needs_closure(one) and StepCall(one).is_given]
@@ -188,7 +183,7 @@ def _idle_state(optimizer: torch.optim.Optimizer, trained: set[int]) -> int:
     """The bytes of state that is there for parameters that get no gradient now."""
     idle = (value for parameter, value in optimizer.state.items() if id(parameter) not in trained)
     tensors = (leaf for value in idle for _, _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
-    return sum({s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}.values())
+    return sum(held_by(tensors).values())
 
 
 def _estimated_state(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch.Tensor]) -> int:
@@ -196,13 +191,11 @@ def _estimated_state(optimizer: torch.optim.Optimizer, fakes: Mapping[int, torch
 
     An LBFGS keeps ``history_size`` pairs of vectors and some more, see ``torch.optim.LBFGS``.
     """
-    size = _trained_bytes(optimizer)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    size = sum(p.numel() * p.element_size() for p in own if p.requires_grad)
     history = optimizer.param_groups[0].get("history_size")
     copies = 2 if history is None else 2 * int(history) + _LBFGS_VECTORS
-    held = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state_tensors(optimizer) if not t.is_sparse
-    }
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = held_by(tensor for tensor in state_tensors(optimizer) if not tensor.is_sparse)
     whole, here = (sum(p.numel() * p.element_size() for p in ps) for ps in (own, [fakes[id(p)] for p in own]))
     return max(int(copies * size), sum(held.values())) * here // max(whole, 1)
 

@@ -14,7 +14,7 @@ from anybatch.errors import LossError
 from anybatch.loss.accumulate import Settings
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.weights import FORWARD, Count
-from anybatch.memory.meter import storages_of
+from anybatch.memory.meter import held_by
 from anybatch.parallel.devices import Devices
 from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.optimizers import state_tensors
@@ -216,11 +216,9 @@ class Subject:
         for batch in self.splittable.batches:
             for _, _, leaf in leaves(batch):
                 if isinstance(leaf, torch.Tensor) and not (leaf.is_nested and leaf.layout is torch.strided):
-                    seen.update((storage._cdata, storage.nbytes()) for storage in storages_of(leaf))
+                    seen |= held_by([leaf])
                     if self.settings.inputs is None and leaf.requires_grad and leaf.is_leaf:
-                        gradients += (
-                            2 * leaf.nbytes
-                        )  # what is there, and what a micro-batch adds, as large as the batch
+                        gradients += 2 * leaf.nbytes  # what is there, and what a micro-batch adds, as large
                 elif home_of(leaf) is not None and hasattr(leaf, "data"):
                     seen[id(leaf)] = leaf.data.numel() * leaf.data.element_size()
                 elif self.device_type == "cpu" and rows_of(leaf) is not None:
@@ -228,7 +226,7 @@ class Subject:
                 elif not isinstance(leaf, torch.Tensor):
                     inside, all_of_it = tensors_within(leaf)
                     is_whole = is_whole and all_of_it
-                    seen.update((one._cdata, one.nbytes()) for tensor in inside for one in storages_of(tensor))
+                    seen |= held_by(inside)
         return sum(seen.values()) + gradients, is_whole
 
     def refuse_sparse(self) -> None:
@@ -257,14 +255,12 @@ class Subject:
     @property
     def held_bytes(self) -> int:
         """The bytes that a step holds already, as far as they lie on this process; the batch, too, if it is there."""
-        storages = {s._cdata: s.nbytes() for tensor in self.tensors_held for s in storages_of(tensor)}
-        return sum(storages.values()) + self.batch_bytes
+        return sum(held_by(self.tensors_held).values()) + self.batch_bytes
 
     @property
     def state_bytes(self) -> int:
         """The bytes of the optimizers' state that is there already."""
-        tensors = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
-        return sum({s._cdata: s.nbytes() for tensor in tensors for s in storages_of(tensor)}.values())
+        return sum(held_by(tensor for one in self.optimizers for tensor in state_tensors(one)).values())
 
     def summed_bytes(self, trained: Sequence[torch.Tensor]) -> int:
         """The bytes of parameters and gradients while gradients are summed over several devices; 0 on one device.

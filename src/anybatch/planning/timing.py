@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.accelerators import synchronize
 from anybatch.batch.batches import Part
-from anybatch.memory.meter import Recording, storages_of
+from anybatch.memory.meter import Recording, held_by
 from anybatch.planning.curve import Fit, Peak, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.recipe import Recipe
@@ -189,33 +189,21 @@ class CostRecording(Recording):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = super()._run(func, args, kwargs)
-        packet = getattr(func, "overloadpacket", None)
+        packet = func.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if _is_tensor(t)]
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        outputs, inputs = ([t for t in some if isinstance(t, torch.Tensor)] for some in (found, args))
         if flops and outputs and outputs[0].dtype not in _HALF:
             flops /= _FULL_PRECISION
-        inputs = [t for t in args if _is_tensor(t)]
-        is_view = not _writes(func) and _lie_within(outputs, inputs)
+        is_view = not func._schema.is_mutable and _lie_within(outputs, inputs)
         moved = 0 if is_view else sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         self.costs.append((float(flops), float(moved)))
         return result
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _lie_within(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
     """Whether tensors take no memory of their own."""
-    if not outputs:
-        return True
-    seen = {storage._cdata for tensor in inputs for storage in storages_of(tensor)}
-    return all(storage._cdata in seen for tensor in outputs for storage in storages_of(tensor))
-
-
-def _writes(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return held_by(outputs).keys() <= held_by(inputs).keys()
 
 
 def estimated_times(fits: Iterable[tuple[float, Fit, Size]], target: Target) -> Times:

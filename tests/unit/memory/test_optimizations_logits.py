@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.errors import AnyBatchError
-from anybatch.memory.lazylogits import LazyLogits
-from anybatch.memory.losschunks import chunk_loss
+from anybatch.memory.losschunks import LazyLogits, chunk_loss
 from optimizations_classifier import Doubled, Model, Use, V, sample
 from optimizations_models import assert_near, assert_same, outcome
 
