@@ -71,6 +71,13 @@ def flat(step: int) -> float:
     return 2.3 + 0.01 * (step % 3)
 
 
+def answered(question: str, evidence: dict[str, Any]) -> Probed:
+    """A yes to a question, with evidence."""
+    (one,) = asked(question, "yes").after
+    assert isinstance(one, Probed)
+    return replace(one, evidence=evidence)
+
+
 def both(probe: str, name: str, severity: str = "warning") -> None:
     """The rule speaks where the answer is yes, and in no other case."""
     found = fires(asked(probe, "yes").run(), name, severity)
@@ -166,7 +173,7 @@ def test_field_unread_fires_and_names_the_field() -> None:
 def test_field_unread_is_quiet_without_an_answer() -> None:
     both("unread field", "FIELD_UNREAD")
     split = {"name": "train_mask", "held_out": "test_mask", "kind": "split"}
-    run = Training(after=(replace(asked("unread field", "yes").after[0], evidence=split),)).run()
+    run = Training(after=(answered("unread field", split),)).run()
     assert "those of test_mask are trained on" in fires(run, "FIELD_UNREAD", "warning").message
 
 
@@ -329,9 +336,7 @@ def test_target_given_fires_where_the_answer_is_yes() -> None:
 
 def test_target_given_is_quiet_without_an_answer() -> None:
     both("target given", "TARGET_GIVEN", "warning")
-    of_class = replace(
-        asked("target given", "yes").after[0], evidence={"kind": "class", "place": 9, "of": 9, "rows": 600}
-    )
+    of_class = answered("target given", {"kind": "class", "place": 9, "of": 9, "rows": 600})
     assert "tells the class" in fires(Training(after=(of_class,)).run(), "TARGET_GIVEN", "warning").message
 
 
