@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -270,8 +271,12 @@ def test_nothing_is_kept_after_the_block(failing: bool) -> None:
 
     with pytest.raises(ZeroDivisionError) if failing else nullcontext():
         run()
-    gc.collect()
-    assert left[0]() is None
+    for _ in range(100):  # on a device, a thread of autograd's frees what it has gone through
+        gc.collect()
+        if left[0]() is None:
+            return
+        time.sleep(0.01)
+    raise AssertionError(gc.get_referrers(left[0]()))
 
 
 def test_a_cut_is_entered_once() -> None:
