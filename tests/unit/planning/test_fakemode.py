@@ -20,7 +20,7 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.tensors.dispatch import TorchDispatchMode
 from anybatch.tensors.fakemode import NAME as CONSTANT
-from anybatch.tensors.fakemode import QuickFakeMode
+from anybatch.tensors.fakemode import Constants, QuickFakeMode
 from planning_models import FACTORIES, NAMES
 
 CPU = torch.device("cpu")
@@ -44,8 +44,11 @@ def facts(trace: PassTrace) -> list[Any]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FACTORIES[name]().needs_real_probes])
 def test_a_trace_is_that_of_torchs_own_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(FakeTensorMode):  # type: ignore[misc]
+        constants = Constants()
+
     quick = traced(name, 3)
-    monkeypatch.setattr("anybatch.tensors.fakes.QuickFakeMode", FakeTensorMode)
+    monkeypatch.setattr("anybatch.tensors.fakes.QuickFakeMode", Plain)
     assert facts(quick) == facts(traced(name, 3))
 
 

@@ -8,7 +8,7 @@ from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, updates
 from anybatch.doctor.views.naming import Names, counted, module_code, near, qualified, root_variable, shared_path
-from anybatch.doctor.views.windows import ever_touched, passes, trained_forwards, written
+from anybatch.doctor.views.windows import ever_touched, forwards_by_root, passes, trained_forwards, written
 from anybatch.records.events import Backward, DropoutCall, Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Replicas
 from anybatch.records.runs import Run
@@ -117,7 +117,7 @@ def train_in_eval(
 
 def _teaches_noisily(run: Run, root: int, calls: float) -> Iterator[Found]:
     """A net that was trained, and is then called in training mode beside another one that is trained."""
-    mine = [one for one in run.of(Forward) if one.root == root]
+    mine = forwards_by_root(run).get(root, [])
     last = max((one.at for one in mine if one.grad), default=run.facts[-1].at)
     after = [one for one in mine if one.at > last and one.training and one.trained]
     others = [one for one in run.of(Forward) if one.root != root and one.at > last and one.grad and one.training]
@@ -144,6 +144,8 @@ def _evaluations(run: Run, root: int) -> list[list[Forward]]:
     """Rows of forwards of a root without gradient and in training mode, after its training has begun."""
     found: list[list[Forward]] = [[]]
     begun = False
+    if all(one.grad or not one.training for one in forwards_by_root(run).get(root, ())):
+        return []
     for one in run.of(Stepped, Backward, Forward):
         if isinstance(one, Forward) and one.root != root:
             continue

@@ -377,9 +377,12 @@ def opt_state_reset(run: Run, *, times: float = Limit(2, "once may be meant")) -
 
 def _chain(run: Run) -> list[tuple[OptimizerView, OptimizerView]]:
     """Pairs of optimizers of which the second took over parameters of the first, which never stepped again."""
-    found = []
-    for new in sorted(optimizers(run), key=lambda one: one.steps[0].at):
-        olds = [one for one in optimizers(run) if one.own & new.own and one.steps[-1].at < new.steps[0].at]
+    found, known = [], dict[int, list[OptimizerView]]()  # those that had a parameter before
+    for new in sorted(optimizers(run, most=None), key=lambda one: one.steps[0].at):
+        begun = new.steps[0].at
+        olds = [one for parameter in new.own for one in known.get(parameter, ()) if one.steps[-1].at < begun]
+        for parameter in new.own:
+            known.setdefault(parameter, []).append(new)
         old = max(olds, key=lambda one: one.steps[-1].at, default=None)
         if old is not None and old.facts.cls == new.facts.cls and any(group.momentum for group in new.facts.groups):
             found.append((old, new))

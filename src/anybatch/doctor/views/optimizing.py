@@ -1,12 +1,13 @@
 """What a run shows of one optimizer: its parameters, steps, samples, windows and losses."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from anybatch.doctor.views.courses import Course, course, groups_of
 from anybatch.doctor.views.fading import Faded, faded
 from anybatch.doctor.views.growing import Lost, lost
 from anybatch.doctor.views.naming import at_line, optimizer_variable
-from anybatch.doctor.views.windows import Window, by_closure, members, stepping, windows_of
+from anybatch.doctor.views.windows import MANY, Window, by_closure, members, stepping, windows_of
 from anybatch.records.events import Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
@@ -118,19 +119,25 @@ def _samples(run: Run) -> dict[int, list[Norms]]:
     return found
 
 
-def optimizers(run: Run) -> list[OptimizerView]:
+def optimizers(run: Run, *, most: int | None = MANY) -> list[OptimizerView]:
     """The optimizers that stepped.
 
     Args:
         run: the facts.
+        most: how many, those with the most steps; ``None`` for all, of which meta-learning makes one for each task.
     """
-    return [OptimizerView(run, number) for number in stepping(run)]
+    return [OptimizerView(run, number) for number in _busiest(run, stepping(run), most)]
 
 
 def measured(run: Run) -> list[OptimizerView]:
-    """The optimizers that stepped or whose steps were measured.
+    """The optimizers that stepped or whose steps were measured; of many, those with the most steps.
 
     Args:
         run: the facts.
     """
-    return [OptimizerView(run, number) for number in sorted(_steps(run).keys() | _samples(run).keys())]
+    return [OptimizerView(run, number) for number in _busiest(run, _steps(run).keys() | _samples(run).keys(), MANY)]
+
+
+def _busiest(run: Run, numbers: Iterable[int], most: int | None) -> list[int]:
+    steps = _steps(run)
+    return sorted(sorted(numbers, key=lambda number: (-len(steps.get(number, ())), number))[:most])

@@ -1,6 +1,6 @@
 """The events of a run between the steps of one optimizer, and which gradients each step used."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anybatch.doctor.views.courses import updates
@@ -10,6 +10,9 @@ from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
+
+MANY = 32
+"""Optimizers of one run, of more of which less is looked at: meta-learning makes one for each task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +184,10 @@ def windows_of(run: Run, optimizer: int) -> list[Window]:
     """
     every = members(run)
     own = every.get(optimizer, frozenset())
-    by_event: Mapping[int, Pass] = {id(one.fact): one for one in passes(run)}
+    by_event = _by_event(run)
     found: list[Window] = []
     current = Window(optimizer)
-    for one in run.facts:
+    for one in _within(run, optimizer):
         if isinstance(one, Backward):
             reached = by_event.get(id(one))
             if reached is not None and reached.reaches(own):
@@ -211,6 +214,31 @@ def windows_of(run: Run, optimizer: int) -> list[Window]:
             current.events.append(one)
     if current.passes:
         found.append(current)
+    return found
+
+
+@remembered
+def _by_event(run: Run) -> Mapping[int, Pass]:
+    return {id(one.fact): one for one in passes(run)}
+
+
+def _within(run: Run, optimizer: int) -> Sequence[Fact]:
+    """The facts that an optimizer's windows are cut from; where there are many, those up to its last step."""
+    if len(stepping(run)) <= MANY:
+        return run.facts
+    begin, end = _lives(run).get(optimizer, (0, 0))
+    return run.facts[begin:end]
+
+
+@remembered
+def _lives(run: Run) -> dict[int, tuple[int, int]]:
+    """For each optimizer where its facts begin, behind the step before its first one, and end, with its last step."""
+    found: dict[int, tuple[int, int]] = {}
+    before = 0
+    for place, one in enumerate(run.facts, 1):
+        if isinstance(one, Stepped):
+            found[one.optimizer] = found.get(one.optimizer, (before, 0))[0], place
+            before = place
     return found
 
 
@@ -313,7 +341,6 @@ def optimized(run: Run) -> frozenset[int]:
     return frozenset().union(*members(run).values())
 
 
-@remembered
 def trained_forwards(run: Run, root: int) -> list[Forward]:
     """The forwards of a root with gradient that a backward into its optimized parameters followed.
 
@@ -321,20 +348,42 @@ def trained_forwards(run: Run, root: int) -> list[Forward]:
         run: the facts.
         root: its number.
     """
+    return _trained_forwards(run).get(root, [])
+
+
+@remembered
+def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
+    """The same of all roots, which may be thousands."""
     wanted = optimized(run)
     if not run.optimizers and updates(run):  # by hand
         wanted = frozenset(number for number, one in run.parameters.items() if one.requires_grad)
-    own = frozenset(number for number in wanted if number in run.parameters and run.parameters[number].root == root)
-    by_event = {id(one.fact): one for one in passes(run)}
-    waiting: list[Forward] = []
-    found: list[Forward] = []
+    own: dict[int, set[int]] = {}
+    for number in wanted & run.parameters.keys():
+        own.setdefault(run.parameters[number].root, set()).add(number)
+    members_of = {root: frozenset(numbers) for root, numbers in own.items()}
+    by_event, found = _by_event(run), dict[int, list[Forward]]()
+    waiting: dict[int, list[Forward]] = {}
     for one in run.facts:
-        if isinstance(one, Forward) and one.root == root and one.grad and not one.inference:
-            waiting.append(one)
+        if isinstance(one, Forward) and one.grad and not one.inference:
+            waiting.setdefault(one.root, []).append(one)
         elif isinstance(one, Backward) and id(one) in by_event:
-            if by_event[id(one)].reaches(own):
-                found += waiting
-            waiting = []
+            for root, forwards in waiting.items():
+                if by_event[id(one)].reaches(members_of.get(root, frozenset())):
+                    found.setdefault(root, []).extend(forwards)
+            waiting = {}
+    return found
+
+
+@remembered
+def forwards_by_root(run: Run) -> dict[int, list[Forward]]:
+    """The forwards of each root.
+
+    Args:
+        run: the facts.
+    """
+    found: dict[int, list[Forward]] = {}
+    for one in run.of(Forward):
+        found.setdefault(one.root, []).append(one)
     return found
 
 
