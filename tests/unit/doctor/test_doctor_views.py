@@ -39,6 +39,34 @@ def test_an_optimizer_is_called_as_the_user_calls_it_and_has_its_own_facts() -> 
     assert str(OptimizerView(built.run, 7)) == "optimizer"
 
 
+def test_very_many_optimizers_are_seen_with_their_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As meta-learning makes one for a copy of the model in each task."""
+    built = RunBuilder()
+    outer = built.model()
+    built.optimizer(outer)
+    for task in range(1, 8):
+        numbers = built.model(root=task, variable="fast")
+        built.optimizer(numbers, task, variable="inner")
+        built.train(numbers, 3, task, root=task)
+        built.train(outer, 1)
+
+    def seen() -> list[list[tuple[int, int, list[int]]]]:
+        ways = (OptimizerView(built.run, number).windows for number in range(8))
+        return [[(one.step.at, one.clears, [p.fact.at for p in one.used]) for one in way if one.step] for way in ways]
+
+    def forwards() -> list[list[int]]:
+        return [[one.at for one in trained_forwards(built.run, root)] for root in range(8)]
+
+    whole, every, run = seen(), forwards(), built.run
+    assert [len(way) for way in whole] == [7, *[3] * 7]
+    assert [len(one) for one in every] == [7, *[3] * 7]
+    monkeypatch.setattr("anybatch.doctor.views.windows.MANY", 2)
+    assert seen() == whole
+    assert forwards() == every
+    assert [view.number for view in optimizers(run, most=3)] == [0, 1, 2], "those with the most steps"
+    assert len(optimizers(run, most=None)) == 8
+
+
 def test_a_window_ends_in_a_step_and_has_the_backwards_that_it_used() -> None:
     built = RunBuilder()
     numbers = built.model()

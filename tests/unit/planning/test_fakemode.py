@@ -44,7 +44,7 @@ def facts(trace: PassTrace) -> list[Any]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not FACTORIES[name]().needs_real_probes])
 def test_a_trace_is_that_of_torchs_own_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Plain(FakeTensorMode):  # type: ignore[misc]
+    class Plain(FakeTensorMode):
         constants = Constants()
 
     quick = traced(name, 3)

@@ -104,7 +104,7 @@ def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
     """Masks of the rows of the training that nothing reads but an evaluation, and beside them what is held out.
 
     Example:
-        >>> text = "@torch.no_grad()\\ndef test():\\n  return [acc(data.y[m]) for m in (data.train_mask, data.test_mask)]"
+        >>> text = "@torch.no_grad()\\ndef test():\\n  return [acc(y[m]) for m in (data.train_mask, data.test_mask)]"
         >>> list(evaluated_splits(ast.parse(text)))
         [('train_mask', 'test_mask', 3)]
         >>> list(evaluated_splits(ast.parse(text + "\\nloss = f(out[data.train_mask])")))
