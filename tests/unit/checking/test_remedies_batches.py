@@ -16,7 +16,7 @@ from remedies import Case, ce, follow, gradient_of, out, same, sites, vectors
 from source_tree import PACKAGE
 
 CASES: list[Case] = []
-FILES = ("layout", "questions", "batches", "counting", "windowing", "writes")
+FILES = ("layout", "batches", "counting", "windowing", "writes")
 ERRORS = frozenset({"LossError", "CountError", "BatchError"})
 mended: Any
 wrong: Any
@@ -172,9 +172,7 @@ for mended in (
     partial(same, stacked_loss, tuple(map(torch.stack, samples(list)))),
     partial(same, stacked_loss, list(zip(*samples(list), strict=True)), collate=of_pairs),
 ):
-    case(
-        "questions.could_be_both", "pass layout={'0': 0, '1': 0}, or stack them", partial(apart, samples(tuple)), mended
-    )
+    case("layout.could_be_both", "pass layout={'0': 0, '1': 0}, or stack them", partial(apart, samples(tuple)), mended)
 for mended in (
     partial(same, lambda m, b: sum(m(x).square().mean() for x in b["xs"]), {"xs": tuple(samples(list)[0])}),
     partial(
@@ -182,7 +180,7 @@ for mended in (
     ),
 ):
     case(
-        "questions.could_be_both",
+        "layout.could_be_both",
         "make it a tuple if the items are leaves",
         lambda: cut(
             lambda m, b: sum(m(x).square().mean() for x in b["xs"]), {"xs": [x[:4] for x in samples(list)[0]]}, size=2
@@ -196,19 +194,19 @@ def unlike() -> dict[str, Any]:
 
 
 case(
-    "questions.mismatch",
+    "layout.mismatch",
     "layout={'x': 1}",
     lambda: cut(lambda m, b: ce(m, {**b, "x": b["x"].T}), unlike()),
     lambda: same(lambda m, b: ce(m, {**b, "x": b["x"].T}), unlike(), layout={"x": 1}),
 )
 case(
-    "questions.mismatch",
+    "layout.mismatch",
     "pass broadcast=('scale',)",
     lambda: cut(scaled, shared()),
     lambda: same(scaled, shared(), broadcast=("scale",)),
 )
 case(
-    "questions.mismatch",
+    "layout.mismatch",
     "pass collate=, the function that joins them",
     lambda: cut(scaled, shared()),
     lambda: same(ce, raw(), **AS_RAW),

@@ -54,7 +54,7 @@ case(
     lambda: same(yielded(ce)),
 )
 case(
-    "losses._returned",
+    "losses._from_generator",
     "Losses are yielded, not returned",
     lambda: gradient_of(lambda m, b: (yield ce(m, b)) or 3),
     lambda: same(lambda m, b: (yield ce(m, b)) or {}),
@@ -182,7 +182,7 @@ case(
 # Counts.
 for given, says in ((lambda b: b["x"], "add .sum()"), (lambda b: "3", "expected a number of items")):
     case(
-        "weights._called",
+        "weights.counted",
         says,
         partial(gradient_of, ce, count=given),
         lambda: same(lambda m, b: total(m, b) / few(b), count=few),
@@ -254,7 +254,7 @@ for mended in (
     yielded(ce, lambda m, b: total(m, b) / len(b["x"])),
 ):
     case(
-        "gradwatch._differentiated",
+        "gradwatch._error",
         "take backward() out of it, and return the sum",
         lambda: gradient_of(goes_back),
         partial(same, mended),
@@ -355,7 +355,7 @@ case(
 )
 for operation in (torch.relu, lambda hidden: hidden.clone().relu_()):
     case(
-        "cutting._explain_in_place",
+        "cutting.written_in_place",
         "use the version that does not write in place, or clone",
         lambda: gradient_of(in_place),
         partial(same, not_in_place(operation)),
@@ -373,7 +373,7 @@ case(
     lambda: same(changed_a_clone),
 )
 case(
-    "cutting._refuse_to_weigh_parts",
+    "cutting.__enter__",
     "use anybatch.Coupled(lambda model, batch: model.trunk(batch), heads)",
     lambda: gradient_of(weighted),
     lambda: same(Coupled(out, weighted_heads)),
@@ -508,7 +508,7 @@ def once_more(first: set[float]) -> Any:
 
 
 case(
-    "outputs.note",
+    "outputs.check",
     "when it ran again",
     lambda: gradient_of(coupled(once_more(set()), lambda m, o: pairs(m, o[0]))),
     lambda: same(coupled(out)),
@@ -547,7 +547,7 @@ def squared(operation: Any) -> Any:
 
 for operation in (lambda o: o * 2, lambda o: o.clone().mul_(2)):
     case(
-        "pieces.in_place_explained",
+        "cutting.written_in_place",
         "use the version that does not write in place, or clone",
         lambda: gradient_of(coupled(out, lambda m, o: o.mul_(2).mean())),
         partial(same, coupled(out, squared(operation))),

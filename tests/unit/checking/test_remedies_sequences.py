@@ -130,14 +130,14 @@ for wrong, says, right in (
         partial(same_in_time, over(right)),
     )
 case(
-    "chunkcall._check_is_handed_on",
+    "chunkcall._checked_parts",
     "return (loss, state)",
     lambda: timed(over(lambda m, c, s: (step_by()(m, c, s)[0], None))),
     lambda: same_in_time(over()),
 )
 for wrong, says in ((lambda o: (yield o.mean()), "is a generator"), (lambda o: (o.mean(), {}), "behind the state")):
     case(
-        "chunkcall._check_result",
+        "chunkcall.__call__",
         says,
         partial(timed, over(step_by(wrong))),
         lambda: same_in_time(over(lambda m, c, s: (*step_by()(m, c, s), {"m": Mean(1.0, 1)}))),
