@@ -56,6 +56,12 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "drowned": {"share": 0.001, "rows": 64},
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
+    "uncounted": {"number": 3, "share": 0.2, "classes": 4, "by": "mask"},
+    "end uncounted": {"number": 2, "rows": 16},
+    "signs": {"op": "cosine_embedding_loss", "others": [0.0], "share": 0.5},
+    "punished": {"kind": "probability of", "terms": 1, "beside": 0},
+    "prior": {"initial": 14.2, "prior": 2.3},
+    "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
