@@ -29,9 +29,9 @@ def runs(row: Row) -> Iterator[tuple[Run, Probed]]:
     """Runs of which a row may be said: with what it names, and with what it has to see beside that."""
     seen = {name: one[0] if isinstance(one, list) else one for name, one in row.get("seen", {}).items()}
     own, answer = EVIDENCE[row["to"]] | OF_KINDS.get(seen.get("kind", ""), {}), row.get("answer", "yes")
-    others: tuple[Row, ...] = ({}, {"share": 1.0}, {"value": None}, {"mode": "max"})
+    others: tuple[Row, ...] = ({}, {"share": 1.0}, {"value": None}, {"mode": "max"}, {"times": 4})
     for beside, detail, loss in product(others, ("", "a table"), (falling, flat)):
-        evidence = own | {name: one for name, one in beside.items() if name in own} | seen
+        evidence = own | {name: one for name, one in beside.items() if name in own or name == "times"} | seen
         one = Probed(probe=row["to"], answer=answer, evidence=evidence, detail=detail, file="train.py", line=7)
         run = Training(loss=loss, after=(one,)).run()
         yield run, next(run.of(Probed))

@@ -139,7 +139,9 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
     seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    collapsed = _collapsed(tape, first) if answer == "no" else None
+    collapsed = _collapsed(tape, first) if answer != "unknown" else None
+    if collapsed is not None and answer == "yes":  # distances are small beside what they are of, and differ
+        answer, collapsed = ("no", collapsed) if _only_compares(tape, first) else ("yes", None)
     return told("related inputs", collapsed or loss, answer=answer, collapsed=collapsed is not None, **seen)
 
 
@@ -154,6 +156,8 @@ def _collapsed(tape: Tape, run: Replay) -> Operation | None:
             continue
         if sides[0].shape != sides[1].shape or sides[0].dim() != 2 or not all(one.requires_grad for one in sides):
             continue
+        if sides[0].shape[1] == 1:  # scores, which all have the direction of their sign
+            continue
         one, two = (slots_of(tape, replace(loss, slot=side)) for side in given)
         inputs = tape.leaves.keys() - tape.parameters.keys()
         if not one & two & tape.parameters.keys() or not one & inputs - two or not two & inputs - one:
@@ -162,6 +166,14 @@ def _collapsed(tape: Tape, run: Replay) -> Operation | None:
         if all(float((side @ side.T).mean()) > _ALIKE for side in unit):
             return operation
     return None
+
+
+def _only_compares(tape: Tape, run: Replay) -> bool:
+    """Whether nothing leads from parameters to the loss but by way of comparisons of what is trained on both sides."""
+    pairs = [one for one in tape.operations if one.name in _PAIRING
+             and len(given := list(slots(one.args))[:2]) == 2 and all(run.values[side].requires_grad for side in given)
+             and run.values[given[0]].shape == run.values[given[1]].shape]  # fmt: skip
+    return not slots_of(tape, tape.losses[-1], but=pairs) & tape.parameters.keys()
 
 
 def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
+    "of repeats": lambda run, probed: "times" in probed.evidence,
     "of a table": lambda run, probed: "table" in probed.detail,
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
@@ -119,7 +120,7 @@ def _found(run: Run, probed: Probed, row: dict[str, Any]) -> Found:
     values |= {"because": f": {probed.detail}" if probed.detail else "", "loss": getattr(since, "function", "the loss")}
     values |= probed.evidence
     values |= _of_copy(run, probed) if "online" in values else {}
-    optimizers = {one: values[one] for one in ("optimizer", "critic") if "critic" in values}
+    optimizers = {one: values[one] for one in ("optimizer", "critic") if one in values}
     values |= {name: optimizer_variable(run, int(number)) for name, number in optimizers.items()}
     fill = _Templates().vformat
     values |= {name: fill(row[name], (), values) for name in row.keys() - _OWN}
