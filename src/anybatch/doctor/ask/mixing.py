@@ -14,7 +14,7 @@ from anybatch.doctor.ask.tape import Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
-_CLEAR = 0.75  # the share of the label that counts more
+_CLEAR = 0.55  # the share of the label that counts more
 _FEWEST = 8  # rows whose labels differ
 _SURE = 4.0  # standard errors
 
