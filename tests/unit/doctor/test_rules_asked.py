@@ -57,6 +57,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "mixed apart": {"share": 0.8, "rest": 0.2, "heavy": 1.9, "light": 0.7},
+    "turned list": {"name": "returns"},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},
     "uncounted": {"number": 3, "share": 0.2, "classes": 4, "by": "mask"},
@@ -311,6 +312,10 @@ def test_entries_pass_fires_and_counts_them() -> None:
 
 def test_entries_pass_is_quiet_without_an_answer() -> None:
     both("passed", "ENTRIES_PASS")
+
+
+def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
+    assert "returns.reverse()" in fires(asked("turned list", "yes").run(), "ROWS_TORN", "warning").fix
 
 
 def test_rows_torn_says_how_often_rows_are_repeated() -> None:

@@ -35,7 +35,7 @@ from anybatch.records.runs import Run
 Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
-    source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
+    source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
     uncounted.about_ends,
 )  # fmt: skip
