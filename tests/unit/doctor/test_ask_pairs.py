@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from test_doctor_ask import answer, asked, nothing_was_compiled
+from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -227,8 +227,7 @@ def test_rows_that_are_repeated_in_another_order_are_told(users: Repeat, items: 
         labels = items(torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(16, 4).contiguous())
         return F.binary_cross_entropy_with_logits(net(users(user), items(every)), labels)
 
-    found = asked(lambda: train(net, loss), "rows")
-    assert ("yes" if any(one.answer == "yes" for one in found) else "no") == expected
+    assert answer(lambda: train(net, loss), "repeated rows") == expected
 
 
 def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None:
@@ -238,5 +237,4 @@ def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None
         return F.binary_cross_entropy_with_logits(net(torch.randperm(16).repeat(2), torch.randint(30, (32,))), labels)
 
     for labels in (torch.ones(32), (torch.rand(32) < 0.5).float(), torch.arange(32.0).fmod(4).lt(2).float()):
-        found = asked(lambda: train(net, lambda: loss(labels)), "rows")  # noqa: B023
-        assert "yes" not in {one.answer for one in found}
+        assert answer(lambda: train(net, lambda: loss(labels)), "repeated rows") == "no"  # noqa: B023

@@ -57,6 +57,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "mixed apart": {"share": 0.8, "rest": 0.2, "heavy": 1.9, "light": 0.7},
+    "repeated rows": {"times": 5, "rows": 500},
     "turned list": {"name": "returns"},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},
@@ -319,8 +320,7 @@ def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
 
 
 def test_rows_torn_says_how_often_rows_are_repeated() -> None:
-    found = answered("rows", EVIDENCE["rows"] | {"op": "repeat", "times": 5})
-    assert "repeat_interleave(5)" in fires(Training(after=(found,)).run(), "ROWS_TORN", "warning").fix
+    assert "repeat_interleave(5)" in fires(asked("repeated rows", "yes").run(), "ROWS_TORN", "warning").fix
 
 
 def test_target_given_fires_where_data_are_nothing_beside_the_noise() -> None:

@@ -42,7 +42,7 @@ OBSERVED: tuple[Question, ...] = (
 """What needs no more than a look at what was kept."""
 
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
-    ("rows", rows.torn), ("rows", rows.repeated), ("sums", rows.mixed_sums), ("itself", rows.of_itself),
+    ("rows", rows.torn), ("repeated rows", rows.repeated), ("sums", rows.mixed_sums), ("itself", rows.of_itself),
     ("dropped", rows.dropped),
     ("own negative", negatives.own_negative), ("edges", edges.not_offset), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),

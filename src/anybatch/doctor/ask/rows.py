@@ -73,8 +73,8 @@ def repeated(tape: Tape) -> Probed:
             continue
         over = [one for one in ids if _is_tiled(one, few)]
         if len(over) < len(ids) and any(_are_drawn(one[:few]) for one in over):
-            return told("rows", tape.losses[-1], op="repeat", times=times, rows=whole)
-    return told("rows", answer="no")
+            return told("repeated rows", tape.losses[-1], times=times, rows=whole)
+    return told("repeated rows", answer="no")
 
 
 def _are_drawn(one: torch.Tensor) -> bool:

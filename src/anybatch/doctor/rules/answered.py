@@ -39,7 +39,6 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
-    "of repeats": lambda run, probed: "times" in probed.evidence,
     "of a table": lambda run, probed: "table" in probed.detail,
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,
     "of several values": lambda run, probed: probed.evidence["value"] is None,
