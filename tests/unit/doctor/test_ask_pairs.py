@@ -94,9 +94,11 @@ def labelled(net: nn.Module, x: Tensor) -> Tensor:
     (lambda t, s, x: kl(t, s, x) + labelled(t, x) + labelled(s, x), "unknown"),
     (lambda t, s, x: kl(t, s, x) + labelled(s, x), "unknown"),
     (lambda t, s, x: kl(t, s, x) - (s(x) + t(x)).log_softmax(1)[:, 0].mean(), "no"),
+    (lambda t, s, x: F.mse_loss(s(x), t(x) + x[:, :3].detach().roll(1, 0)), "no"),
     (lambda t, s, x: F.mse_loss(s(x), s(x + 0.1)), "no"),
     (lambda t, s, x: F.mse_loss(s(x), t(x)) + F.mse_loss(t(x).std(0), torch.ones(3)), "no"),
-], ids=["kl", "squares", "classes", "detached", "mutual", "with labels", "by hand", "one net", "spread"])  # fmt: skip
+], ids=["kl", "squares", "classes", "detached", "mutual", "with labels", "by hand", "a rest", "one net",
+        "spread"])  # fmt: skip
 def test_two_nets_that_only_have_to_agree_are_told(compared: Compared, expected: str) -> None:
     net = Pair(compared)
     assert answer(lambda: train(net, lambda: net(torch.randn(16, 6))), "only agreeing") == expected

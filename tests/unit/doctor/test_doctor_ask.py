@@ -512,6 +512,22 @@ def test_scores_of_what_is_preferred_are_no_rows_that_became_alike() -> None:
     assert not any(one.evidence.get("collapsed") for one in asked(train, "related inputs"))
 
 
+def test_rows_that_a_margin_drives_apart_may_point_the_same_way() -> None:
+    net = nn.Linear(6, 4)
+    nn.init.constant_(net.bias, 30.0)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            one, other = torch.randn(32, 6), torch.randn(32, 6)
+            near, far = ((net(one) - net(x)).pow(2).sum(1) for x in (one + 0.1 * torch.randn(32, 6), other))
+            optimizer.zero_grad()
+            (near - far + 1).relu().mean().backward()
+            optimizer.step()
+
+    assert not any(one.evidence.get("collapsed") for one in asked(train, "related inputs"))
+
+
 @pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])
 def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: str) -> None:
     net = nn.Linear(6, 3)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Tape, slots
+from anybatch.doctor.ask.tape import Slot, Tape, slots
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
@@ -27,12 +27,24 @@ def only_agreeing(tape: Tape, number: int, run: Run, modules: Mapping[int, Any])
         if operation.name not in _COMPARING or len(sides) != 2 or not needed & set(operation.outs):
             continue
         one, two = (slots_of(tape, replace(loss, slot=side)) for side in sides)
-        nets, data = (one & trained, two & trained), one & two & tape.leaves.keys() - tape.parameters.keys()
+        inputs = tape.leaves.keys() - tape.parameters.keys()
+        nets, data = (one & trained, two & trained), one & inputs == two & inputs != set()
         grads = all(values[side].requires_grad for side in sides)
-        beside = slots_of(tape, loss, but=[operation]) & trained
+        beside = slots_of(tape, loss, but=[operation]) & trained or _has_data_of_its_own(tape, one | two)
         if grads and all(nets) and not nets[0] & nets[1] and data and not beside:
             return told("only agreeing", operation, op=operation.name, optimizer=number)
     return told("only agreeing", answer="no")
+
+
+def _has_data_of_its_own(tape: Tape, sides: set[Slot]) -> bool:
+    """Whether data meet what a net has made of them, as in a rest that it is to explain."""
+    data, made = set(tape.leaves.keys() - tape.parameters.keys()), set[Slot]()
+    for operation in tape.operations:
+        given = set(slots((operation.args, operation.kwargs)))
+        if given & made and given & data and sides & set(operation.outs):
+            return True
+        (made if given & (made | tape.parameters.keys()) else data).update(operation.outs if given else ())
+    return False
 
 
 def _is_alone(run: Run, number: int) -> bool:
