@@ -134,6 +134,8 @@ def test_nets_that_also_take_steps_of_labels_may_agree() -> None:
 class Coupling(nn.Module):
     """An affine coupling."""
 
+    mask: Tensor
+
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
         self.register_buffer("mask", mask)
@@ -160,7 +162,7 @@ class Flow(nn.Module):
         for layer in self.layers:
             x, added = layer(self.between(x))
             total = total + added
-        return torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1) + total
+        return torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1) + total  # type: ignore[no-any-return]
 
 
 EVEN = torch.tensor([1.0, 0.0, 1.0, 0.0])
@@ -204,7 +206,7 @@ class Factors(nn.Module):
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         """Gives the scores."""
-        return (self.user(user) * self.item(item)).sum(-1)
+        return (self.user(user) * self.item(item)).sum(-1)  # type: ignore[no-any-return]
 
 
 Repeat = Callable[[Tensor], Tensor]

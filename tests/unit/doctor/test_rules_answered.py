@@ -15,7 +15,10 @@ from source_tree import ROOT
 from test_rules_asked import EVIDENCE, flat
 
 Row = dict[str, Any]
-OF_KINDS = {"class": {"rows": 600}, "split": {"held_out": "test_mask"}}  # what answers of a kind have beside
+OF_KINDS: dict[str, Row] = {
+    "class": {"rows": 600},
+    "split": {"held_out": "test_mask"},
+}  # what answers of a kind have beside
 ROWS = [(code, at) for code, table in answered._TABLES.items() for at in range(len(table.get("answers", [{}])))]
 
 

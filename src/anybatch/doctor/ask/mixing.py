@@ -43,6 +43,6 @@ def mixed_apart(tape: Tape) -> Probed:
         more = (found[0] - found[1])[heavy != light].double()
         sure = float(more.mean() / (more.std() / len(more) ** 0.5).clamp_min(1e-12))
         answer = "yes" if sure > _SURE else "no" if sure < -_SURE else "unknown"
-        seen = {"heavy": float(found[0].mean()), "light": float(found[1].mean())}
-        return told("mixed apart", one, answer=answer, share=share, rest=rest, **seen)
+        of_heavy, of_light = (float(each.mean()) for each in found)
+        return told("mixed apart", one, answer=answer, share=share, rest=rest, heavy=of_heavy, light=of_light)
     raise Unknown("no labels in two orders were seen that clearly count differently")
