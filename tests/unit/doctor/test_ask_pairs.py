@@ -197,6 +197,12 @@ def test_what_a_net_hands_through_beside_its_prediction_is_no_flow() -> None:
     assert answer(lambda: train(net, loss), "passed") == "unknown"
 
 
+def test_a_penalty_of_weights_is_no_density() -> None:
+    net = nn.Linear(16, 16)
+    assert answer(lambda: train(net, lambda: net(torch.randn(16, 16)).mean() + net.weight.pow(2).sum()), "passed") in (
+        "no", "unknown")  # fmt: skip
+
+
 class Factors(nn.Module):
     """Scores users and items."""
 

@@ -19,7 +19,8 @@ def passed(tape: Tape) -> Probed:
     rows, loss = rows_of(tape), tape.losses[-1]
     run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     of = _parameters_of(tape)
-    latent = next((slot for slot in sorted(needed, reverse=True) if _is_latent(slot, loss.slot, of, run, rows)), None)
+    made_here = sorted(needed - tape.parameters.keys(), reverse=True)
+    latent = next((slot for slot in made_here if _is_latent(slot, loss.slot, of, run, rows)), None)
     if latent is None:
         raise Unknown("no normal density of what the model makes was seen")
     made = run.values[latent]

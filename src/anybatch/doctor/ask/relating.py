@@ -139,7 +139,8 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
     seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    collapsed = _collapsed(tape, first) if answer != "unknown" and _is_best_alike(tape, given, best.own) else None
+    collapsed = _collapsed(tape, first) if answer != "unknown" else None
+    collapsed = collapsed if collapsed and _is_best_alike(tape, given, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
     return told("related inputs", collapsed or loss, answer=answer, collapsed=collapsed is not None, **seen)
 
