@@ -102,12 +102,7 @@ class TorchFinder:
 
 
 class Attendance:
-    """The doctor in one process, from the import of torch to the exit.
-
-    Args:
-        folder: the folder of this run, for notes to the parent process.
-        settings: see ``begin``.
-    """
+    """The doctor in one process, from the import of torch to the exit."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
         self._folder = folder

@@ -174,7 +174,6 @@ class Deadline:
     """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then.
 
     Args:
-        process: the script.
         end: the time limit on the monotonic clock, ``None`` for never.
         look: see ``launch``.
     """

@@ -20,7 +20,6 @@ class Watcher:
     """Follows the record of a run, or those of its ranks, from outside the script's process.
 
     Args:
-        record: the path of the record.
         ranks: whether each process of a launcher writes a record of its own.
         policy: what is reported.
         stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.

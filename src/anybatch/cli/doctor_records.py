@@ -111,7 +111,6 @@ def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
     """Whether a cause, not only a consequence, meets ``--fail-on``.
 
     Args:
-        diagnosis: the diagnosis.
         fail_on: the least severity that is a failure, ``None`` for none.
     """
     if fail_on is None:

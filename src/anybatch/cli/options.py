@@ -68,9 +68,6 @@ timeout_option = click.option(
 def check_folder(path: Path | None) -> None:
     """Refuses a file whose folder does not exist, or a new file in a folder that is not writable.
 
-    Args:
-        path: the file to write; ``None`` and ``-`` are fine.
-
     Raises:
         click.UsageError: names the folder.
     """
@@ -84,7 +81,6 @@ def check_page(path: Path | None, *, force: bool) -> None:
     """Refuses a page that can't be written, that lacks an extra, or that would overwrite another file.
 
     Args:
-        path: the page; ``None`` is fine.
         force: whether any file may be overwritten.
 
     Raises:
@@ -103,7 +99,6 @@ def check_patch(path: Path | None, *, force: bool) -> None:
     """Refuses a patch that can't be written, or that would overwrite a file that is not a patch.
 
     Args:
-        path: the patch; ``None`` is fine.
         force: whether any file may be overwritten.
 
     Raises:

@@ -53,10 +53,6 @@ def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Functi
 class Outputs:
     """The destinations of a report: files, standard output for one format, and the terminal.
 
-    Args:
-        formats: the values of ``--format``.
-        json_path: the value of ``--json``.
-
     Attributes:
         takes_stdout: whether a format takes standard output.
         is_shown: whether the terminal gets the report, too.
@@ -129,16 +125,6 @@ def reporting_options(function: Function) -> Function:
 
 class Wanted:
     """Which findings are reported, and how.
-
-    Args:
-        folder: the settings are in its ``pyproject.toml``, or in the nearest one above it.
-        formats: the formats to write.
-        select: codes that replace those of the settings.
-        ignore: codes in addition to those of the settings.
-        baseline: the file of known findings, ``None`` for none.
-        update_baseline: whether to rewrite it.
-        quiet: whether the report is one line per finding.
-        json_path: the file for the diagnosis as JSON, ``None`` for none.
 
     Raises:
         click.UsageError: a setting, a code or a file is unknown or invalid, or options contradict each other.
@@ -215,10 +201,6 @@ class Wanted:
         """Writes a diagnosis in all formats, to the terminal, and as a page.
 
         Args:
-            diagnosis: the diagnosis.
-            run: the facts of its run.
-            console: the terminal.
-            page: the file of the page, ``None`` for none.
             more: further values for JSON.
             is_last: whether the run is over; before that, formats are written only to files, and the terminal always
                 gets the report.

@@ -21,8 +21,6 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
     """Runs all chapters.
 
     Args:
-        console: the terminal.
-        page: the file of the page, which is written if its extra is installed.
         json_path: the file for all commands and their output as JSON; ``None`` for none.
 
     Raises:

@@ -298,10 +298,6 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
     """The table of gradients and updates per module, conspicuous modules first.
 
-    Args:
-        diagnosis: the diagnosis.
-        most: the largest number of rows.
-
     Returns:
         The table, and the number of modules left out.
     """

@@ -146,8 +146,6 @@ def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
     """Heat maps of the gradient norm and of the update-to-weight ratio, layers by steps; empty without samples.
 
     Args:
-        flow: the norms to draw.
-        axis: the axis of steps.
         others: further norms that the range of shades must cover, so that maps can be compared.
     """
     if not flow.rows or not flow.steps:
@@ -290,17 +288,7 @@ def curve_picture(
     title: str, curves: Sequence[Curve], axis: Axis, caption: str, levels: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[str, float]] = (), *, log: bool | None = None,
 ) -> list[Picture]:  # fmt: skip
-    """A chart of curves over steps; empty without curves.
-
-    Args:
-        title: its heading.
-        curves: the curves.
-        axis: the axis of steps.
-        caption: its caption.
-        levels: names and values of horizontal lines.
-        marks: names and steps of vertical lines.
-        log: whether the vertical axis is logarithmic; ``None`` decides by the values.
-    """
+    """A chart of curves over steps; empty without curves."""
     if not curves:
         return []
     svg = line_chart(curves, x_label="step", axis=axis, is_logarithmic=log, levels=levels, marks=marks)

@@ -22,11 +22,6 @@ _KINDS = {"line": "inSource", "settings": "external", "baseline": "external"}
 def text_of(diagnosis: Diagnosis, run: Run, rules: Iterable[Any] = ()) -> str:
     """The SARIF log: the rules, the findings, and the suppressed findings marked as such.
 
-    Args:
-        diagnosis: the diagnosis.
-        run: the facts of its run.
-        rules: all rules of the doctor, with ``code``, ``name``, ``title``, ``page`` and ``severity``.
-
     Example:
         >>> values = json.loads(text_of(Diagnosis(script="train.py"), Run([])))
         >>> values["version"], values["runs"][0]["results"]

@@ -175,9 +175,6 @@ def plan_page(
     """Renders the page of a plan; deterministic.
 
     Args:
-        plan: the plan.
-        script: what the title names.
-        notes: sentences below the title.
         steps: live bytes over the operations of a step, by the name of the configuration.
 
     Raises:

@@ -14,15 +14,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A chart of a page.
-
-    Args:
-        title: its heading; empty for none.
-        svg: its SVG markup.
-        caption: the text below it.
-        alternative: a description for screen readers.
-        legend: CSS classes of cells with their labels; labels within a range may be empty.
-    """
+    """A chart of a page."""
 
     title: str
     svg: str

@@ -122,9 +122,6 @@ def line_chart(
     """Draws lines over steps; values that are not finite are gaps with a mark at the top.
 
     Args:
-        curves: the lines.
-        x_label: the label of the horizontal axis.
-        y_label: the label of the vertical axis.
         axis: the horizontal axis; by default it covers all curves.
         is_logarithmic: whether the vertical axis is logarithmic; ``None`` decides by the values.
         least_span: the smallest span of a linear vertical axis, relative to the largest value, so that noise does not
@@ -182,9 +179,6 @@ def heat_chart(
     """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width.
 
     Args:
-        rows: names of layers with one value per step.
-        steps: the steps.
-        axis: the horizontal axis.
         shade: gives the CSS class of a value.
         said: gives the text of a value.
     """
@@ -284,9 +278,6 @@ def dot_chart(
     Args:
         dots: the costs of each configuration.
         chosen: the index of the one to highlight.
-        names: a text for each.
-        x_label: the label of the first cost.
-        y_label: the label of the second cost.
         level: name and value of a vertical line, the budget; dots to its right are greyed out.
     """
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
@@ -330,8 +321,6 @@ def stack_chart(
 
     Args:
         layers: for each layer its value at each point.
-        x_label: the label of the horizontal axis.
-        y_label: the label of the vertical axis.
         along: the number at the right end of the horizontal axis; by default the number of points.
         most: a value that the vertical axis must reach.
     """

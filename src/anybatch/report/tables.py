@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of text.
-
-    Args:
-        header: the names of the columns.
-        rows: the cells, row by row.
-        marked: the indices of highlighted rows.
-    """
+    """A table of text."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

@@ -126,7 +126,6 @@ class _Search:
     """Goes up from a backward through the lines that its loss comes from.
 
     Args:
-        live: the state of the crash.
         with_targets: whether it also goes through the targets of losses, which may well be constants.
     """
 

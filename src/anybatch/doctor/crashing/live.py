@@ -59,10 +59,6 @@ class Frame(NamedTuple):
 class Live:
     """The state of a crash; close it, so that nothing is kept alive.
 
-    Args:
-        error: with a traceback.
-        doctor: the recorder of the run, or ``None``.
-
     Attributes:
         error: the exception.
         text: of it.

@@ -136,9 +136,7 @@ def working_repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
     """The repairs that make a call work, the likeliest first.
 
     Args:
-        call: that failed.
         hint: the finding that the words of its error belong to.
-        text: of its error.
     """
     end, halfway = time.monotonic() + _SECONDS, None
     if not call.is_small() or (not call.writes and isinstance(_outcome(call.run), str) is False):

@@ -43,11 +43,7 @@ class Edit:
 
 
 class UserSource:
-    """A file that was parsed, with what is needed to change it by position.
-
-    Args:
-        path: of the file.
-        text: what is in it, ``None`` to read it."""
+    """A file that was parsed, with what is needed to change it by position."""
 
     def __init__(self, path: str, text: str | None = None) -> None:
         self.path = path

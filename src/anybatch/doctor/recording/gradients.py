@@ -24,9 +24,6 @@ class Came(NamedTuple):
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
 
-    Args:
-        numbering: knows the parameters.
-
     Attributes:
         numbers: of the parameters.
         present: how many of these had a gradient when last looked at.
@@ -215,7 +212,6 @@ class Gradients:
         """Notes which gradients a step has used.
 
         Args:
-            numbers: of the optimizer's parameters.
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
         if closely or numbers in self._edits or self._numbering.version != self.version:

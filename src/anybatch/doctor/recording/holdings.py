@@ -17,7 +17,6 @@ class Held(NamedTuple):
 
     Args:
         name: qualified, as ``layers[0]`` for what lies in a plain list.
-        module: it.
         registered: whether ``named_modules()`` has it.
     """
 
@@ -28,9 +27,6 @@ class Held(NamedTuple):
 
 def held_by(root: torch.nn.Module) -> Iterator[Held]:
     """All modules of a root, the root first, each once.
-
-    Args:
-        root: a module.
 
     Example:
         >>> root = torch.nn.Sequential(torch.nn.Linear(1, 1))
@@ -65,9 +61,6 @@ def parameters_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
     """The parameters of a module itself: names, tensors, and whether they are registered.
 
     What ``functional_call`` has put in their place within ``vmap`` or ``grad`` is none of the module's own.
-
-    Args:
-        module: its children are left out.
     """
     own = set()
     for name, parameter in module._parameters.items():

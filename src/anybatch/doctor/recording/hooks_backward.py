@@ -50,9 +50,6 @@ class BackwardHooks:
     """Wraps the engine's entrance, which both ``backward`` and ``grad`` go through whatever name they are called by.
 
     Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        samplers: are shown each loss.
         on_backward: is called after a backward has been recorded.
     """
 
@@ -177,10 +174,6 @@ class BackwardHooks:
 
 def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
     """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them.
-
-    Args:
-        loss: that is about to be differentiated.
-        scaled: whether a ``GradScaler`` has multiplied it by its scale.
 
     Example:
         >>> factor_and_top(torch.ones(3, requires_grad=True).sum() / 4, scaled=False)

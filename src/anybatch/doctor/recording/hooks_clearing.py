@@ -13,13 +13,7 @@ _SAME = ("by", "number", "parameters", "of")
 
 
 class ClearingHooks:
-    """Wraps ``zero_grad`` of optimizers and modules.
-
-    Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        optimizers: number those that clear before they have stepped.
-    """
+    """Wraps ``zero_grad`` of optimizers and modules."""
 
     def __init__(self, recording: Recording, gradients: Gradients, optimizers: OptimizerHooks) -> None:
         self._recording, self._gradients, self._optimizers = recording, gradients, optimizers

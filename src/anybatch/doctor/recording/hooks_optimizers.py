@@ -69,9 +69,6 @@ class OptimizerHooks:
     """Hooks on all optimizers.
 
     Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        samplers: are shown each step.
         on_step: is called after a step has been counted, with the number that says whether the next one is sampled.
     """
 

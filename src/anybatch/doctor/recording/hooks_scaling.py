@@ -32,11 +32,6 @@ class _Begun(NamedTuple):
 class ScalingHooks:
     """Wraps ``GradScaler``.
 
-    Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        optimizers: knows their numbers and steps.
-
     Attributes:
         unscaled: the optimizers whose gradients were unscaled since the last ``update``, by ``id``.
     """

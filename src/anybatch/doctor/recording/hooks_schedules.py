@@ -21,12 +21,7 @@ _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
 class ScheduleHooks:
-    """Wraps the ``step`` of all schedulers.
-
-    Args:
-        recording: of the run.
-        optimizers: knows their numbers.
-    """
+    """Wraps the ``step`` of all schedulers."""
 
     def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
         self._recording, self._optimizers = recording, optimizers
@@ -95,11 +90,7 @@ def _is_scheduler(one: Any) -> bool:
 
 
 class LoaderHooks:
-    """Wraps the beginning of every ``DataLoader`` and the giving of its batches.
-
-    Args:
-        recording: of the run.
-    """
+    """Wraps the beginning of every ``DataLoader`` and the giving of its batches."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

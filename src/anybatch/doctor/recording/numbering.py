@@ -84,9 +84,6 @@ class _Place(NamedTuple):
 class _Where:
     """Where a parameter is, over all roots.
 
-    Args:
-        tensor: it, which is held weakly.
-
     Attributes:
         in_roots: its places, by root.
     """
@@ -103,19 +100,7 @@ class _Where:
 
 
 class Numbering(UpdaterNumbers):
-    """Gives numbers in the order in which things are first seen; holds nothing of the user's alive.
-
-    Args:
-        emit: takes each table.
-        counter: where in the run it is; emitting moves it.
-
-    Example:
-        >>> tables = []
-        >>> numbering = Numbering(tables.append)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
-        >>> numbering.root(model), numbering.parameter(model[0].bias), numbering.name(1)
-        (0, 1, '0.bias')
-    """
+    """Gives numbers in the order in which things are first seen; holds nothing of the user's alive."""
 
     def __init__(self, emit: Callable[[Fact], Any], counter: Counter | None = None) -> None:
         super().__init__(emit)
@@ -140,7 +125,6 @@ class Numbering(UpdaterNumbers):
         """The number of a parameter or another leaf.
 
         Args:
-            tensor: a leaf.
             is_input: whether it came into a model as its input; asked when it is first seen.
             is_tracked: whether its gradient and its value are followed like those of parameters.
         """
@@ -228,11 +212,7 @@ class Numbering(UpdaterNumbers):
     # models
 
     def root(self, module: torch.nn.Module) -> int:
-        """The number of a model; one that has a known one inside takes its number and replaces its table.
-
-        Args:
-            module: that the user's code called.
-        """
+        """The number of a model; one that has a known one inside takes its number and replaces its table."""
         known = self._root(module)
         if known is not None:
             return known
@@ -261,13 +241,7 @@ class Numbering(UpdaterNumbers):
         return weakref.ref(module, is_gone)
 
     def adopt(self, model: Model, module: torch.nn.Module, name: str) -> None:
-        """Adds a module that ran inside a model which does not have it registered.
-
-        Args:
-            model: that ran.
-            module: that ran in it.
-            name: of it.
-        """
+        """Adds a module that ran inside a model which does not have it registered."""
         if self._look_again_at(model) and id(module) in model.names:
             return  # it was assigned after the model was first seen
         found = [held for held in held_by(module) if id(held.module) not in model.names]
@@ -327,9 +301,6 @@ class Numbering(UpdaterNumbers):
         """The number of a root that has all parameters of a module, as of a slice or of a container made for one call.
 
         Where it has the same ones, and the root itself is gone, the module takes its place.
-
-        Args:
-            module: that is in no root.
         """
         own, roots = set[int](), set[int]()
         for tensor in module.parameters():

@@ -14,16 +14,7 @@ _DDP = "DistributedDataParallel"
 
 
 class ReplicaWatch:
-    """Looks for wrappers in the running code; nothing is sent to other processes.
-
-    Args:
-        numbering: knows the models.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> ReplicaWatch(Numbering(lambda fact: None)).look() is None  # a single process without a group
-        True
-    """
+    """Looks for wrappers in the running code; nothing is sent to other processes."""
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
@@ -31,12 +22,7 @@ class ReplicaWatch:
         self._last: Replicas | None = None
 
     def called(self, module: torch.nn.Module, root: int) -> None:
-        """Notes that the user's code called a module, in training and with autograd on.
-
-        Args:
-            module: that was called.
-            root: the number of the model that it is or that it belongs to.
-        """
+        """Notes that the user's code called a module, in training and with autograd on."""
         self._called[id(module)] = root
 
     def look(self) -> Replicas | None:

@@ -40,9 +40,6 @@ _FEW_MODULES = 60  # up to which every sample has activations
 class Samplers:
     """Calls each sampler where it belongs; one that fails is left out from then on.
 
-    Args:
-        recording: of the run.
-
     Attributes:
         had_gradient: numbers of all parameters that a backward has touched so far.
         last_inputs: for the roots that ran last: the module and the arguments of its last forward with gradient,

@@ -14,11 +14,7 @@ from anybatch.records.tables import OptimizerFacts, SchedulerFacts
 
 
 class UpdaterNumbers:
-    """Gives numbers to what changes parameters; ``Numbering`` gives them to the parameters.
-
-    Args:
-        emit: takes each table.
-    """
+    """Gives numbers to what changes parameters; ``Numbering`` gives them to the parameters."""
 
     def __init__(self, emit: Callable[[Fact], Any]) -> None:
         self.emit = emit
@@ -45,8 +41,6 @@ class UpdaterNumbers:
         """The number of an optimizer; records it, and again when its groups have changed.
 
         Args:
-            optimizer: of any class with ``param_groups``.
-            place: where it was made, if that was seen.
             after: how many steps others had done with its parameters when it was made.
         """
         known = self._optimizers.get(id(optimizer))
@@ -110,12 +104,7 @@ class UpdaterNumbers:
         return number
 
     def scheduler(self, scheduler: Any, *, place: tuple[str, int] | None = None) -> int:
-        """The number of a scheduler; records it when first seen.
-
-        Args:
-            scheduler: of any class.
-            place: where it was made, if that was seen.
-        """
+        """The number of a scheduler; records it when first seen."""
         known = self._schedulers.get(id(scheduler))
         if known is not None and known[0]() is scheduler:
             return known[1]

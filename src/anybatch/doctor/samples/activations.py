@@ -71,29 +71,10 @@ class ActivationSampler:
     Of a model of more than 64 modules it looks at 64 evenly chosen ones, the first and the last among them, and of an
     output of more than 65536 entries at evenly spaced ones.
 
-    Args:
-        numbering: numbers and names of modules.
-        root_module: whose forwards are looked at.
-        draws: is told what modules are given.
-
     Attributes:
         first: the class of the leaf module that was called first in the last forward.
         seconds: that its hooks took.
         failed: the first error of a hook of its own, after which nothing is looked at.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> torch.nn.init.constant_(model[0].bias, -9.0)
-        Parameter containing:
-        tensor([-9., -9., -9.], requires_grad=True)
-        >>> sampler = ActivationSampler(numbering, model)
-        >>> with sampler.attached():
-        ...     output = model(torch.ones(4, 2))
-        >>> [(one.module, one.cls, one.dead) for one in sampler.result().modules]
-        [('0', 'Linear', 0.0), ('1', 'ReLU', 1.0), ('', 'Sequential', 1.0)]
     """
 
     def __init__(self, numbering: "Numbering", root_module: torch.nn.Module, draws: "Draws | None" = None) -> None:
@@ -140,11 +121,7 @@ class ActivationSampler:
             self._made = {}
 
     def result(self, forward: int = -1) -> Activations | None:
-        """What was seen in the forward that has just run; ``None`` if nothing was.
-
-        Args:
-            forward: its number.
-        """
+        """What was seen in the forward that has just run; ``None`` if nothing was."""
         root = self._root()
         seen, self._seen = self._seen, []
         if not seen or root is None:

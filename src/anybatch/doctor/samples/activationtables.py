@@ -37,13 +37,7 @@ class Taken:
 
 
 def take(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
-    """Looks at what a module gave.
-
-    Args:
-        tensor: a result of a module.
-        axis: of the units.
-        limit: of its entries.
-    """
+    """Looks at what a module gave."""
     values = tensor.detach()
     if not values.is_floating_point():
         values = values.float()
@@ -129,9 +123,6 @@ class Units:
 
         Args:
             taken: of tensors, by keys that are the same in each sample.
-
-        Returns:
-            The figures of each tensor.
         """
         found, alike = dict[Any, Figures](), dict[Any, list[Any]]()
         for key, one in taken.items():

@@ -21,23 +21,7 @@ _MOST_PAIRS = 100
 
 
 class BufferSampler:
-    """Tells which norm layers have moved their running statistics since it was last asked.
-
-    Args:
-        numbering: models and names.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2).requires_grad_(False))
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sampler = BufferSampler(numbering)
-        >>> list(sampler.sample())
-        []
-        >>> output = model(torch.ones(3, 2))
-        >>> [one.frozen for one in sampler.sample()]
-        [('0',)]
-    """
+    """Tells which norm layers have moved their running statistics since it was last asked."""
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
@@ -74,26 +58,7 @@ class BufferSampler:
 
 
 class TieSampler:
-    """Finds parameters that begin bitwise equal though they are two, and tells when they differ.
-
-    Args:
-        numbering: numbers of parameters.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.ModuleList([torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)])
-        >>> model[1].weight.data.copy_(model[0].weight.data).shape
-        torch.Size([5, 3])
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sampler = TieSampler(numbering)
-        >>> sampler.sample().pairs
-        ((0, 1),)
-        >>> model[1].weight.data.add_(1).shape
-        torch.Size([5, 3])
-        >>> sampler.sample().differ
-        ((0, 1),)
-    """
+    """Finds parameters that begin bitwise equal though they are two, and tells when they differ."""
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering

@@ -49,9 +49,6 @@ class CurrentRoot(NamedTuple):
     """The root that is running, or ran last.
 
     Args:
-        root: its number.
-        args: it was called with.
-        kwargs: it was called with.
         name: of the innermost module that is running, empty outside.
         module: that module, or the root itself where it is not known; ``None`` where nothing runs.
     """
@@ -82,9 +79,7 @@ class Calls:
     call is not counted.
 
     Args:
-        recording: of the run.
         emit: takes the facts that are recorded in full.
-        current_root: the root that is running.
         keep: is given the number of the root, the name and the arguments of calls whose values are read.
     """
 

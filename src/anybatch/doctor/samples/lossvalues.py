@@ -27,11 +27,7 @@ def facts_of_loss(
     """The entries of a ``LossCall``, without where it was called.
 
     Args:
-        name: of the function.
-        given: its arguments by name.
-        result: of it.
         args: that the root was called with last.
-        kwargs: of that call.
         read: whether values may be read.
     """
     first, *others = (value for value in given.values() if isinstance(value, torch.Tensor))
@@ -176,11 +172,7 @@ def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> int | Non
 
 
 def tokens_of(given: Any) -> Iterator[torch.Tensor | None]:
-    """Matrices of whole numbers that a root is given, in order; ``None`` in the place of one that is named as labels.
-
-    Args:
-        given: its arguments.
-    """
+    """Matrices of whole numbers that a root is given, in order; ``None`` in the place of one named as labels."""
     for name, value in entries_of(given):
         if not isinstance(value, torch.Tensor):
             yield from (None if name in _LABELS else one for one in tokens_of(value))

@@ -64,24 +64,10 @@ class NormSampler:
     """Takes norms around steps of optimizers.
 
     Args:
-        numbering: numbers of parameters.
         entries: how many numbers of embeddings are copied; of other large tensors evenly spaced entries are.
 
     The norms of gradients and weights are exact. Those of changes, and the shares of entries, are estimated from at
     most 4096 evenly spaced entries of a tensor, see ``flatcopies.strides``.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> model(torch.ones(1, 2)).sum().backward()
-        >>> sampler = NormSampler(numbering)
-        >>> sampler.before(sgd)
-        >>> sgd.step()
-        >>> round(sampler.after(sgd).update[0], 4)
-        0.7071
     """
 
     def __init__(self, numbering: "Numbering", *, entries: int = ENTRIES) -> None:
@@ -90,11 +76,7 @@ class NormSampler:
         self._owners: dict[int, int] = {}
 
     def before(self, optimizer: Any) -> None:
-        """Copies what is needed before a step.
-
-        Args:
-            optimizer: that is about to step.
-        """
+        """Copies what is needed before a step."""
         plan = self._plan(optimizer)
         with torch.no_grad():
             plan.sparse = {}
@@ -114,7 +96,6 @@ class NormSampler:
         """Compares with what was copied.
 
         Args:
-            optimizer: that has stepped.
             count: of its steps before this one; what those have changed that were not looked at is not taken for a
                 write outside of steps.
 

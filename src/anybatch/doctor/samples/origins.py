@@ -64,11 +64,7 @@ class Origin:
 
 
 class SavedValues:
-    """What a graph has saved, as far as it can be read without running anything.
-
-    Args:
-        start: the node of the loss.
-    """
+    """What a graph has saved, as far as it can be read without running anything."""
 
     def __init__(self, start: Any) -> None:
         self._start = start
@@ -97,9 +93,6 @@ class SavedValues:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """What numbers that are not finite are: ``"nan"`` if any is.
-
-    Args:
-        tensor: that has them.
 
     Example:
         >>> kind_of(torch.tensor([1.0, float("inf")]))
@@ -196,8 +189,6 @@ def origin_of(node: Any, where: str, detail: str = "") -> Origin:
     """An operation as an origin.
 
     Args:
-        node: of it.
-        where: see ``Origin``.
         detail: what went into it; looked for if it is empty.
     """
     parameter, is_own = _nearest(node)

@@ -39,7 +39,6 @@ def lines_of(op: str, files: Iterable[str]) -> tuple[str, tuple[int, ...]]:
 
     Args:
         op: a node, such as ``"LogBackward0"``.
-        files: of the user.
 
     Returns:
         The file and its lines; empty where none or many were found.

@@ -58,22 +58,7 @@ class _Seen:
 
 
 class Walker:
-    """Goes through graphs of losses and remembers which nodes belong to which step.
-
-    Args:
-        numbering: numbers of parameters.
-        limit: how many nodes are looked at.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 3)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 2)).softmax(-1), torch.zeros(4).long())
-        >>> walk = Walker(numbering).walk(loss, rows=4)
-        >>> len(walk.reached), walk.softmaxes[0], walk.doubled
-        (2, (1, 2, 3, True), (('softmax', 'cross_entropy'),))
-    """
+    """Goes through graphs of losses and remembers which nodes belong to which step."""
 
     def __init__(self, numbering: "Numbering", *, limit: int = _LIMIT) -> None:
         self._numbering, self._limit = numbering, limit
@@ -85,13 +70,9 @@ class Walker:
         """Goes through one graph; nothing is unpacked or run.
 
         Args:
-            loss: whose backward is about to run.
             rows: of the batch, -1 if unknown.
             step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
             count_bytes: whether to sum up what the graph keeps, which takes as long again.
-
-        Returns:
-            What was found.
         """
         if loss.grad_fn is None:
             forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
@@ -207,26 +188,7 @@ def _steps(kind: str) -> bool:
 
 
 class LiveGraphs:
-    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from.
-
-    Example:
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> graphs, total, outputs = LiveGraphs(), 0, []
-        >>> for step in range(3):
-        ...     output = weight * step
-        ...     loss = output.sum()
-        ...     graphs.add(loss, step)
-        ...     total = total + loss
-        ...     outputs.append(output)
-        >>> graphs.count(3)
-        (3, 3)
-        >>> total = loss = None
-        >>> graphs.count(3)
-        (3, 0)
-        >>> outputs = output = None
-        >>> graphs.count(3)
-        (0, 0)
-    """
+    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from."""
 
     def __init__(self) -> None:
         self._alive: list[tuple[int, bool, weakref.ref[_Token], int]] = []
@@ -235,8 +197,6 @@ class LiveGraphs:
         """Takes note of a loss that a backward is run for.
 
         Args:
-            loss: with a graph.
-            step: how many optimizer steps were done.
             steps: that it stands for.
         """
         node: Any = loss.grad_fn
@@ -253,11 +213,7 @@ class LiveGraphs:
         self._alive.append((step, is_loss, weakref.ref(token), steps))
 
     def count(self, step: int) -> tuple[int, int]:
-        """How many of the steps before have a graph that is alive, and how many of them their loss.
-
-        Args:
-            step: how many optimizer steps were done.
-        """
+        """How many of the steps before have a graph that is alive, and how many of them their loss."""
         self._alive = [entry for entry in self._alive if entry[2]() is not None]
         every = {earlier: steps for earlier, _, _, steps in self._alive if earlier < step}
         losses = {earlier: steps for earlier, is_loss, _, steps in self._alive if is_loss and earlier < step}
