@@ -106,25 +106,15 @@ def _optimizer(run: Run, number: int) -> str:
 
 @dataclass(slots=True)
 class Moment:
-    """An event of a step; consecutive repetitions by the same line are one moment.
+    """An event of a step; consecutive repetitions by the same line are one moment."""
 
-    Args:
-        row: the row of the page it is in, such as ``"backward"``.
-        what: the call in words.
-        file: the file of the line; empty if unknown.
-        line: the number of the line.
-        at: the number of its first event.
-        times: the number of consecutive repetitions.
-        codes: the codes of the findings at it.
-    """
-
-    row: str
-    what: str
-    file: str
-    line: int
-    at: int
-    times: int = 1
-    codes: tuple[str, ...] = ()
+    row: str  # the row of the page it is in, such as ``"backward"``
+    what: str  # the call in words
+    file: str  # the file of the line; empty if unknown
+    line: int  # the number of the line
+    at: int  # the number of its first event
+    times: int = 1  # the number of consecutive repetitions
+    codes: tuple[str, ...] = ()  # the codes of the findings at it
 
     @property
     def where(self) -> str:
@@ -138,7 +128,7 @@ class StepOfLoop:
 
     step: int
     rows: tuple[str, ...] = ()  # kinds of events, in the order of a usual loop; some may have no moment
-    moments: tuple[Moment, ...] = ()  # in order
+    moments: tuple[Moment, ...] = ()
     more: int = 0  # the number of moments left out
     elsewhere: tuple[str, ...] = ()  # findings at no line of the step, with their lines
 

@@ -30,24 +30,18 @@ def answer(**found: Any) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One row of the table of crashes.
+    """One row of the table of crashes."""
 
-    Args:
-        name: of the finding.
-        patterns: searched for in the text of an error, then in the text behind the error's class and a colon, any of
-            them; long enough to be of one error only, short enough for all versions of torch.
-        message: what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for
-            ``{code}``, ``{text}``, ``{module}`` and ``{tensor}``.
-        cause: how it comes to that, a template too.
-        fix: what to change, in the user's own names.
-        asks: finds what the texts need; ``None`` from it leaves the error to the next row.
-    """
-
-    name: str
+    name: str  # of the finding
+    # searched for in the text of an error, then in the text behind the error's class and a colon, any of them; long
+    # enough to be of one error only, short enough for all versions of torch
     patterns: str | tuple[str, ...]
+    # what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for ``{code}``,
+    # ``{text}``, ``{module}`` and ``{tensor}``
     message: str
-    cause: str
-    fix: str
+    cause: str  # how it comes to that, a template too
+    fix: str  # what to change, in the user's own names
+    # finds what the texts need; ``None`` from it leaves the error to the next row
     asks: Question = lambda live, match: {}
 
     def told(self, live: Live) -> Crashed | None:

@@ -172,21 +172,13 @@ def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A name that a loop reads.
-
-    Args:
-        path: the name.
-        line: where the loop reads it first.
-        stored: the line where the loop stores it, 0 if it doesn't.
-        own: whether it goes into the call that makes its next value.
-        added: whether it is only added to.
-    """
+    """A name that a loop reads."""
 
     path: str
-    line: int
-    stored: int = 0
-    own: bool = False
-    added: bool = False
+    line: int  # where the loop reads it first
+    stored: int = 0  # the line where the loop stores it, 0 if it doesn't
+    own: bool = False  # whether it goes into the call that makes its next value
+    added: bool = False  # whether it is only added to
 
 
 def carried(loop: ast.For | ast.While) -> list[Carried]:

@@ -10,15 +10,10 @@ from anybatch.tensors.dispatch import has_numbers, unseen
 
 
 class Came(NamedTuple):
-    """What a backward did.
+    """What a backward did."""
 
-    Args:
-        touched: parameters whose gradient changed or appeared, by number.
-        kept: of these, those whose gradient the last step had used and nothing had cleared.
-    """
-
-    touched: tuple[int, ...]
-    kept: tuple[int, ...]
+    touched: tuple[int, ...]  # parameters whose gradient changed or appeared, by number
+    kept: tuple[int, ...]  # of these, those whose gradient the last step had used and nothing had cleared
 
 
 class Gradients:

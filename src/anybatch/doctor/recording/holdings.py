@@ -13,16 +13,11 @@ _DEEPEST = 3  # containers within containers
 
 
 class Held(NamedTuple):
-    """A module inside of a root.
+    """A module inside of a root."""
 
-    Args:
-        name: qualified, as ``layers[0]`` for what lies in a plain list.
-        registered: whether ``named_modules()`` has it.
-    """
-
-    name: str
+    name: str  # qualified, as ``layers[0]`` for what lies in a plain list
     module: torch.nn.Module
-    registered: bool
+    registered: bool  # whether ``named_modules()`` has it
 
 
 def held_by(root: torch.nn.Module) -> Iterator[Held]:

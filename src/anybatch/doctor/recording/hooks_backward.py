@@ -24,19 +24,12 @@ _SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor",
 
 
 class _Begun(NamedTuple):
-    """A backward that is about to run.
+    """A backward that is about to run."""
 
-    Args:
-        same: the entries that ``_SAME`` names, but for the last two.
-        scale: of its loss, ``None`` for one that no ``GradScaler`` has scaled.
-        loss: it.
-        value: of the loss, ``None`` where it has to be waited for, or where there is none.
-    """
-
-    same: tuple[Any, ...]
-    scale: float | None
+    same: tuple[Any, ...]  # the entries that ``_SAME`` names, but for the last two
+    scale: float | None  # of its loss, ``None`` for one that no ``GradScaler`` has scaled
     loss: torch.Tensor
-    value: float | None
+    value: float | None  # of the loss, ``None`` where it has to be waited for, or where there is none
 
     def unscaled(self, value: float) -> float:
         """The value of the loss as it was before it was scaled."""

@@ -46,23 +46,14 @@ class _Known(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A step that has begun.
+    """A step that has begun."""
 
-    Args:
-        known: of its optimizer.
-        done: how many steps came before it.
-        step: the number by which it is decided whether it is sampled.
-        sampled: whether it is.
-        closure: whether it was given a function that takes the gradient.
-        edited: gradients that the user's code has changed before it.
-    """
-
-    known: _Known
-    done: int
-    step: int
+    known: _Known  # of its optimizer
+    done: int  # how many steps came before it
+    step: int  # the number by which it is decided whether it is sampled
     sampled: bool
-    closure: bool
-    edited: int
+    closure: bool  # whether it was given a function that takes the gradient
+    edited: int  # gradients that the user's code has changed before it
 
 
 class OptimizerHooks:

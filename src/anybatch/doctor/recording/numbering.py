@@ -27,38 +27,24 @@ from anybatch.records.tables import ParameterFacts, Root
 
 @dataclass(slots=True)
 class Counter:
-    """Where in the run it is.
+    """Where in the run it is."""
 
-    Attributes:
-        at: the number of the last event.
-        step: how many steps the optimizer that stepped most has done.
-    """
-
-    at: int = -1
-    step: int = 0
+    at: int = -1  # the number of the last event
+    step: int = 0  # how many steps the optimizer that stepped most has done
 
 
 @dataclass(slots=True)
 class Model:
-    """What is known of one root; the module itself is held weakly.
-
-    Attributes:
-        number: of it.
-        module: it.
-        variable: what the user calls it.
-        names: of its modules by ``id``.
-        held: its modules, weakly, by name, with whether they are registered.
-        place: where it was first called.
-        in_evaluation: whether it was in evaluation mode when its table was recorded.
-    """
+    """What is known of one root; the module itself is held weakly."""
 
     number: int
     module: "weakref.ref[torch.nn.Module]"
-    variable: str
-    names: dict[int, str] = field(default_factory=dict)
+    variable: str  # what the user calls it
+    names: dict[int, str] = field(default_factory=dict)  # of its modules by ``id``
+    # its modules, weakly, by name, with whether they are registered
     held: list[tuple[str, "weakref.ref[torch.nn.Module]", bool]] = field(default_factory=list)
-    place: tuple[str, int] = ("", 0)
-    in_evaluation: bool = False
+    place: tuple[str, int] = ("", 0)  # where it was first called
+    in_evaluation: bool = False  # whether it was in evaluation mode when its table was recorded
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module, bool]]:
         """Its modules that still live: names, modules, and whether they are registered."""

@@ -20,12 +20,6 @@ class Sampling:
     The first ten steps and the steps ``every``, twice, four times ``every`` and so on are always sampled; the others
     between them as long as all samples together stay within their share of the time.
 
-    Args:
-        every: steps between two samples.
-
-    Attributes:
-        thinned: how many samples were left out.
-
     Example:
         >>> sampling = Sampling()
         >>> [step for step in range(80) if sampling.wants(step)]
@@ -35,8 +29,8 @@ class Sampling:
         [25, 50, 100, 200]
     """
 
-    every: int = EVERY
-    thinned: int = 0
+    every: int = EVERY  # steps between two samples
+    thinned: int = 0  # how many samples were left out
     _own: float = 0.0
     _cost: float = 0.0
     _is_over: bool = False

@@ -46,17 +46,13 @@ _ALWAYS = frozenset(
 
 
 class CurrentRoot(NamedTuple):
-    """The root that is running, or ran last.
-
-    Args:
-        name: of the innermost module that is running, empty outside.
-        module: that module, or the root itself where it is not known; ``None`` where nothing runs.
-    """
+    """The root that is running, or ran last."""
 
     root: int = -1
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
-    name: str = ""
+    name: str = ""  # of the innermost module that is running, empty outside
+    # that module, or the root itself where it is not known; ``None`` where nothing runs
     module: torch.nn.Module | None = None
 
 

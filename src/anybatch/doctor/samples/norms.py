@@ -19,19 +19,12 @@ _STILL = 0.5  # share of entries that did not move from which on the optimizer's
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters of one precision on one device, and what was seen of them around the last step that was looked at.
+    """Parameters of one precision on one device, and what was seen of them around the last step that was looked at."""
 
-    Args:
-        numbers: of them.
-        references: to them.
-        layout: of their copies.
-        begins_equal: positions of matrices that began with equal rows, which then may stay equal.
-    """
-
-    numbers: list[int]
-    references: "list[weakref.ref[torch.Tensor]]"
-    layout: Layout
-    begins_equal: list[int]
+    numbers: list[int]  # of them
+    references: "list[weakref.ref[torch.Tensor]]"  # to them
+    layout: Layout  # of their copies
+    begins_equal: list[int]  # positions of matrices that began with equal rows, which then may stay equal
     parameters: list[torch.Tensor | None] = field(default_factory=list)  # held around a step only
     views: list[torch.Tensor | None] = field(default_factory=list)
     before: torch.Tensor | None = None

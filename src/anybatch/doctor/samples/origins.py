@@ -42,25 +42,15 @@ _TAME = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """An operation that has made numbers that are not finite.
+    """An operation that has made numbers that are not finite."""
 
-    Args:
-        where: ``"forward"``, ``"input"`` or ``"parameter"``.
-        op: its node.
-        detail: what went into it.
-        parameter: a parameter of it, or the nearest one before it.
-        is_own: whether the parameter goes into the operation itself.
-        of_data: whether the weights have no part in it.
-        value: ``"nan"`` or ``"inf"``, where the numbers themselves were seen.
-    """
-
-    where: str
-    op: str
-    detail: str = ""
-    parameter: torch.Tensor | None = None
-    is_own: bool = False
-    of_data: bool = False
-    value: str = ""
+    where: str  # ``"forward"``, ``"input"`` or ``"parameter"``
+    op: str  # its node
+    detail: str = ""  # what went into it
+    parameter: torch.Tensor | None = None  # a parameter of it, or the nearest one before it
+    is_own: bool = False  # whether the parameter goes into the operation itself
+    of_data: bool = False  # whether the weights have no part in it
+    value: str = ""  # ``"nan"`` or ``"inf"``, where the numbers themselves were seen
 
 
 class SavedValues:

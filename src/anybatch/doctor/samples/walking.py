@@ -38,23 +38,14 @@ _ALIVE = "anybatch.doctor.alive"
 
 @dataclass(slots=True)
 class _Seen:
-    """What was met on the way.
-
-    Args:
-        nodes: in order.
-        names: of them, as far as they are torch's.
-        leaves: tensors that a gradient would be put on.
-        old: nodes of an earlier step, with that step.
-        again: how many nodes an earlier graph of this step had.
-        cut_short: whether there are more.
-    """
+    """What was met on the way."""
 
     nodes: list[Any] = field(default_factory=list)
-    names: dict[Any, str] = field(default_factory=dict)
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    old: list[tuple[Any, int]] = field(default_factory=list)
-    again: int = 0
-    cut_short: bool = False
+    names: dict[Any, str] = field(default_factory=dict)  # of them, as far as they are torch's
+    leaves: list[torch.Tensor] = field(default_factory=list)  # tensors that a gradient would be put on
+    old: list[tuple[Any, int]] = field(default_factory=list)  # nodes of an earlier step, with that step
+    again: int = 0  # how many nodes an earlier graph of this step had
+    cut_short: bool = False  # whether there are more
 
 
 class Walker:
