@@ -17,7 +17,6 @@ class Walk(Fact):
     reached: tuple[int, ...] = ()  # numbers of the parameters that the loss reaches
     outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered; inputs have ``is_input``
     constant_terms: int = 0  # the number of summands of the loss without a graph, plain numbers included
-    constant_values: tuple[float, ...] = ()  # the values of those summands that are known to be tensors
     # for each softmax or log-softmax: its dim (not negative), the number of dims, the size of that dim, and whether dim
     # 0 has as many rows as the batch
     softmaxes: tuple[tuple[int, int, int, bool], ...] = ()

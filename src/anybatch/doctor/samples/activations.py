@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,6 @@ _MOST_MODULES = 64  # that are looked at; evenly chosen ones in larger models
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 _LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
-_NODE_LIMITS = {"SigmoidBackward0": "sigmoid", "TanhBackward0": "tanh"}
 _CHANNELS_FIRST = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
@@ -51,18 +50,8 @@ class _Seen:
     dtype: str
     output: Taken
     input_shape: tuple[int, ...] = ()
-    made_by: "_Seen | None" = None  # the module that made the input
     input: Taken | None = None
     input_by: str = ""
-
-
-@dataclass(slots=True)
-class _Made:
-    """What is known of a tensor that a module has given."""
-
-    reference: "weakref.ref[torch.Tensor]"
-    seen: _Seen
-    axis: int = field(default=-1)
 
 
 class ActivationSampler:
@@ -88,7 +77,7 @@ class ActivationSampler:
         self._chosen: frozenset[int] = frozenset()
         self._owning: list[tuple[str, int]] = []  # names and ids of modules with parameters of their own
         self._seen: list[_Seen] = []
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # what modules gave, and along which dim
         self._calls: dict[int, int] = {}
         self._thread = 0
         self._padding = PaddingLook()
@@ -237,9 +226,8 @@ class ActivationSampler:
 
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None
-        if made is not None and made.reference() is not given:
-            made = None
-        axis = _axis(module, output, made.axis if made is not None and made.axis != -1 else -1)
+        is_modules = made is not None and made[0]() is given
+        axis = _axis(module, output, made[1] if made is not None and is_modules else -1)
         cls = type(module).__name__
         seen = _Seen(
             self._names[id(module)], call, cls, module.training, tuple(output.shape),
@@ -247,32 +235,25 @@ class ActivationSampler:
         )  # fmt: skip
         if given is not None:
             seen.input_shape = tuple(given.shape)
-            if made is not None:
-                seen.made_by = made.seen
-            elif given.is_floating_point():
-                node = given.grad_fn
-                seen.input_by = node.name() if node is not None else ""
-                limit = _NODE_LIMITS.get(seen.input_by, "")
-                seen.input = take(given, _axis(module, given, -1), limit)
+            node = given.grad_fn
+            if not is_modules and node is not None and given.is_floating_point():
+                seen.input_by = node.name()
+                seen.input = take(given, _axis(module, given, -1), "")
         self._seen.append(seen)
-        self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
+        self._made[id(output)] = weakref.ref(output), axis
 
 
 def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
     row = figures[id(one.output)]
-    source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
-    of_input = figures[id(one.input)] if one.input is not None and one.input_by else None
+    of_input = None if one.input is None else figures[id(one.input)]
     return ModuleSample(
         module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
         mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
         saturated=row.saturated, spread=row.spread,
-        finite_input=source is None or (known := figures.get(id(source))) is None or known.finite,
         training=one.training,
         input_by=one.input_by,
-        input_zeros=None if of_input is None else of_input.zeros,
         input_dead=None if of_input is None else of_input.dead,
         input_always_dead=None if of_input is None else of_input.always_dead,
-        input_saturated=None if of_input is None else of_input.saturated,
         percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
     )  # fmt: skip
 

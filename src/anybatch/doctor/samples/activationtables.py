@@ -84,11 +84,6 @@ class Figures:
     dead: float  # share of units that are zero for the whole batch
     always_dead: float  # share of units that were zero in all samples; 0 before there are enough of them
 
-    @property
-    def finite(self) -> bool:
-        """Whether all entries are."""
-        return self.absmax - self.absmax == 0
-
 
 @dataclass(slots=True)
 class Units:

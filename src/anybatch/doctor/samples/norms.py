@@ -1,6 +1,5 @@
 """Norms around one optimizer step: of gradients, weights and their change."""
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class _Plan:
     state_norms: dict[int, float] = field(default_factory=dict)
     state_versions: dict[int, int] = field(default_factory=dict)
     had_state: frozenset[int] = frozenset()
-    sparse: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    sparse: dict[int, tuple[float, float]] = field(default_factory=dict)
     number: int = 0
     count: int = -1  # of the last step that was looked at
     others: bool = False  # whether steps came between that were not
@@ -171,7 +170,6 @@ class NormSampler:
             flat = layout.copy(dense)
             bucket.figures["grad"] = _norms(layout, flat, dense)
             bucket.figures["zeros"] = layout.zeros(flat)
-            bucket.figures["largest"] = flat.abs().amax()[None]
             equal = [place for place in bucket.begins_equal if (one := dense[place]) is not None and _rows_equal(one)]
             bucket.figures["equal"] = torch.tensor(equal, dtype=torch.float32, device=flat.device)
 
@@ -216,17 +214,13 @@ class NormSampler:
         scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 / float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0
         numbers, columns = list[int](), tuple(list[Any]() for _ in range(5))
-        largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
+        equal, since, silent = list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
             values = _fetched(bucket.figures)
             found = _columns(bucket, values, factor)
-            # entries that do not stand for others are in the norms
-            largest += [values["largest"][0] * factor] if "largest" in values else []
-            largest += [norm for norm in found[0] if norm is not None and (norm != norm or norm == math.inf)]
             for position, number in enumerate(bucket.numbers) if plan.sparse else ():
                 if number in plan.sparse:
-                    found[0][position], found[4][position], top = plan.sparse[number]
-                    largest.append(top)
+                    found[0][position], found[4][position] = plan.sparse[number]
             equal += [bucket.numbers[int(place)] for place in values.get("equal", ())]
             now = _versions(bucket.parameters)
             self._since(plan, bucket, values.get("moved", []), found[3], now, since, silent)
@@ -235,7 +229,6 @@ class NormSampler:
             for column, part in zip(columns, found, strict=True):
                 column.extend(part)
         moved = self._moved(plan, optimizer, dict(zip(numbers, columns[3], strict=True)))
-        top = next((value for value in largest if value != value), max(largest))  # nan comes first
         plan.number += 1
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
@@ -243,7 +236,6 @@ class NormSampler:
             parameters=tuple(numbers),
             grad=tuple(columns[0]), weight=tuple(columns[1]), update=tuple(columns[2]), unchanged=tuple(columns[3]),
             grad_zeros=tuple(columns[4]),
-            max_grad=top,
             state_moved=tuple(moved.get(number) for number in numbers),
             equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
         )  # fmt: skip
@@ -307,14 +299,13 @@ def _columns(bucket: _Bucket, values: Mapping[str, list[float]], factor: float) 
     )
 
 
-def _sparse(grad: torch.Tensor) -> tuple[float, float, float]:
-    """The norm of a sparse gradient, its share of zeros, and its largest entry."""
+def _sparse(grad: torch.Tensor) -> tuple[float, float]:
+    """The norm of a sparse gradient, and its share of zeros."""
     if grad.layout is not torch.sparse_coo:
-        return float(grad.norm()), 0.0, float("nan")
+        return float(grad.norm()), 0.0
     values = grad.detach().coalesce().values()
     filled = int(values.count_nonzero())
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    return float(values.norm()), 1.0 - filled / max(grad.numel(), 1), largest
+    return float(values.norm()), 1.0 - filled / max(grad.numel(), 1)
 
 
 def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[int, float]:
