@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,5 +238,6 @@ def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run
         from anybatch.doctor.rules.registry import all_rules
 
         described["rules"] = all_rules().values()
-    text: str = import_module(f"anybatch.report.diagnosis_{name}").text_of(diagnosis, run, **described)
-    return text
+    from anybatch.report.formats import TEXTS
+
+    return TEXTS[name](diagnosis, run, **described)
