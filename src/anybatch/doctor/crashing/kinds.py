@@ -30,23 +30,18 @@ def answer(**found: Any) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One row of the table of crashes."""
+    """One row of ``table.toml``, whose first lines say what its entries are."""
 
-    name: str  # of the finding
-    # searched for in the text of an error, then in the text behind the error's class and a colon, any of them; long
-    # enough to be of one error only, short enough for all versions of torch
-    patterns: str | tuple[str, ...]
-    # what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for ``{code}``,
-    # ``{text}``, ``{module}`` and ``{tensor}``
+    name: str
+    patterns: tuple[str, ...]
     message: str
-    cause: str  # how it comes to that, a template too
-    fix: str  # what to change, in the user's own names
-    # finds what the texts need; ``None`` from it leaves the error to the next row
+    cause: str
+    fix: str
     asks: Question = lambda live, match: {}
 
     def told(self, live: Live) -> Crashed | None:
         """What is said of a crash; ``None`` if it is of another kind."""
-        for pattern in (self.patterns,) if isinstance(self.patterns, str) else self.patterns:
+        for pattern in self.patterns:
             texts = (live.text, f"{type(live.error).__name__}: {live.text}")
             match = next(filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)), None)
             found = None if match is None else self.asks(live, match)
