@@ -162,12 +162,7 @@ class Frames:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:
-    """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value.
-
-    Example:
-        >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, float("nan"), 1]), sparkline([])
-        ('▁▂▃▄▅▆▇█', '▁x▁', '')
-    """
+    """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value."""
     count = len(values)
     shown = [values[(n + 1) * count // width - 1] for n in range(width)] if count > width else list(values)
     finite = [one for one in shown if math.isfinite(one)]

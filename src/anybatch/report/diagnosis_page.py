@@ -224,10 +224,6 @@ def shade_of(value: float | None, low: int, high: int) -> str:
         value: the norm; ``None`` without a gradient.
         low: the power of ten of the first shade.
         high: the power of ten at which the last shade ends.
-
-    Example:
-        >>> [shade_of(value, -6, 0) for value in (1e-6, 0.9, 0.0, None, float("nan"), float("inf"))]
-        ['h0', 'h9', 'zero', 'none', 'odd', 'odd']
     """
     odd = _odd_shade(value)
     if odd or not value:

@@ -120,12 +120,7 @@ def time_text(plan: Plan, seconds: float | None) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Joins names of blocks; three or more with consecutive numbers become ``first to last``.
-
-    Example:
-        >>> names_text(["h.0", "h.1", "h.2", "h.5", "head"])
-        'h.0 to h.2, h.5, head'
-    """
+    """Joins names of blocks; three or more with consecutive numbers become ``first to last``."""
     runs: list[list[str]] = []
     for name in names:
         if runs and _follows(runs[-1][-1], name):

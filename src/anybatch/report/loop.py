@@ -44,13 +44,7 @@ class Call:
 
 
 def calls_of(run: Run) -> tuple[Call, ...]:
-    """The 30 most frequent calls of the loop, in the order of their first call.
-
-    Example:
-        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
-        >>> [(call.what, call.times) for call in calls_of(Run(list(facts)))]
-        [('forward of model 0, training', 2), ('backward', 1), ('step of optimizer 0', 1)]
-    """
+    """The 30 most frequent calls of the loop, in the order of their first call."""
     found: dict[tuple[str, str, int], Call] = {}
     seen: Iterable[Any] = run.of(*_KINDS)
     for fact in seen:
@@ -138,11 +132,6 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
 
     Returns:
         The step; ``None`` if the run has no events.
-
-    Example:
-        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
-        >>> step_of_loop(Run(list(facts)), []).rows
-        ('clear', 'forward', 'loss', 'backward', 'step')
     """
     seen: list[Any] = [fact for fact in run.of(*_KINDS) if _what(fact, run)]
     if not seen:

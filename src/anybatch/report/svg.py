@@ -48,12 +48,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps.
-
-    Example:
-        >>> [round(Axis(0, 1000).part(step), 2) for step in (0, 10, 100, 1000)]
-        [0.0, 0.15, 0.52, 1.0]
-    """
+    """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps."""
 
     first: float = 0.0  # the first step
     last: float = 1.0  # the last step

@@ -21,15 +21,7 @@ class Held(NamedTuple):
 
 
 def held_by(root: torch.nn.Module) -> Iterator[Held]:
-    """All modules of a root, the root first, each once.
-
-    Example:
-        >>> root = torch.nn.Sequential(torch.nn.Linear(1, 1))
-        >>> root.hidden = [torch.nn.ReLU()]
-        >>> root.plain = {"a": torch.nn.Tanh()}
-        >>> [(name, registered) for name, _, registered in held_by(root)]
-        [('', True), ('0', True), ('hidden[0]', False), ("plain['a']", False)]
-    """
+    """All modules of a root, the root first, each once."""
     waiting = [Held("", root, True)]
     seen = {id(module) for module in root.modules()}
     given: set[int] = set()
