@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
-from anybatch.cli.options import INTERRUPTED, write_json
+from anybatch.cli.options import INTERRUPTED, file_option, json_option, write_json
 from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
@@ -98,19 +98,8 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]",
-)
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    help="Write the findings as JSON; - for standard output.",
-)
+@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]")
+@json_option("the findings")
 @click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
 @click.option("--samples", type=click.IntRange(min=2), hidden=True)
 @click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)

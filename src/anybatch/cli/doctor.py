@@ -22,7 +22,15 @@ from anybatch.cli.doctor_ranks import (
 )
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
-from anybatch.cli.options import check_folder, check_patch, json_option, timeout_option, write_whole
+from anybatch.cli.options import (
+    check_folder,
+    check_patch,
+    file_option,
+    json_option,
+    page_option,
+    timeout_option,
+    write_whole,
+)
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -57,12 +65,8 @@ class Wishes:
     "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=target_of
 )
 @json_option("the diagnosis")
-@click.option(
-    "--record", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Keep the record of the run."
-)
-@click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
-)
+@file_option("--record", help="Keep the record of the run.")
+@page_option
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning"]),
@@ -73,12 +77,7 @@ class Wishes:
 @click.option(
     "--fix", is_flag=True, help="Run the script again with each proposed change, and print a patch of those that help."
 )
-@click.option(
-    "--patch",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the patch of --fix to this file.",
-)
+@file_option("--patch", help="Write the patch of --fix to this file.")
 @click.option(
     "--fix-seconds",
     type=click.FloatRange(min=0, min_open=True),

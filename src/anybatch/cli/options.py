@@ -57,6 +57,12 @@ def json_option(what: str) -> Callable[[Function], Function]:
     )
 
 
+def file_option(*names: str, help: str) -> Callable[[Function], Function]:
+    """Adds an option that names a file to write."""
+    return click.option(*names, metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help=help)
+
+
+page_option = file_option("-o", "--output", help="Write an HTML page.")
 timeout_option = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

@@ -17,6 +17,7 @@ from anybatch.cli.options import (
     check_folder,
     check_page,
     check_patch,
+    file_option,
     json_option,
     json_text,
     of_script,
@@ -98,25 +99,9 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="How ranks hold the model: a copy each, fully_shard of each block, or that with "
     "reshard_after_forward=False.  [default with --ranks: ddp]",
 )
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Save the plan; anybatch.Plan.load reads it.",
-)
-@click.option(
-    "--html",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write an HTML page that plots time against memory.",
-)
-@click.option(
-    "--patch",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="For a plain loop: write the lines to change as a patch, for patch -p1.",
-)
+@file_option("-o", "--output", help="Save the plan; anybatch.Plan.load reads it.")
+@file_option("--html", help="Write an HTML page that plots time against memory.")
+@file_option("--patch", help="For a plain loop: write the lines to change as a patch, for patch -p1.")
 @json_option("the plan")
 @format_option(("terminal", "json"))
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")

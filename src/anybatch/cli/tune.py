@@ -16,6 +16,7 @@ from anybatch.cli.options import (
     check_page,
     json_option,
     of_script,
+    page_option,
     timeout_option,
     write_json,
     write_whole,
@@ -36,9 +37,7 @@ _LEAST = 3  # measurements that a noise scale is told from
 @click.option(
     "--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="How many steps to measure."
 )
-@click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
-)
+@page_option
 @json_option("the answer")
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @timeout_option
