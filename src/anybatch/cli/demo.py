@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
-from anybatch.cli.options import INTERRUPTED, file_option, json_option, write_json
+from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
 from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
@@ -150,19 +150,11 @@ def _check_options(options: Options, *, force: bool) -> None:
     if options.seconds is not None and (options.updates is not None or options.quick):
         other = "--quick" if options.quick else "--updates"
         raise click.UsageError(f"got --seconds and {other}, expected one of them: leave one out")
+    check_folder(options.json_path)
+    check_file(options.output, "page that anybatch wrote", is_own_page, force=force)
     for path in (options.output, options.json_path):
-        if path is None or str(path) == "-":
-            continue
-        if not path.absolute().parent.is_dir():
-            raise click.UsageError(
-                f"{path}: the folder {path.absolute().parent} does not exist; make it or name another"
-            )
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        if path is not None and path.exists() and not os.access(path, os.W_OK):
             raise click.UsageError(f"{path} can't be written; name another file")
-    if options.output.exists() and not force and not is_own_page(options.output):
-        raise click.UsageError(
-            f"{options.output} exists and is not a page that anybatch wrote; name another with -o or add --force"
-        )
 
 
 def _run(options: Options, screen: Screen) -> None:

@@ -23,9 +23,11 @@ from anybatch.cli.doctor_ranks import (
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
 from anybatch.cli.options import (
+    check_file,
     check_folder,
-    check_patch,
+    check_page,
     file_option,
+    is_patch,
     json_option,
     page_option,
     timeout_option,
@@ -35,7 +37,6 @@ from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
 from anybatch.records.runs import Run, load_run
-from anybatch.report.pages import is_own_page, missing_extra
 
 _TIMED_OUT = 124
 """What the command timeout ends with."""
@@ -135,7 +136,10 @@ def doctor_command(
         ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
         fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
     )  # fmt: skip
-    _check_outputs(json_path, wishes, force=force)
+    check_folder(json_path)
+    check_page(output, force=force)
+    check_file(record, "record that anybatch wrote", is_record, force=force)
+    check_file(patch, "patch", is_patch, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
         finished, failed, stopped = _examine(target, wishes, Path(folder).resolve())
     if finished.limit is not None:
@@ -143,21 +147,6 @@ def doctor_command(
     if stopped:
         sys.exit(STOPPED)
     end_as(1 if failed and finished.code == 0 else finished.code)
-
-
-def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> None:
-    """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (json_path, wishes.record, wishes.output):
-        check_folder(path)
-    check_patch(wishes.patch, force=force)
-    if wishes.output is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if force:
-        return
-    for path, name, is_own in ((wishes.output, "page", is_own_page), (wishes.record, "record", is_record)):
-        if path is not None and path.is_file() and not is_own(path):
-            text = f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
-            raise click.UsageError(text)
 
 
 def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool, bool]:

@@ -83,40 +83,30 @@ def check_folder(path: Path | None) -> None:
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
 
 
-def check_page(path: Path | None, *, force: bool) -> None:
-    """Refuses a page that can't be written, that lacks an extra, or that would overwrite another file.
-
-    Args:
-        force: whether any file may be overwritten.
-
-    Raises:
-        click.UsageError: names the file or the extra, and the remedy.
-    """
-    from anybatch.report.pages import is_own_page, missing_extra
-
-    check_folder(path)
-    if path is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if path is not None and path.is_file() and not force and not is_own_page(path):
-        raise click.UsageError(f"{path} exists and is not a page that anybatch wrote; name another or add --force")
-
-
-def check_patch(path: Path | None, *, force: bool) -> None:
-    """Refuses a patch that can't be written, or that would overwrite a file that is not a patch.
-
-    Args:
-        force: whether any file may be overwritten.
+def check_file(path: Path | None, what: str, is_own: Callable[[Path], bool], *, force: bool) -> None:
+    """Refuses a file that can't be written, or that would overwrite one of another kind.
 
     Raises:
         click.UsageError: names the file and the remedy.
     """
     check_folder(path)
-    if path is None or force or not path.is_file():
-        return
+    if path is not None and path.is_file() and not force and not is_own(path):
+        raise click.UsageError(f"{path} exists and is not a {what}; name another or add --force")
+
+
+def check_page(path: Path | None, *, force: bool) -> None:
+    """The same for a page, which needs an extra."""
+    from anybatch.report.pages import is_own_page, missing_extra
+
+    if path is not None and (missing := missing_extra()):
+        raise click.UsageError(missing)
+    check_file(path, "page that anybatch wrote", is_own_page, force=force)
+
+
+def is_patch(path: Path) -> bool:
+    """Whether a file is a patch; one without any change is empty."""
     with path.open("rb") as file:
-        begin = file.read(len(_PATCH))
-    if begin not in (b"", _PATCH):  # one without any change is empty
-        raise click.UsageError(f"{path} exists and is not a patch; name another or add --force")
+        return file.read(len(_PATCH)) in (b"", _PATCH)
 
 
 def json_text(values: Mapping[str, Any]) -> str:

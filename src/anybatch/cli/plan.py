@@ -14,10 +14,10 @@ from rich.console import Console
 from anybatch.cli.options import (
     INTERRUPTED,
     ScriptCommand,
-    check_folder,
+    check_file,
     check_page,
-    check_patch,
     file_option,
+    is_patch,
     json_option,
     json_text,
     of_script,
@@ -135,8 +135,9 @@ def plan_command(
     """
     _check_ranks(ranks, shard, output, html, patch)
     outputs = Outputs(formats, json_path)
-    _check_outputs(output, html, force=force)
-    check_patch(patch, force=force)
+    check_file(output, "plan", _is_own_plan, force=force)
+    check_page(html, force=force)
+    check_file(patch, "patch", is_patch, force=force)
     question: dict[str, Any] = {
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
         "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
@@ -200,14 +201,6 @@ def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> N
         raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
     if ranks is not None and any(one is not None for one in files):
         raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o, --html and --patch out")
-
-
-def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> None:
-    """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    check_folder(output)
-    check_page(html, force=force)
-    if output is not None and not force and output.exists() and not _is_own_plan(output):
-        raise click.UsageError(f"{output} exists and is not a plan; name another with -o or add --force")
 
 
 def _is_own_plan(path: Path) -> bool:
