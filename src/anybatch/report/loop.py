@@ -23,6 +23,9 @@ from anybatch.records.runs import Run
 MOST_CALLS = 30
 _MOST_MOMENTS = 24
 _KINDS = (Forward, LossCall, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, Epoch, Loaded)
+_ROW_OF: dict[type, str] = {
+    LossCall: "loss", Backward: "backward", Cleared: "clear", Clipped: "clip", Stepped: "step", Scheduled: "schedule",
+}  # fmt: skip
 _ALWAYS = ("clear", "forward", "loss", "backward", "step")
 _ROWS = ("clear", "forward", "loss", "backward", "clip", "step", "schedule", "evaluation", "data")
 
@@ -99,21 +102,11 @@ def _optimizer(run: Run, number: int) -> str:
 
 
 @dataclass(slots=True)
-class Moment:
+class Moment(Call):
     """An event of a step; consecutive repetitions by the same line are one moment."""
 
-    row: str  # the row of the page it is in, such as ``"backward"``
-    what: str  # the call in words
-    file: str  # the file of the line; empty if unknown
-    line: int  # the number of the line
-    at: int  # the number of its first event
-    times: int = 1  # the number of consecutive repetitions
+    row: str = ""  # the row of the page it is in, such as ``"backward"``
     codes: tuple[str, ...] = ()  # the codes of the findings at it
-
-    @property
-    def where(self) -> str:
-        """File and line in short."""
-        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +134,7 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
     step = min({fact.step for fact in seen}, key=lambda number: (abs(number - wanted), number))
     moments: list[Moment] = []
     for fact in (one for one in seen if one.step == step):
-        moment = Moment(_row_of(fact), _what(fact, run), fact.file, fact.line, fact.at)
+        moment = Moment(_what(fact, run), fact.file, fact.line, 1, fact.at, _row_of(fact))
         before = moments[-1] if moments else None
         if before is not None and (before.row, before.what, before.where) == (moment.row, moment.what, moment.where):
             before.times += 1
@@ -159,7 +152,7 @@ def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, 
     for finding in findings:
         here = [one for one in moments if finding.place.file and one.where and one.file == finding.place.file]
         on_line = [one for one in here if one.line == finding.place.line]
-        exact = [one for one in on_line if one.at == finding.at]
+        exact = [one for one in on_line if one.first == finding.at]
         for one in (exact or on_line)[:1]:
             one.codes = (*one.codes, finding.code or finding.name)
         if not on_line and finding.place.file:
@@ -169,21 +162,8 @@ def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, 
 
 
 def _row_of(fact: Any) -> str:
-    match fact:
-        case Forward():
-            return "forward" if fact.training and fact.grad else "evaluation"
-        case Scaler():
-            return "step" if fact.call == "step" else "clip"
-        case LossCall():
-            return "loss"
-        case Backward():
-            return "backward"
-        case Cleared():
-            return "clear"
-        case Clipped():
-            return "clip"
-        case Stepped():
-            return "step"
-        case Scheduled():
-            return "schedule"
-    return "data"
+    if isinstance(fact, Forward):
+        return "forward" if fact.training and fact.grad else "evaluation"
+    if isinstance(fact, Scaler):
+        return "step" if fact.call == "step" else "clip"
+    return _ROW_OF.get(type(fact), "data")

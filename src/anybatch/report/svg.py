@@ -38,15 +38,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """A shaded range of values."""
-
-    low: float
-    high: float
-    name: str  # its name in the legend
-
-
-@dataclass(frozen=True, slots=True)
 class Axis:
     """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps."""
 
@@ -110,8 +101,6 @@ def line_chart(
     is_logarithmic: bool | None = None,
     least_span: float = 0.0,
     levels: Sequence[tuple[str, float]] = (),
-    area: tuple[Curve, Curve] | None = None,
-    band: Band | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> str:
     """Draws lines over steps; values that are not finite are gaps with a mark at the top.
@@ -122,28 +111,21 @@ def line_chart(
         least_span: the smallest span of a linear vertical axis, relative to the largest value, so that noise does not
             fill the chart.
         levels: names and values of horizontal lines.
-        area: two curves; the area between them is filled.
-        band: a shaded range of values.
         marks: names and steps of vertical lines.
     """
-    drawn = [*curves, *(area or ())]
-    values = [value for curve in drawn for value in curve.values if math.isfinite(value)]
+    values = [value for curve in curves for value in curve.values if math.isfinite(value)]
     scale = _scale([*values, *(value for _, value in levels)], is_logarithmic, least_span)
-    axis = axis or axis_of([step for curve in drawn for step in curve.steps])
+    axis = axis or axis_of([step for curve in curves for step in curve.steps])
     names = [(f"curve c{index % _COLOURS}", curve.name) for index, curve in enumerate(curves)]
-    names += [("level", name) for name, _ in levels] + ([("band", band.name)] if band else [])
+    names += [("level", name) for name, _ in levels]
     top = _TOP + _LEGEND_LINE * (-(-len(names) // 2) + bool(y_label))
     bottom = top + _HEIGHT - _TOP - _BOTTOM
     plane = _Plane(axis, top, bottom, scale)
     parts = _legend(names, _LEGEND_LINE if y_label else 0)
     if y_label:
         parts.append(f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>')
-    if band:
-        parts.append(plane.band(band))
     parts += plane.axes(x_label)
     parts += [plane.level(value) for _, value in levels]
-    if area:
-        parts.append(plane.area(*area))
     for index, curve in enumerate(curves):
         parts += plane.curve(curve, index % _COLOURS)
     for name, step in marks:
@@ -438,24 +420,8 @@ class _Plane:
         middle = (_LEFT + right) / 2
         return [*parts, f'<text class="mid" x="{middle}" y="{self.bottom + 31}">{text_of(x_label)}</text>']
 
-    def band(self, band: Band) -> str:
-        top, bottom = self.y(band.high), self.y(band.low)
-        return (
-            f'<rect class="band" x="{_LEFT}" y="{top:.1f}" width="{_WIDTH - _LEFT - _RIGHT}"'
-            f' height="{max(0.0, bottom - top):.1f}"/>'
-        )
-
     def level(self, value: float) -> str:
         return f'<path class="level" d="M{_LEFT} {self.y(value):.1f}H{_WIDTH - _RIGHT}"/>'
-
-    def area(self, low: Curve, high: Curve) -> str:
-        ends = [
-            f"{self.x(step):.1f} {self.y(value):.1f}"
-            for curve, way in ((low, 1), (high, -1))
-            for step, value in list(zip(curve.steps, curve.values, strict=True))[::way]
-            if math.isfinite(value)
-        ]
-        return f'<path class="area" d="M{"L".join(ends)}Z"/>' if ends else ""
 
     def curve(self, curve: Curve, index: int) -> list[str]:
         parts, marks, pieces = [], [], [[]]  # type: list[str], list[str], list[list[str]]
