@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.containers import entries_of
-from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
+from anybatch.records.tables import GroupFacts, ModuleFacts
 from anybatch.tensors.dispatch import item_of, unseen
 
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
@@ -197,22 +197,13 @@ def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupF
     )
 
 
-def optimizer_facts(
-    optimizer: Any, number: int, variable: str, groups: tuple[GroupFacts, ...], *, after: int, place: tuple[str, int]
-) -> OptimizerFacts:
-    """The table of an optimizer.
-
-    Args:
-        after: steps that others had done with its parameters when it was made.
-    """
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """The entries of the table of an optimizer that itself tells."""
     defaults = getattr(optimizer, "defaults", {})
-    first = optimizer.param_groups[0] if optimizer.param_groups else {}
-    return OptimizerFacts(
-        optimizer=number, variable=variable, cls=type_name(optimizer), groups=groups,
-        default_lr=plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
-        fused=bool(first.get("fused")), is_torchs=type(optimizer).__module__.startswith("torch."), after=after,
-        file=place[0], line=place[1],
-    )  # fmt: skip
+    return {
+        "cls": type_name(optimizer), "is_torchs": type(optimizer).__module__.startswith("torch."),
+        "default_lr": plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
+    }  # fmt: skip
 
 
 def scheduler_options(scheduler: Any) -> dict[str, Any]:
