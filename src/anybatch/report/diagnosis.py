@@ -69,7 +69,8 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
-        return f"{said}: {_first_sentence(_leading(diagnosis).message)}{others}"
+        leading = next(knot.finding for knot in knots_of(diagnosis) if _is_grave(knot))
+        return f"{said}: {_first_sentence(leading.message)}{others}"
     number = len(grave_and_notes(diagnosis)[1])
     notes = (f" ({_count(number, 'note')})" if number else "") + others
     if (crash := crash_of(run)) is not None:
@@ -108,10 +109,6 @@ def mood_of(diagnosis: Diagnosis, run: Run) -> str:
 def crash_of(run: Run) -> Crashed | None:
     """The exception that ended the script; ``None`` if there was none."""
     return next(iter(list(run.of(Crashed))[-1:]), None)
-
-
-def _leading(diagnosis: Diagnosis) -> Finding:
-    return next(knot.finding for knot in knots_of(diagnosis) if _is_grave(knot))
 
 
 def _is_grave(knot: Knot) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from anybatch.records.diagnoses import Diagnosis
-from anybatch.records.events import Crashed
 from anybatch.records.findings import Finding, Place, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
@@ -57,7 +56,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
     """
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
-    crash = words.crash_of(run)
+    crash, cost = words.crash_of(run), words.cost_of(diagnosis, run)
     lines, left_out = words.cells_lines(diagnosis, MOST_CELLS)
     axis = axis_of_run(series)
     text = render_page(
@@ -67,7 +66,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         mood=words.mood_of(diagnosis, run),
         facts=facts_of(diagnosis, run),
         crash=crash,
-        crash_place=_crash_place(crash),
+        crash_place=f"{crash.file}:{crash.line}" if crash and crash.file else "",
         crash_link=link_to(Place(file=crash.file, line=crash.line)) if crash else "",
         crash_known=crash is not None and any(one.name == crash.name for one in diagnosis.findings if crash.name),
         cards=[_card(knot, run) for knot in grave[:MOST_FINDINGS]],
@@ -83,7 +82,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         outputs=_outputs_table(series.outputs, axis),
         outputs_caption=_outputs_caption(series),
         calls=_calls_table(series.calls, diagnosis.steps),
-        remarks=_remarks(diagnosis, run),
+        remarks=[*([sentence(cost)] if cost else []), *diagnosis.notes],
     )
     return clean(text)
 
@@ -126,15 +125,6 @@ def facts_of(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
         ("torch", started.torch),
     ]
     return [(term, text[:400]) for term, text in facts if text]
-
-
-def _crash_place(crash: Crashed | None) -> str:
-    return f"{crash.file}:{crash.line}" if crash is not None and crash.file else ""
-
-
-def _remarks(diagnosis: Diagnosis, run: Run) -> list[str]:
-    cost = words.cost_of(diagnosis, run)
-    return [*([sentence(cost)] if cost else []), *diagnosis.notes]
 
 
 def sentence(text: str) -> str:

@@ -205,7 +205,8 @@ def frontier_picture(plan: Plan) -> Picture | None:
         return None
     is_far = plan.budget > _FAR * max(row.peak_bytes for row in timed)
     factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
-    second, unit_of_time = _unit(max(row.seconds or 0.0 for row in timed), _UNITS_OF_SECONDS)
+    longest = max(row.seconds or 0.0 for row in timed)
+    second, unit_of_time = next((one for one in _UNITS_OF_SECONDS if longest >= one[0]), _UNITS_OF_SECONDS[-1])
     if plan.relative_time:
         second, unit_of_time = _reference(plan), "relative to the plan"
     svg = dot_chart(
@@ -252,7 +253,7 @@ def _explorer(plan: Plan) -> dict[str, Any] | None:
 
 
 def _said(plan: Plan, row: PlanRow) -> str:
-    parts = [_micro_batches(row), row.optimizations, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
+    parts = [micro_batches(row), row.optimizations, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -287,12 +288,13 @@ def summary_of(plan: Plan) -> str:
     """One sentence without its full stop: the batch, the budget and the configuration."""
     optimizations = f", {plan.chosen.optimizations}" if plan.chosen.optimizations else ""
     return (
-        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {_micro_batches(plan.chosen)}"
+        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {micro_batches(plan.chosen)}"
         f"{optimizations}"
     )
 
 
-def _micro_batches(row: PlanRow) -> str:
+def micro_batches(row: PlanRow) -> str:
+    """How a plan splits the batch, in words."""
     many = "micro-batch" if row.micro_batches == 1 else "micro-batches"
     return f"{row.micro_batches} {many} of {row.micro_batch_size:g}"
 
@@ -347,8 +349,3 @@ def _shares_picture(plan: Plan) -> Picture | None:
     svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
     said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
     return Picture("", svg, "Live tensors at the predicted peak, by category.", f"At the peak: {said}.")
-
-
-def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit in which a value is at least 1."""
-    return next(((factor, name) for factor, name in units if largest >= factor), units[-1])

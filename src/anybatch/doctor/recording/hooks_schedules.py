@@ -82,11 +82,11 @@ def _is_first_step() -> bool:
         if frame.f_code.co_name in _FIRST_STEPS:
             return True
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in _FIRST_STEPS and _is_scheduler(frame.f_locals.get("self"))
-
-
-def _is_scheduler(one: Any) -> bool:
-    return isinstance(one, lr_scheduler.LRScheduler)
+    return (
+        frame is not None
+        and frame.f_code.co_name in _FIRST_STEPS
+        and isinstance(frame.f_locals.get("self"), lr_scheduler.LRScheduler)
+    )
 
 
 class LoaderHooks:

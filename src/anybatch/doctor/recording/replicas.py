@@ -11,6 +11,7 @@ from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.lossfacts import Replicas
 
 _DDP = "DistributedDataParallel"
+_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
 class ReplicaWatch:
@@ -40,7 +41,8 @@ class ReplicaWatch:
             for wrapper in wrappers
             if isinstance(inner := getattr(wrapper, "module", None), torch.nn.Module) and id(inner) in self._called
         ]
-        kind = _DDP if wrappers else "FSDP" if any(_is_sharded(module) for module in modules.values()) else ""
+        classes = {cls.__name__ for module in modules.values() for cls in type(module).__mro__}
+        kind = _DDP if wrappers else "FSDP" if classes & _SHARDED else ""
         found = Replicas(world=distributed.get_world_size(), wrapper=kind, bypassed=tuple(dict.fromkeys(bypassed)))
         if self._last is not None and (found.wrapper, found.bypassed) == (self._last.wrapper, self._last.bypassed):
             return None
@@ -50,7 +52,3 @@ class ReplicaWatch:
     def _name(self, root: int, inner: torch.nn.Module) -> str:
         model = self._numbering.models[root]
         return model.variable if model.module() is inner else f"{model.variable}.module".lstrip(".")
-
-
-def _is_sharded(module: torch.nn.Module) -> bool:
-    return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__)

@@ -118,7 +118,8 @@ class ActivationSampler:
         number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
-        taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part}
+        taken = {(one.name, one.call, "output"): one.output for one in seen}
+        taken |= {(one.name, one.call, "input"): one.input for one in seen if one.input is not None}
         try:
             with torch.no_grad():
                 figures = self._units.read(taken)
@@ -256,11 +257,6 @@ def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSam
         input_always_dead=None if of_input is None else of_input.always_dead,
         percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
     )  # fmt: skip
-
-
-def _sides(one: _Seen) -> Iterator[tuple[str, Taken | None]]:
-    yield "output", one.output
-    yield "input", one.input
 
 
 def _first(values: Any) -> torch.Tensor | None:

@@ -43,7 +43,9 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int,
     pairs: list[tuple[int, int, int]] = []
     for node in last:
         after = layers[node] = _layer(node, names)
-        before, looked = _products_below(_operand(node, names), names, straight=True)
+        given = following(node)[_OPERANDS[names[node]][0]]
+        is_computed = given is not None and not hasattr(given, "variable")
+        before, looked = _products_below([given] if is_computed else [], names, straight=True)
         count += looked
         if after is None or before is None or count > _MOST:
             return ()
@@ -88,11 +90,6 @@ def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight:
 def _computed(node: Any) -> list[Any]:
     """What a node is made of, without leaves."""
     return [one for one in following(node) if one is not None and not hasattr(one, "variable")]
-
-
-def _operand(node: Any, names: Mapping[Any, str]) -> list[Any]:
-    one = following(node)[_OPERANDS[names[node]][0]]
-    return [] if one is None or hasattr(one, "variable") else [one]
 
 
 def _layer(node: Any, names: Mapping[Any, str]) -> _Layer | None:

@@ -17,6 +17,7 @@ _MOVING = frozenset(
     )
 ) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
 _SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
+_SUMMING = ("MeanBackward0", "SumBackward0")
 _PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
 _LOGARITHMIC = (
     "Log", "Sub", "Rsub", "Add", "Gather", "Index", "Select", "NllLoss", "BinaryCrossEntropy", "Stack", "Cat", "Min",
@@ -79,7 +80,9 @@ def summands(start: Any) -> list[Any]:
         name = "" if node is None else node.name()
         if name in _ADDITIONS or name in ("StackBackward0", "CatBackward0"):
             waiting.extend(reversed(before))
-        elif real and len(real) == 1 and (name in _SCALING or name in _MOVING or _sums_a_stack(name, real[0])):
+        elif len(real) == 1 and (
+            name in _SCALING or name in _MOVING or (name in _SUMMING and real[0].name() == "StackBackward0")
+        ):
             waiting.extend(real)
         else:
             found.append(node)
@@ -90,14 +93,10 @@ def entrywise(parts: Sequence[Any]) -> list[Any]:
     """Summands, with those of the entries in the place of a mean or sum over them; numbers in these are left out."""
     found: list[Any] = []
     for part in parts:
-        before = following(part) if part is not None and part.name() in ("MeanBackward0", "SumBackward0") else []
+        before = following(part) if part is not None and part.name() in _SUMMING else []
         is_sum = len(before) == 1 and before[0] is not None and before[0].name() in _ADDITIONS
         found += [inner for inner in summands(before[0]) if inner is not None] if is_sum else [part]
     return found
-
-
-def _sums_a_stack(name: str, before: Any) -> bool:
-    return name in ("MeanBackward0", "SumBackward0") and before.name() == "StackBackward0"
 
 
 def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -46,7 +46,7 @@ def facts_of_loss(
     }
     target = target.detach()
     on_host = result.device.type == "cpu"
-    dim = _class_dim(first)
+    dim = 1 if first.dim() > 1 else 0  # of the classes
     by_class = name in _OF_CLASSES and not target.is_floating_point()
     if name in _OF_CLASSES:
         facts["classes"] = int(first.shape[dim]) if first.dim() else 0
@@ -76,10 +76,6 @@ def _reduction(given: Mapping[str, Any]) -> str:
     if given.get("reduce") is False:
         return "none"
     return "sum" if given.get("size_average") is False else "mean"
-
-
-def _class_dim(predictions: torch.Tensor) -> int:
-    return 1 if predictions.dim() > 1 else 0
 
 
 def _count(first: torch.Tensor, target: torch.Tensor, dim: int | None) -> int:
