@@ -1,4 +1,4 @@
-"""Sees optimizers made, and their steps."""
+"""Sees optimizers made, their steps, and the clearing of gradients by ``zero_grad``."""
 
 import sys
 import weakref
@@ -33,6 +33,7 @@ _STEP_NAMES = frozenset({"wrapper", "doctored_step"})
 _MOST_FRAMES = 40  # between two steps that run within each other
 _UNKNOWN: tuple[int, tuple[int, ...], int] = (0, (), -1)
 _SAME = ("optimizer", "with_grad", "without_count", "zero", "closure", "by", "edited")
+_CLEARING = ("by", "number", "parameters", "of")
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
@@ -94,6 +95,8 @@ class OptimizerHooks:
             register_optimizer_step_post_hook(self._post_hook),
         ]
         patches.wrap(torch.optim.Optimizer, "__init__", self._initialised(recording.guarded(self._was_made)))
+        for owner, after in ((torch.optim.Optimizer, self._cleared), (torch.nn.Module, self._cleared_by_module)):
+            patches.wrap(owner, "zero_grad", recording.around(None, after, "updates", owned=True))
 
     def detach(self) -> None:
         """Takes off what ``Recording.patches`` does not know of."""
@@ -231,6 +234,17 @@ class OptimizerHooks:
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
+
+    def _cleared(self, optimizer: Any, *_: Any) -> None:
+        known = self.known.get(id(optimizer))
+        is_known = known is not None and known.optimizer() is optimizer
+        number = known.number if known is not None and is_known else self.numbered(optimizer)
+        self._recording.note(Cleared, ("optimizer", number, *self._gradients.after_clearing()), entries=_CLEARING)
+
+    def _cleared_by_module(self, module: torch.nn.Module, *_: Any) -> None:
+        number = self._recording.numbering.root_of(module)
+        same = "module", -1 if number is None else number, *self._gradients.after_clearing()
+        self._recording.note(Cleared, same, entries=_CLEARING)
 
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""
