@@ -7,13 +7,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from anybatch.cli.options import (
-    INTERRUPTED,
-    ScriptCommand,
-    json_option,
-    of_script,
-    timeout_option,
-)
+from anybatch.cli.options import INTERRUPTED, ScriptCommand, json_option, of_script, timeout_option
 from anybatch.cli.reporting import Output, Outputs, format_option, text_of
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.certificates import Certificate, Reason

@@ -13,13 +13,7 @@ from rich.console import Console
 from anybatch.cli.doctor_fixes import SECONDS, with_fixes
 from anybatch.cli.doctor_launch import Finished, end_as, launch
 from anybatch.cli.doctor_live import STOPPED, Watcher
-from anybatch.cli.doctor_ranks import (
-    compared,
-    launches_ranks,
-    not_followed,
-    records_of_ranks,
-    without_records_of_ranks,
-)
+from anybatch.cli.doctor_ranks import compared, launches_ranks, not_followed, records_of_ranks, without_records_of_ranks
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
 from anybatch.cli.options import (

@@ -77,9 +77,7 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     "script, else free]",
 )
 @click.option(
-    "--device",
-    metavar="NAME",
-    help="Plan for another card: its name such as h200, or its size such as 24GiB.",
+    "--device", metavar="NAME", help="Plan for another card: its name such as h200, or its size such as 24GiB."
 )
 @click.option(
     "--batch-norm",

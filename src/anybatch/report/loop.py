@@ -5,17 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.events import (
-    Backward,
-    Cleared,
-    Clipped,
-    Epoch,
-    Forward,
-    Loaded,
-    Scaler,
-    Scheduled,
-    Stepped,
-)
+from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Loaded, Scaler, Scheduled, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run

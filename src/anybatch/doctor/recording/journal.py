@@ -10,17 +10,7 @@ import torch
 
 from anybatch.accelerators import synchronize
 from anybatch.doctor.recording.numbering import Counter
-from anybatch.records.events import (
-    Backward,
-    Cleared,
-    Clipped,
-    DropoutCall,
-    Ended,
-    Forward,
-    Scaler,
-    Scheduled,
-    Stepped,
-)
+from anybatch.records.events import Backward, Cleared, Clipped, DropoutCall, Ended, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.repeats import DIFFERING, by_steps, line_of, repeated

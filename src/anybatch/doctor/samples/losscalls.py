@@ -19,11 +19,7 @@ from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.tensors.dispatch import unseen
-from anybatch.torch_private import (
-    in_transform,
-    is_jit_tracing,
-    number_of_backward,
-)
+from anybatch.torch_private import in_transform, is_jit_tracing, number_of_backward
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.recordings import Recording
