@@ -32,12 +32,7 @@ _PLANNED_OPTIONS = (*_SHARED_OPTIONS, "optimizer", "autocast", "clip_norm", "inp
 
 
 class Answer:
-    """Intercepts the first call of the script: answers the question about its arguments and ends the process.
-
-    Args:
-        result: the file for the answer.
-        question: the verb and its options.
-    """
+    """Intercepts the first call of the script: answers the question about its arguments and ends the process."""
 
     def __init__(self, result: Path, question: Mapping[str, Any]) -> None:
         self._result = result

@@ -66,11 +66,7 @@ def of_rank(record: str, rank: int | str) -> str:
 
 
 class TorchFinder:
-    """An import hook that attaches something once torch has been loaded.
-
-    Args:
-        attendance: has the method ``attach`` to call.
-    """
+    """An import hook that attaches something once torch has been loaded."""
 
     def __init__(self, attendance: Any) -> None:
         self._attendance = attendance

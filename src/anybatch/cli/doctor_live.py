@@ -43,9 +43,6 @@ class Watcher:
     def look(self, report_now: bool) -> bool:
         """Reads what is new and prints new findings.
 
-        Args:
-            report_now: whether to write the report, too.
-
         Returns:
             Whether the run has to end.
         """

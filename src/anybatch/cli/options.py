@@ -72,11 +72,7 @@ timeout_option = click.option(
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuses a file whose folder does not exist, or a new file in a folder that is not writable.
-
-    Raises:
-        click.UsageError: names the folder.
-    """
+    """Refuses a file whose folder does not exist, or a new file in a folder that is not writable."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
     if path is not None and not path.exists() and not os.access(path.absolute().parent, os.W_OK):
@@ -84,11 +80,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def check_file(path: Path | None, what: str, is_own: Callable[[Path], bool], *, force: bool) -> None:
-    """Refuses a file that can't be written, or that would overwrite one of another kind.
-
-    Raises:
-        click.UsageError: names the file and the remedy.
-    """
+    """Refuses a file that can't be written, or that would overwrite one of another kind."""
     check_folder(path)
     if path is not None and path.is_file() and not force and not is_own(path):
         raise click.UsageError(f"{path} exists and is not a {what}; name another or add --force")

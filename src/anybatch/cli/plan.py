@@ -46,9 +46,6 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
     Returns:
         A share of the device as a float; a size or ``"free"`` as text; ``None`` if none was given.
-
-    Raises:
-        click.BadParameter: it is not a budget.
     """
     if value is None or value == "free":
         return value

@@ -55,9 +55,6 @@ class Outputs:
     Attributes:
         takes_stdout: whether a format takes standard output.
         is_shown: whether the terminal gets the report, too.
-
-    Raises:
-        click.UsageError: a folder does not exist, or several formats go to standard output.
     """
 
     def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
@@ -84,9 +81,6 @@ class Outputs:
             text_of: gives the text of a format.
             others: further writers, such as that of the terminal.
             is_last: whether the format on standard output is written.
-
-        Raises:
-            OSError: the first failure, such as a full disk or a closed standard error.
         """
         failed: list[OSError] = []
         writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
@@ -123,11 +117,7 @@ def reporting_options(function: Function) -> Function:
 
 
 class Wanted:
-    """Which findings are reported, and how.
-
-    Raises:
-        click.UsageError: a setting, a code or a file is unknown or invalid, or options contradict each other.
-    """
+    """Which findings are reported, and how."""
 
     def __init__(
         self,
@@ -163,11 +153,7 @@ class Wanted:
 
     @staticmethod
     def stops(words: Sequence[str]) -> tuple[str, ...]:
-        """The values of ``--stop-on`` in capitals: ``NAN``, ``ERROR``, codes, code prefixes, names.
-
-        Raises:
-            click.UsageError: one of them names nothing.
-        """
+        """The values of ``--stop-on`` in capitals: ``NAN``, ``ERROR``, codes, code prefixes, names."""
         found = [word.strip().upper() for text in words for word in text.split(",") if word.strip()]
         try:
             return (*found, *checked_codes([one for one in found if one not in ("NAN", "ERROR")], "--stop-on"))
@@ -203,9 +189,6 @@ class Wanted:
             more: further values for JSON.
             is_last: whether the run is over; before that, formats are written only to files, and the terminal always
                 gets the report.
-
-        Raises:
-            OSError: see ``Outputs.write``.
         """
         values = values_of(diagnosis, run) | (more or {})
         is_shown = self._outputs.is_shown or not is_last

@@ -52,12 +52,7 @@ def watch_command(record: Path, once: bool) -> None:
 
 
 class Frames:
-    """Frames of a growing record.
-
-    Args:
-        record: its path; if the file does not exist, the records of ranks beside it are shown.
-        bars: the characters of the curves, from low to high.
-    """
+    """Frames of a growing record."""
 
     def __init__(self, record: Path, *, bars: str = _BARS) -> None:
         self._record, self._bars = record, bars

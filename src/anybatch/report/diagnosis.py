@@ -273,11 +273,7 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 
 
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """The table of gradients and updates per module, conspicuous modules first.
-
-    Returns:
-        The table, and the number of modules left out.
-    """
+    """The table of gradients and updates per module, conspicuous modules first, and how many are left out."""
     order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
     rows = tuple(
         (

@@ -49,11 +49,7 @@ class Card:
 
 
 def page(diagnosis: Diagnosis, run: Run) -> str:
-    """Renders the page of a diagnosis; deterministic.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders the page of a diagnosis; deterministic."""
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
     crash, cost = words.crash_of(run), words.cost_of(diagnosis, run)
@@ -208,13 +204,7 @@ def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
 
 
 def shade_of(value: float | None, low: int, high: int) -> str:
-    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite).
-
-    Args:
-        value: the norm; ``None`` without a gradient.
-        low: the power of ten of the first shade.
-        high: the power of ten at which the last shade ends.
-    """
+    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite)."""
     odd = _odd_shade(value)
     if odd or not value:
         return odd

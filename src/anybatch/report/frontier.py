@@ -171,9 +171,6 @@ def plan_page(
 
     Args:
         steps: live bytes over the operations of a step, by the name of the configuration.
-
-    Raises:
-        ImportError: jinja2 is not installed.
     """
     rows = rows_of(plan)
     return render_page(

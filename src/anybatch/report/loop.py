@@ -111,11 +111,7 @@ class StepOfLoop:
 
 
 def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
-    """One step, event by event: the step of the first finding, or the last complete step without findings.
-
-    Returns:
-        The step; ``None`` if the run has no events.
-    """
+    """One step, event by event: the step of the first finding, or the last complete step without findings."""
     seen: list[Any] = [fact for fact in run.of(*_KINDS) if _what(fact, run)]
     if not seen:
         return None

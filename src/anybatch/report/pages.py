@@ -51,11 +51,7 @@ def install_command(extra: str) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Renders a template of this package.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders a template of this package, for which jinja2 has to be installed."""
     import jinja2
 
     environment = jinja2.Environment(

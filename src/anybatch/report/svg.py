@@ -153,12 +153,7 @@ def heat_chart(
     shade: Callable[[float | None], str],
     said: Callable[[float | None], str],
 ) -> str:
-    """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width.
-
-    Args:
-        shade: gives the CSS class of a value.
-        said: gives the text of a value.
-    """
+    """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width."""
     places = [100 * axis.part(step) for step in steps]
     edges = [0.0, *((one + other) / 2 for one, other in itertools.pairwise(places)), 100.0]
     height = 17 if len(rows) <= 32 else 13

@@ -16,9 +16,6 @@ class TextTable:
 def number_text(value: float | None) -> str:
     """A number with three significant digits.
 
-    Args:
-        value: a number of any size; ``None`` gives a dash.
-
     Example:
         >>> [number_text(value) for value in (0.0, 0.5, 12345.6, 3.2e-9, float("nan"), None)]
         ['0', '0.5', '12346', '3.2e-09', 'nan', '-']

@@ -76,11 +76,7 @@ class Gradients:
         self.is_any = self.present > 0
 
     def before_backward(self) -> tuple[int, int]:
-        """Looks at the gradients that a backward will add onto.
-
-        Returns:
-            How many were cleared by hand since the last event, of how many.
-        """
+        """Of the gradients that a backward will add onto, how many were cleared by hand since, of how many."""
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -143,11 +139,7 @@ class Gradients:
         return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]))
 
     def after_clearing(self) -> tuple[int, int]:
-        """Looks at the gradients after ``zero_grad``.
-
-        Returns:
-            How many are gone or were written to, of how many there were.
-        """
+        """How many gradients are gone or were written to after ``zero_grad``, of how many there were."""
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return count, count
@@ -176,13 +168,10 @@ class Gradients:
         return cleared, had
 
     def at_step(self, *, closely: bool) -> tuple[int, int, int]:
-        """Looks at the gradients before a step.
+        """Before a step how many gradients were cleared by hand since the last event, of how many, and how many edited.
 
         Args:
             closely: whether more is looked for than gradients that are gone.
-
-        Returns:
-            How many were cleared by hand since the last event, of how many, and how many were edited.
         """
         if self._numbering.version != self.version:
             self.arrange()

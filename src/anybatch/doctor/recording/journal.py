@@ -40,9 +40,6 @@ class _File:
     def append(self, lines: bytes) -> None:
         """Writes at the end.
 
-        Args:
-            lines: whole ones.
-
         Raises:
             OSError: the file is gone, is another one, or takes no more.
         """

@@ -70,11 +70,7 @@ class _Place(NamedTuple):
 
 
 class _Where:
-    """Where a parameter is, over all roots.
-
-    Attributes:
-        in_roots: its places, by root.
-    """
+    """Where a parameter is, over all roots."""
 
     __slots__ = ("in_roots", "tensor")
 

@@ -90,9 +90,6 @@ class NormSampler:
         Args:
             count: of its steps before this one; what those have changed that were not looked at is not taken for a
                 write outside of steps.
-
-        Returns:
-            The norms, without the numbers of the event and of the step.
         """
         plan = self._plans[id(optimizer)]
         with torch.no_grad():

@@ -185,11 +185,7 @@ class LiveGraphs:
         self._alive: list[tuple[int, bool, weakref.ref[_Token], int]] = []
 
     def add(self, loss: torch.Tensor, step: int, *, steps: int = 1) -> None:
-        """Takes note of a loss that a backward is run for.
-
-        Args:
-            steps: that it stands for.
-        """
+        """Takes note of a loss that a backward is run for."""
         node: Any = loss.grad_fn
         if node is not None:
             self._mark(node, step, steps, is_loss=True)
