@@ -28,7 +28,6 @@ class Walk(Fact):
     previous: tuple[str, ...] = ()
     again: int = 0  # the number of nodes that an earlier backward of this step has used
     hidden: int = 0  # the number of reentrant checkpoints, which hide a part of the graph
-    bytes: int = 0  # the bytes that the graph keeps; 0 if unknown
     kinds: Mapping[str, int] = field(default_factory=dict)  # counts of the most frequent kinds of nodes
     # whether ``requires_grad`` of the loss was set by hand: it is a leaf although it was computed from outputs
     forced: bool = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import Graph, kept_by, reentrant
+from anybatch.doctor.graphs import Graph, reentrant
 from anybatch.doctor.samples.linearity import linear_layers
 from anybatch.doctor.samples.lossgraphs import (
     SOFTMAXES,
@@ -57,13 +57,12 @@ class Walker:
         self._kinds: dict[type, tuple[bool, str]] = {}
         self._made: dict[int, dict[int, type]] = {}
 
-    def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0, count_bytes: bool = False) -> Walk:
+    def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
         """Goes through one graph; nothing is unpacked or run.
 
         Args:
             rows: of the batch, -1 if unknown.
             step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
-            count_bytes: whether to sum up what the graph keeps, which takes as long again.
         """
         if loss.grad_fn is None:
             forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
@@ -76,7 +75,6 @@ class Walker:
         advantages = products(seen.nodes, seen.names)
         inner = entrywise(parts)
         reach = self._reach(loss) if len(inner) > 1 or advantages else lambda node: ()
-        kept = kept_by([loss], {}, (t for _, t in self._numbering.tracked())) if count_bytes else None
         return Walk(
             nodes=len(seen.nodes),
             cut_short=seen.cut_short,
@@ -88,7 +86,6 @@ class Walker:
             previous=tuple(_previous(seen.old, step)),
             again=seen.again,
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
-            bytes=kept.bytes if kept is not None else 0,
             kinds={
                 kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
             },
