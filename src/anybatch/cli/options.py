@@ -17,6 +17,12 @@ INTERRUPTED = 130
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class NoAnswer(click.ClickException):
+    """The script did not reach a step that the question can be answered for."""
+
+    exit_code = 2
+
+
 class ScriptCommand(click.Command):
     """A command whose options stand before or after the script; unknown ones after it belong to the script."""
 

@@ -1,7 +1,6 @@
 """``anybatch plan``: what is the fastest configuration of the user's training step within a memory budget?"""
 
 import json
-import sys
 import textwrap
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +11,7 @@ import click
 from rich.console import Console
 
 from anybatch.cli.options import (
-    INTERRUPTED,
+    NoAnswer,
     ScriptCommand,
     check_file,
     check_page,
@@ -33,12 +32,6 @@ from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.units import format_bytes, parse_bytes
 
 _WIDTH = 80
-
-
-class NoPlan(click.ClickException):
-    """The script did not reach a step that can be planned."""
-
-    exit_code = 2
 
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
@@ -137,14 +130,11 @@ def plan_command(
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
         "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
     }  # fmt: skip
-    try:
-        ending = run_until_first_call(script, arguments, timeout, question)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    ending = run_until_first_call(script, arguments, timeout, question)
     if ending.status == "too-large":
         _end_too_large(ending.facts, script, outputs)
     if ending.status != "planned":
-        raise NoPlan(no_answer(ending, script, "plan", "planned"))
+        raise NoAnswer(no_answer(ending, script, "plan", "planned"))
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
         show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))

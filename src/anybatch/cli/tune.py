@@ -1,6 +1,5 @@
 """``anybatch tune``: the batch that fits, the batch that pays, and the learning rate that goes with it."""
 
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import click
 from rich.console import Console
 
 from anybatch.cli.options import (
-    INTERRUPTED,
+    NoAnswer,
     ScriptCommand,
     check_folder,
     check_page,
@@ -61,10 +60,7 @@ def tune_command(
     """
     check_folder(json_path)
     check_page(output, force=force)
-    try:
-        plan, tuned = _asked(script, arguments, memory, steps, timeout)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    plan, tuned = _asked(script, arguments, memory, steps, timeout)
     chosen = plan["plan"]["chosen"]
     many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
     way = "as it is" if chosen["micro_batches"] == 1 else many
@@ -83,12 +79,6 @@ def tune_command(
         console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
 
 
-class NoTuning(click.ClickException):
-    """The script did not reach steps that can be measured."""
-
-    exit_code = 2
-
-
 def _asked(
     script: Path, arguments: tuple[str, ...], memory: str | float | None, steps: int, timeout: float | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -98,9 +88,9 @@ def _asked(
     if plan.status == "too-large":
         raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
     if plan.status != "planned":
-        raise NoTuning(no_answer(plan, script, "plan", "planned"))
+        raise NoAnswer(no_answer(plan, script, "plan", "planned"))
     if not plan.facts["updates"]:
-        raise NoTuning(
+        raise NoAnswer(
             f"{script} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
             "anybatch.TrainStep, and tune it again"
         )
@@ -108,7 +98,7 @@ def _asked(
         source = _source(plan, script, Path(folder))
         tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})
     if tuned.status != "tuned":
-        raise NoTuning(no_answer(tuned, script, "tune", "measured"))
+        raise NoAnswer(no_answer(tuned, script, "tune", "measured"))
     return plan.facts, tuned.facts
 
 
@@ -119,7 +109,7 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
     at, _, line = plan.facts["found"].rpartition(":")
     if not plan.facts["after"] or Path(at) != script.absolute():
         why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
-        raise NoTuning(
+        raise NoAnswer(
             f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
             "says, and tune it again"
         )
