@@ -21,11 +21,7 @@ class Update:
 
 
 def update_of(step: LoopStep) -> Update | None:
-    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once.
-
-    Returns:
-        The update; ``None`` if the loop does anything else with the gradient.
-    """
+    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once."""
     block = step.source.block(step.back)
     found = {one: kind for one in block if (kind := _kind(step, one))}
     kinds = list(found.values())
@@ -93,12 +89,7 @@ def _limit(step: LoopStep, statement: ast.stmt) -> str:
 
 
 def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
-    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none.
-
-    Args:
-        step: the step.
-        texts: the other variables, as the loop writes them.
-    """
+    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none."""
     roots = {text.partition(".")[0] for text in (*texts, *step.modules)}
     home = None
     for loop in step.loops:
@@ -112,13 +103,9 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
     """The edit of a loop's file.
 
     Args:
-        step: the step.
         update: see ``update_of``; with ``None`` the loop keeps its update, and calls ``anybatch.backward``.
         memory: the text of ``memory=`` for a ``TrainStep``, and further arguments.
         plan: the arguments for ``anybatch.backward``.
-
-    Raises:
-        StepUnclear: there is more than one way to change the lines, or see ``results_of``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
@@ -213,11 +200,7 @@ def _reads_loss(step: LoopStep) -> bool:
 
 
 def results_of(step: LoopStep) -> list[str]:
-    """The tensors of the forward that the loop reads after the backward, each with one row per sample.
-
-    Raises:
-        StepUnclear: it reads something else, which does not exist after micro-batches.
-    """
+    """The tensors of the forward that the loop reads after the backward, each with one row per sample."""
     rows = rows_of(step.logical_batch)
     found = []
     for name in sorted(_outside(step)):

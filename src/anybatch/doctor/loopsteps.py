@@ -78,11 +78,7 @@ class LoopStep:
         """The code of the forward as a function of the model and the batch.
 
         Args:
-            name: the name of the function.
             metrics: variables to return beside the loss.
-
-        Raises:
-            StepUnclear: a statement contains a string of several lines.
         """
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
@@ -123,18 +119,10 @@ def step_at(
     """Finds the step that contains a line of a loop.
 
     Args:
-        file: the file of the loop.
-        line: the line of its backward, or another one near it.
-        names: the variables of the loop.
         optimizers: the optimizers that step; by default all in ``names``.
 
     Raises:
         StepUnclear: the step can't be separated from the rest of the loop.
-
-    Example:
-        >>> step_at("train.py", 3, {})
-        Traceback (most recent call last):
-        anybatch.doctor.loopsteps.StepUnclear: train.py can't be read: [Errno 2] No such file or directory: 'train.py'
     """
     try:
         source = UserSource(file)
@@ -305,12 +293,7 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that consecutive statements read before they assign them.
-
-    Example:
-        >>> sorted(inputs_of(ast.parse("h = f(x)\\nfor layer in layers: total = total + layer(h)").body))
-        ['f', 'layers', 'total', 'x']
-    """
+    """Names that consecutive statements read before they assign them."""
     found = set[str]()
     _follow(nodes, set(), found)
     return found
