@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit, last_name
+from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
 
@@ -52,7 +53,7 @@ def _kind(step: LoopStep, statement: ast.stmt) -> str:
     call = _call(statement)
     if call is None or not isinstance(call.func, ast.Attribute | ast.Name):
         return ""
-    name = last_name(call)
+    name = called(call)
     if name == "zero_grad":
         return "clear"
     if name == "step" and _is_optimizer(step, call):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, opened
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource, last_name
+from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
@@ -168,7 +169,7 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
             f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
         )
     loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if isinstance(loss, ast.Call) and last_name(loss) == "scale" and isinstance(loss.func, ast.Attribute):
+    if isinstance(loss, ast.Call) and called(loss) == "scale" and isinstance(loss.func, ast.Attribute):
         scaler = source.of(loss.func.value)
         if isinstance(value_of(scaler, names), torch.amp.GradScaler) and len(loss.args) == 1:
             return loss.args[0], scaler
@@ -231,7 +232,7 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
             elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(_root(node))
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                name = last_name(node.value)
+                name = called(node.value)
                 if name in _FILLS or name.endswith("_"):  # losses.append(loss), x.mul_(2)
                     found.add(_root(node.value.func))
     return found
@@ -259,7 +260,7 @@ def _is_housekeeping(statement: ast.stmt) -> bool:
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
-        and last_name(statement.value) in _HOUSEKEEPING
+        and called(statement.value) in _HOUSEKEEPING
     )
 
 
