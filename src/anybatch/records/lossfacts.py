@@ -69,7 +69,6 @@ class LossCall(Fact):
     function: str  # such as ``"cross_entropy"`` or ``"mse_loss"``
     input_shape: tuple[int, ...] = ()  # the shape of the predictions
     target_shape: tuple[int, ...] = ()  # the shape of the targets
-    target_dtype: str = ""  # the dtype of the targets
     reduction: str = "mean"  # ``"mean"``, ``"sum"`` or ``"none"``
     weighted: bool = False  # whether class or sample weights were given
     ignore_index: int = -100  # ``ignore_index`` of the call

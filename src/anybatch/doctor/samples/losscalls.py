@@ -36,9 +36,7 @@ _OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
 _LOOKED_AT = 3  # evaluations whose targets are looked at, since the later ones have the same
-_ALWAYS = frozenset(
-    {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
-)
+_ALWAYS = frozenset({"input_shape", "target_shape", "reduction", "weighted", "ignore_index", "classes", "items"})
 
 
 class CurrentRoot(NamedTuple):

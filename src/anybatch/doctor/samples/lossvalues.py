@@ -37,7 +37,6 @@ def facts_of_loss(
     facts: dict[str, Any] = {
         "input_shape": tuple(first.shape),
         "target_shape": tuple(target.shape),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
         "reduction": _reduction(given),
         "weighted": isinstance(given.get("weight"), torch.Tensor) or isinstance(given.get("pos_weight"), torch.Tensor),
         "ignore_index": ignore,
