@@ -111,7 +111,7 @@ def _samples(step: int, steps: int, modules: list[str], owned: tuple[int, ...], 
     norms = Norms(
         optimizer=0, number=step, parameters=tuple(range(count)), grad=tuple(grads), weight=(8.0,) * count,
         update=tuple(0.008 * (1 + index / count) if index in owned else 0.0 for index in range(count)),
-        unchanged=(0.0,) * count, grad_zeros=(0.0,) * count, max_grad=0.3,
+        unchanged=(0.0,) * count, grad_zeros=(0.0,) * count,
     )  # fmt: skip
     outputs = [
         ModuleSample(module=name, cls="Linear", order=index, shape=(32, 128), std=1.0, absmax=3.0 + index, zeros=0.5)

@@ -7,13 +7,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from anybatch.cli.options import (
-    INTERRUPTED,
-    ScriptCommand,
-    json_option,
-    of_script,
-    timeout_option,
-)
+from anybatch.cli.options import NoAnswer, ScriptCommand, json_option, of_script, timeout_option
 from anybatch.cli.reporting import Output, Outputs, format_option, text_of
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.certificates import Certificate, Reason
@@ -23,12 +17,6 @@ from anybatch.records.runs import Run
 
 VERSION = 1
 """Of the form of the JSON."""
-
-
-class NoCertificate(click.ClickException):
-    """The script did not reach a step that can be checked."""
-
-    exit_code = 2
 
 
 @click.command("check", cls=ScriptCommand, short_help="Does gradient accumulation change the gradient here?")
@@ -58,10 +46,7 @@ def check_command(
     Exit codes: 0 for a certificate, 1 for a finding if --fail-on was given, 2 if the script never reached a step.
     """
     outputs = Outputs(formats, json_path)
-    try:
-        ending = run_until_first_call(script, arguments, timeout, {"verb": "check"})
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    ending = run_until_first_call(script, arguments, timeout, {"verb": "check"})
     certificate = _certificate_of(ending, script)
     values = {"version": VERSION, "kind": "anybatch certificate"} | certificate.to_dict()
     findings = _diagnosis_of(certificate, script, arguments, ending.facts["at"])
@@ -103,4 +88,4 @@ def _certificate_of(ending: Ending, script: Path) -> Certificate:
     """The certificate, or the error that says why there is none."""
     if ending.status == "checked":
         return Certificate.from_dict(ending.facts["certificate"])
-    raise NoCertificate(no_answer(ending, script, "check", "checked"))
+    raise NoAnswer(no_answer(ending, script, "check", "checked"))

@@ -32,12 +32,7 @@ _PLANNED_OPTIONS = (*_SHARED_OPTIONS, "optimizer", "autocast", "clip_norm", "inp
 
 
 class Answer:
-    """Intercepts the first call of the script: answers the question about its arguments and ends the process.
-
-    Args:
-        result: the file for the answer.
-        question: the verb and its options.
-    """
+    """Intercepts the first call of the script: answers the question about its arguments and ends the process."""
 
     def __init__(self, result: Path, question: Mapping[str, Any]) -> None:
         self._result = result
@@ -47,26 +42,20 @@ class Answer:
 
     def __call__(self, call: interception.Call) -> NoReturn:
         """Answers about a call of anybatch; does not return."""
+        frame, _ = users_frame(sys._getframe(1))
+        self._about(call, (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0))
+
+    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
+        """Answers about a step of a plain loop; does not return."""
+        self._about(partial(FoundStep, names, file, line, optimizer), (file, line))
+
+    def _about(self, call: "interception.Call | Callable[[], FoundStep]", at: tuple[str, int]) -> NoReturn:
         self._only_once.acquire()  # a second thread waits here until the process is gone
         try:
             interception.first_call.set(None)  # a step within the answer is a step
             self.write(status="reached")
-            frame, _ = users_frame(sys._getframe(1))
-            at = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
             self.write(**_answered(call, self._question), at=at)
         except BaseException as error:  # noqa: BLE001 - it must not reach the script, which would go on with it
-            traceback.print_exception(error)
-        finally:
-            _leave(self._process)
-
-    def found(self, names: dict[str, Any], file: str, line: int, optimizer: Any) -> NoReturn:
-        """Answers about a step of a plain loop; does not return."""
-        self._only_once.acquire()
-        try:
-            interception.first_call.set(None)
-            self.write(status="reached")
-            self.write(**_answered(partial(FoundStep, names, file, line, optimizer), self._question), at=(file, line))
-        except BaseException as error:  # noqa: BLE001 - as above
             traceback.print_exception(error)
         finally:
             _leave(self._process)

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
-from anybatch.cli.options import INTERRUPTED, write_json
+from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
 from anybatch.cli.tour import show_tour
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
@@ -98,19 +98,8 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]",
-)
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    help="Write the findings as JSON; - for standard output.",
-)
+@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]")
+@json_option("the findings")
 @click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
 @click.option("--samples", type=click.IntRange(min=2), hidden=True)
 @click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
@@ -161,19 +150,11 @@ def _check_options(options: Options, *, force: bool) -> None:
     if options.seconds is not None and (options.updates is not None or options.quick):
         other = "--quick" if options.quick else "--updates"
         raise click.UsageError(f"got --seconds and {other}, expected one of them: leave one out")
+    check_folder(options.json_path)
+    check_file(options.output, "page that anybatch wrote", is_own_page, force=force)
     for path in (options.output, options.json_path):
-        if path is None or str(path) == "-":
-            continue
-        if not path.absolute().parent.is_dir():
-            raise click.UsageError(
-                f"{path}: the folder {path.absolute().parent} does not exist; make it or name another"
-            )
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        if path is not None and path.exists() and not os.access(path, os.W_OK):
             raise click.UsageError(f"{path} can't be written; name another file")
-    if options.output.exists() and not force and not is_own_page(options.output):
-        raise click.UsageError(
-            f"{options.output} exists and is not a page that anybatch wrote; name another with -o or add --force"
-        )
 
 
 def _run(options: Options, screen: Screen) -> None:

@@ -28,11 +28,7 @@ _PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
 class Screen:
-    """Prints the demonstration.
-
-    Args:
-        console: a terminal or a pipe.
-    """
+    """Prints the demonstration."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -13,21 +13,24 @@ from rich.console import Console
 from anybatch.cli.doctor_fixes import SECONDS, with_fixes
 from anybatch.cli.doctor_launch import Finished, end_as, launch
 from anybatch.cli.doctor_live import STOPPED, Watcher
-from anybatch.cli.doctor_ranks import (
-    compared,
-    launches_ranks,
-    not_followed,
-    records_of_ranks,
-    without_records_of_ranks,
-)
+from anybatch.cli.doctor_ranks import compared, launches_ranks, not_followed, records_of_ranks, without_records_of_ranks
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
-from anybatch.cli.options import check_folder, check_patch, json_option, timeout_option, write_whole
+from anybatch.cli.options import (
+    check_file,
+    check_folder,
+    check_page,
+    file_option,
+    is_patch,
+    json_option,
+    page_option,
+    timeout_option,
+    write_whole,
+)
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
 from anybatch.records.runs import Run, load_run
-from anybatch.report.pages import is_own_page, missing_extra
 
 _TIMED_OUT = 124
 """What the command timeout ends with."""
@@ -57,12 +60,8 @@ class Wishes:
     "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=target_of
 )
 @json_option("the diagnosis")
-@click.option(
-    "--record", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Keep the record of the run."
-)
-@click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
-)
+@file_option("--record", help="Keep the record of the run.")
+@page_option
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning"]),
@@ -73,12 +72,7 @@ class Wishes:
 @click.option(
     "--fix", is_flag=True, help="Run the script again with each proposed change, and print a patch of those that help."
 )
-@click.option(
-    "--patch",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the patch of --fix to this file.",
-)
+@file_option("--patch", help="Write the patch of --fix to this file.")
 @click.option(
     "--fix-seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -136,7 +130,10 @@ def doctor_command(
         ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
         fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
     )  # fmt: skip
-    _check_outputs(json_path, wishes, force=force)
+    check_folder(json_path)
+    check_page(output, force=force)
+    check_file(record, "record that anybatch wrote", is_record, force=force)
+    check_file(patch, "patch", is_patch, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
         finished, failed, stopped = _examine(target, wishes, Path(folder).resolve())
     if finished.limit is not None:
@@ -144,21 +141,6 @@ def doctor_command(
     if stopped:
         sys.exit(STOPPED)
     end_as(1 if failed and finished.code == 0 else finished.code)
-
-
-def _check_outputs(json_path: Path | None, wishes: Wishes, *, force: bool) -> None:
-    """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    for path in (json_path, wishes.record, wishes.output):
-        check_folder(path)
-    check_patch(wishes.patch, force=force)
-    if wishes.output is not None and (missing := missing_extra()):
-        raise click.UsageError(missing)
-    if force:
-        return
-    for path, name, is_own in ((wishes.output, "page", is_own_page), (wishes.record, "record", is_record)):
-        if path is not None and path.is_file() and not is_own(path):
-            text = f"{path} exists and is not a {name} that anybatch wrote; name another or add --force"
-            raise click.UsageError(text)
 
 
 def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bool, bool]:

@@ -66,11 +66,7 @@ def of_rank(record: str, rank: int | str) -> str:
 
 
 class TorchFinder:
-    """An import hook that attaches something once torch has been loaded.
-
-    Args:
-        attendance: has the method ``attach`` to call.
-    """
+    """An import hook that attaches something once torch has been loaded."""
 
     def __init__(self, attendance: Any) -> None:
         self._attendance = attendance
@@ -102,12 +98,7 @@ class TorchFinder:
 
 
 class Attendance:
-    """The doctor in one process, from the import of torch to the exit.
-
-    Args:
-        folder: the folder of this run, for notes to the parent process.
-        settings: see ``begin``.
-    """
+    """The doctor in one process, from the import of torch to the exit."""
 
     def __init__(self, folder: str, settings: Mapping[str, Any]) -> None:
         self._folder = folder

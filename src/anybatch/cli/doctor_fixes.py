@@ -82,10 +82,6 @@ def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, sec
     """Tries fixes of the first findings, one after the other.
 
     Args:
-        diagnosis: what was found.
-        run: the run that it was found in.
-        target: the script.
-        folder: the folder for the trials.
         seconds: the time limit of one trial.
 
     Returns:

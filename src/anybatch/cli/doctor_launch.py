@@ -171,13 +171,7 @@ def _wait_with_handlers(
 
 
 class Deadline:
-    """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then.
-
-    Args:
-        process: the script.
-        end: the time limit on the monotonic clock, ``None`` for never.
-        look: see ``launch``.
-    """
+    """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[bool], bool] | None = None

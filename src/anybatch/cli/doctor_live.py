@@ -20,7 +20,6 @@ class Watcher:
     """Follows the record of a run, or those of its ranks, from outside the script's process.
 
     Args:
-        record: the path of the record.
         ranks: whether each process of a launcher writes a record of its own.
         policy: what is reported.
         stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.
@@ -43,9 +42,6 @@ class Watcher:
 
     def look(self, report_now: bool) -> bool:
         """Reads what is new and prints new findings.
-
-        Args:
-            report_now: whether to write the report, too.
 
         Returns:
             Whether the run has to end.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from anybatch.errors import AnyBatchError, DoesNotFit
 from anybatch.records.events import Crashed
 from anybatch.records.plans import Plan
+from anybatch.report.frontier import micro_batches
 from anybatch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,14 +44,10 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
 def _let_go(trace: TracebackType | None) -> None:
     """Empties the frames that have ended below the step: planning needs some of the memory that they hold."""
     frames = [frame for frame, _ in _frames(trace)]
-    for frame in frames[_deepest_user(frames) + 1 :]:
+    with_step = max((place for place, frame in enumerate(frames) if _optimizers(frame)), default=len(frames))
+    for frame in frames[with_step + 1 :]:
         frame.clear()
     gc.collect()
-
-
-def _deepest_user(frames: list[Any]) -> int:
-    """The place of the innermost frame that has an optimizer."""
-    return max((place for place, frame in enumerate(frames) if _optimizers(frame)), default=len(frames))
 
 
 def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
@@ -63,9 +60,10 @@ def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
     memory = format_bytes(budget).replace(" ", "")
     answer = found.with_change({"plan": plan.to_dict()}, {"memory": memory})
     whole = f"; the whole batch at once takes {format_bytes(plan.whole_bytes)}" if plan.whole_bytes else ""
+    way = f"{micro_batches(plan.chosen)}{f', {plan.chosen.optimizations}' if plan.chosen.optimizations else ''}"
     saved = f"# plan.json comes from: anybatch plan SCRIPT --memory {memory} -o plan.json"
     lines = [
-        f"# The same batch and gradient in {_way(plan)}: {format_bytes(plan.peak_bytes)} at the peak,",
+        f"# The same batch and gradient in {way}: {format_bytes(plan.peak_bytes)} at the peak,",
         f"# of {format_bytes(budget)} that there was for it{whole}.",
         *([saved] if "Plan.load" in answer["change"] else []),
         answer["change"].rstrip() or f"# The lines to change can't be written: {answer['trouble']}",
@@ -76,11 +74,6 @@ def _planned(crashed: Crashed, found: "FoundStep", budget: int) -> Crashed:
         evidence={**evidence, "whole": plan.whole_bytes, "plan": str(plan.chosen), "plan_at_peak": held,
                   "found": answer["found"]},
     )  # fmt: skip
-
-
-def _way(plan: Plan) -> str:
-    many = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {plan.micro_batch_size:g}"
-    return f"{many}, {plan.chosen.optimizations}" if plan.chosen.optimizations else many
 
 
 def _plan(found: "FoundStep", budget: int) -> Plan:

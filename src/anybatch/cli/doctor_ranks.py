@@ -15,12 +15,7 @@ _SCRIPTS = frozenset({"torchrun", "accelerate"})
 
 
 def launches_ranks(command: Sequence[str]) -> bool:
-    """Whether a command is a launcher of ranks, such as torchrun.
-
-    Example:
-        >>> launches_ranks(["-m", "torch.distributed.run", "train.py"]), launches_ranks(["train.py"])
-        (True, False)
-    """
+    """Whether a command is a launcher of ranks, such as torchrun."""
     if command[0] == "-m":
         return command[1] in _LAUNCHERS
     return Path(command[0]).name in _SCRIPTS

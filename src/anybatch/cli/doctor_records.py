@@ -108,12 +108,7 @@ def values_of(diagnosis: Diagnosis, run: Run) -> dict[str, Any]:
 
 
 def failed_severity(diagnosis: Diagnosis, fail_on: str | None) -> bool:
-    """Whether a cause, not only a consequence, meets ``--fail-on``.
-
-    Args:
-        diagnosis: the diagnosis.
-        fail_on: the least severity that is a failure, ``None`` for none.
-    """
+    """Whether a cause, not only a consequence, meets ``--fail-on``."""
     if fail_on is None:
         return False
     failing = SEVERITIES[: [str(one) for one in SEVERITIES].index(fail_on) + 1]

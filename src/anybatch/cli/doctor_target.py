@@ -43,12 +43,7 @@ class TargetCommand(click.Command):
 
 
 def target_of(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> Target:
-    """Reads the words after the options.
-
-    Raises:
-        click.UsageError: the script does not exist or is a folder without ``__main__.py``, ``-m`` has no name after it,
-            or an option is unknown.
-    """
+    """Reads the words after the options."""
     if words[0] == "-m":
         if len(words) < 2:
             raise click.UsageError("Argument expected for the -m option, as in: anybatch doctor -m package.train", ctx)

@@ -37,11 +37,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Shadow:
-    """Redirects the writes of a trial.
-
-    Args:
-        folder: the folder of the trial, which exists.
-    """
+    """Redirects the writes of a trial."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -260,7 +256,6 @@ class Trial:
         """Counts optimizer steps, once torch has been imported.
 
         Args:
-            torch: the module.
             leave: is called before the process ends if the script caught the exit.
         """
         self._leave = leave

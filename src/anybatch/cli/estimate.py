@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from anybatch.cli.options import INTERRUPTED, check_folder, json_option, write_json
+from anybatch.cli.options import check_folder, json_option, write_json
 from anybatch.cli.plan_screen import print_table, print_words
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.report.frontier import rows_of, time_header, time_text
@@ -75,10 +75,7 @@ def estimate_command(
               "dtype": dtype}  # fmt: skip
     found: dict[str, Plan | str] = {}
     for what, rank in [("all weights", None), *([(f"LoRA of rank {lora}", lora)] if lora else [])]:
-        try:
-            found[what] = _estimated(model, {**wishes, "lora": rank})
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
+        found[what] = _estimated(model, {**wishes, "lora": rank})
     plans = {what: one for what, one in found.items() if isinstance(one, Plan)}
     if json_path is not None:
         kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}

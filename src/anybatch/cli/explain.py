@@ -37,11 +37,7 @@ def explain_command(names: tuple[str, ...]) -> None:
 
 
 def _rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
-    """The rule with a code or name.
-
-    Raises:
-        click.UsageError: there is none; it names those that are nearly so.
-    """
+    """The rule with a code or name."""
     wanted = name.upper().replace("-", "_").replace(" ", "_")
     by_code = {rule.code: rule for rule in rules.values()}
     rule = rules.get(wanted) or by_code.get(wanted)

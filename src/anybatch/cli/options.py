@@ -17,6 +17,12 @@ INTERRUPTED = 130
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class NoAnswer(click.ClickException):
+    """The script did not reach a step that the question can be answered for."""
+
+    exit_code = 2
+
+
 class ScriptCommand(click.Command):
     """A command whose options stand before or after the script; unknown ones after it belong to the script."""
 
@@ -57,6 +63,12 @@ def json_option(what: str) -> Callable[[Function], Function]:
     )
 
 
+def file_option(*names: str, help: str) -> Callable[[Function], Function]:
+    """Adds an option that names a file to write."""
+    return click.option(*names, metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help=help)
+
+
+page_option = file_option("-o", "--output", help="Write an HTML page.")
 timeout_option = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -66,56 +78,33 @@ timeout_option = click.option(
 
 
 def check_folder(path: Path | None) -> None:
-    """Refuses a file whose folder does not exist, or a new file in a folder that is not writable.
-
-    Args:
-        path: the file to write; ``None`` and ``-`` are fine.
-
-    Raises:
-        click.UsageError: names the folder.
-    """
+    """Refuses a file whose folder does not exist, or a new file in a folder that is not writable."""
     if path is not None and not path.absolute().parent.is_dir():
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} does not exist; make it first")
     if path is not None and not path.exists() and not os.access(path.absolute().parent, os.W_OK):
         raise click.UsageError(f"{path}: the folder {path.absolute().parent} can't be written to; name another")
 
 
+def check_file(path: Path | None, what: str, is_own: Callable[[Path], bool], *, force: bool) -> None:
+    """Refuses a file that can't be written, or that would overwrite one of another kind."""
+    check_folder(path)
+    if path is not None and path.is_file() and not force and not is_own(path):
+        raise click.UsageError(f"{path} exists and is not a {what}; name another or add --force")
+
+
 def check_page(path: Path | None, *, force: bool) -> None:
-    """Refuses a page that can't be written, that lacks an extra, or that would overwrite another file.
-
-    Args:
-        path: the page; ``None`` is fine.
-        force: whether any file may be overwritten.
-
-    Raises:
-        click.UsageError: names the file or the extra, and the remedy.
-    """
+    """The same for a page, which needs an extra."""
     from anybatch.report.pages import is_own_page, missing_extra
 
-    check_folder(path)
     if path is not None and (missing := missing_extra()):
         raise click.UsageError(missing)
-    if path is not None and path.is_file() and not force and not is_own_page(path):
-        raise click.UsageError(f"{path} exists and is not a page that anybatch wrote; name another or add --force")
+    check_file(path, "page that anybatch wrote", is_own_page, force=force)
 
 
-def check_patch(path: Path | None, *, force: bool) -> None:
-    """Refuses a patch that can't be written, or that would overwrite a file that is not a patch.
-
-    Args:
-        path: the patch; ``None`` is fine.
-        force: whether any file may be overwritten.
-
-    Raises:
-        click.UsageError: names the file and the remedy.
-    """
-    check_folder(path)
-    if path is None or force or not path.is_file():
-        return
+def is_patch(path: Path) -> bool:
+    """Whether a file is a patch; one without any change is empty."""
     with path.open("rb") as file:
-        begin = file.read(len(_PATCH))
-    if begin not in (b"", _PATCH):  # one without any change is empty
-        raise click.UsageError(f"{path} exists and is not a patch; name another or add --force")
+        return file.read(len(_PATCH)) in (b"", _PATCH)
 
 
 def json_text(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """``anybatch plan``: what is the fastest configuration of the user's training step within a memory budget?"""
 
 import json
-import sys
 import textwrap
 from collections.abc import Mapping
 from functools import partial
@@ -12,11 +11,12 @@ import click
 from rich.console import Console
 
 from anybatch.cli.options import (
-    INTERRUPTED,
+    NoAnswer,
     ScriptCommand,
-    check_folder,
+    check_file,
     check_page,
-    check_patch,
+    file_option,
+    is_patch,
     json_option,
     json_text,
     of_script,
@@ -34,20 +34,11 @@ from anybatch.units import format_bytes, parse_bytes
 _WIDTH = 80
 
 
-class NoPlan(click.ClickException):
-    """The script did not reach a step that can be planned."""
-
-    exit_code = 2
-
-
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
     """Reads a budget, so that a wrong one is refused before the script runs.
 
     Returns:
         A share of the device as a float; a size or ``"free"`` as text; ``None`` if none was given.
-
-    Raises:
-        click.BadParameter: it is not a budget.
     """
     if value is None or value == "free":
         return value
@@ -76,9 +67,7 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     "script, else free]",
 )
 @click.option(
-    "--device",
-    metavar="NAME",
-    help="Plan for another card: its name such as h200, or its size such as 24GiB.",
+    "--device", metavar="NAME", help="Plan for another card: its name such as h200, or its size such as 24GiB."
 )
 @click.option(
     "--batch-norm",
@@ -98,25 +87,9 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="How ranks hold the model: a copy each, fully_shard of each block, or that with "
     "reshard_after_forward=False.  [default with --ranks: ddp]",
 )
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Save the plan; anybatch.Plan.load reads it.",
-)
-@click.option(
-    "--html",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write an HTML page that plots time against memory.",
-)
-@click.option(
-    "--patch",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="For a plain loop: write the lines to change as a patch, for patch -p1.",
-)
+@file_option("-o", "--output", help="Save the plan; anybatch.Plan.load reads it.")
+@file_option("--html", help="Write an HTML page that plots time against memory.")
+@file_option("--patch", help="For a plain loop: write the lines to change as a patch, for patch -p1.")
 @json_option("the plan")
 @format_option(("terminal", "json"))
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
@@ -150,20 +123,18 @@ def plan_command(
     """
     _check_ranks(ranks, shard, output, html, patch)
     outputs = Outputs(formats, json_path)
-    _check_outputs(output, html, force=force)
-    check_patch(patch, force=force)
+    check_file(output, "plan", _is_own_plan, force=force)
+    check_page(html, force=force)
+    check_file(patch, "patch", is_patch, force=force)
     question: dict[str, Any] = {
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
         "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
     }  # fmt: skip
-    try:
-        ending = run_until_first_call(script, arguments, timeout, question)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    ending = run_until_first_call(script, arguments, timeout, question)
     if ending.status == "too-large":
         _end_too_large(ending.facts, script, outputs)
     if ending.status != "planned":
-        raise NoPlan(no_answer(ending, script, "plan", "planned"))
+        raise NoAnswer(no_answer(ending, script, "plan", "planned"))
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
         show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))
@@ -215,14 +186,6 @@ def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> N
         raise click.UsageError("--shard says how the model lies on several ranks; add --ranks N")
     if ranks is not None and any(one is not None for one in files):
         raise click.UsageError("a plan over ranks is shown, and written with --json; leave -o, --html and --patch out")
-
-
-def _check_outputs(output: Path | None, html: Path | None, *, force: bool) -> None:
-    """Refuses what would fail only after the script has run, and what would overwrite something else."""
-    check_folder(output)
-    check_page(html, force=force)
-    if output is not None and not force and output.exists() and not _is_own_plan(output):
-        raise click.UsageError(f"{output} exists and is not a plan; name another with -o or add --force")
 
 
 def _is_own_plan(path: Path) -> bool:

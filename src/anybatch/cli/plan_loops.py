@@ -99,12 +99,6 @@ class FoundStep:
 
     The gradients of its model are set to ``None``.
 
-    Args:
-        names: the variables of the loop.
-        file: the file of the loop.
-        line: the line of its backward.
-        optimizer: the optimizer that was about to step.
-
     Attributes:
         call: the step as the arguments of a ``TrainStep``.
 

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from anybatch.cli.plan_screen import heading, print_table, print_words
 from anybatch.records.rankplans import RankPlan
+from anybatch.report.frontier import micro_batches
 from anybatch.report.tables import TextTable
 from anybatch.units import format_bytes
 
@@ -21,11 +22,9 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     """Prints a plan over ranks."""
     row = plan.plan.chosen
     optimizations = f", {row.optimizations}" if row.optimizations else ""
-    many = "micro-batch" if row.micro_batches == 1 else "micro-batches"
     print_words(
         console,
-        f"{plan.ranks} ranks, {_WAYS[plan.shard]}: {row.micro_batches} {many} of {row.micro_batch_size:g} on each"
-        f"{optimizations}",
+        f"{plan.ranks} ranks, {_WAYS[plan.shard]}: {micro_batches(row)} on each{optimizations}",
         style="bold green",
     )
     console.print()

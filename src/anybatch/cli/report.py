@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from anybatch.cli.doctor_records import MOST, damage_of, is_record
-from anybatch.cli.options import check_folder, check_page, json_option
+from anybatch.cli.options import check_folder, check_page, json_option, page_option
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.runs import Run, load_run
@@ -20,9 +20,7 @@ from anybatch.records.runs import Run, load_run
 @click.argument("record", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("other", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 @json_option("the diagnosis")
-@click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
-)
+@page_option
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @reporting_options
 def report_command(

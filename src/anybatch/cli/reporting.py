@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,16 +52,9 @@ def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Functi
 class Outputs:
     """The destinations of a report: files, standard output for one format, and the terminal.
 
-    Args:
-        formats: the values of ``--format``.
-        json_path: the value of ``--json``.
-
     Attributes:
         takes_stdout: whether a format takes standard output.
         is_shown: whether the terminal gets the report, too.
-
-    Raises:
-        click.UsageError: a folder does not exist, or several formats go to standard output.
     """
 
     def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
@@ -89,9 +81,6 @@ class Outputs:
             text_of: gives the text of a format.
             others: further writers, such as that of the terminal.
             is_last: whether the format on standard output is written.
-
-        Raises:
-            OSError: the first failure, such as a full disk or a closed standard error.
         """
         failed: list[OSError] = []
         writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
@@ -128,21 +117,7 @@ def reporting_options(function: Function) -> Function:
 
 
 class Wanted:
-    """Which findings are reported, and how.
-
-    Args:
-        folder: the settings are in its ``pyproject.toml``, or in the nearest one above it.
-        formats: the formats to write.
-        select: codes that replace those of the settings.
-        ignore: codes in addition to those of the settings.
-        baseline: the file of known findings, ``None`` for none.
-        update_baseline: whether to rewrite it.
-        quiet: whether the report is one line per finding.
-        json_path: the file for the diagnosis as JSON, ``None`` for none.
-
-    Raises:
-        click.UsageError: a setting, a code or a file is unknown or invalid, or options contradict each other.
-    """
+    """Which findings are reported, and how."""
 
     def __init__(
         self,
@@ -178,11 +153,7 @@ class Wanted:
 
     @staticmethod
     def stops(words: Sequence[str]) -> tuple[str, ...]:
-        """The values of ``--stop-on`` in capitals: ``NAN``, ``ERROR``, codes, code prefixes, names.
-
-        Raises:
-            click.UsageError: one of them names nothing.
-        """
+        """The values of ``--stop-on`` in capitals: ``NAN``, ``ERROR``, codes, code prefixes, names."""
         found = [word.strip().upper() for text in words for word in text.split(",") if word.strip()]
         try:
             return (*found, *checked_codes([one for one in found if one not in ("NAN", "ERROR")], "--stop-on"))
@@ -215,16 +186,9 @@ class Wanted:
         """Writes a diagnosis in all formats, to the terminal, and as a page.
 
         Args:
-            diagnosis: the diagnosis.
-            run: the facts of its run.
-            console: the terminal.
-            page: the file of the page, ``None`` for none.
             more: further values for JSON.
             is_last: whether the run is over; before that, formats are written only to files, and the terminal always
                 gets the report.
-
-        Raises:
-            OSError: see ``Outputs.write``.
         """
         values = values_of(diagnosis, run) | (more or {})
         is_shown = self._outputs.is_shown or not is_last
@@ -257,5 +221,6 @@ def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run
         from anybatch.doctor.rules.registry import all_rules
 
         described["rules"] = all_rules().values()
-    text: str = import_module(f"anybatch.report.diagnosis_{name}").text_of(diagnosis, run, **described)
-    return text
+    from anybatch.report.formats import TEXTS
+
+    return TEXTS[name](diagnosis, run, **described)

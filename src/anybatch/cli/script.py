@@ -36,8 +36,6 @@ def run_until_first_call(
     that fails because torchrun did not start it runs again as the only rank.
 
     Args:
-        script: the script.
-        arguments: its arguments.
         timeout: seconds after which it is killed, ``None`` for never.
         question: the verb and its options.
     """
@@ -85,14 +83,7 @@ def _run(
 
 
 def no_answer(ending: Ending, script: Path, verb: str, done: str) -> str:
-    """A sentence on why a script gave no answer.
-
-    Args:
-        ending: how it ended.
-        script: the script.
-        verb: the command, such as ``"plan"``.
-        done: its participle, such as ``"planned"``.
-    """
+    """A sentence on why a script gave no answer."""
     facts = ending.facts
     call = "anybatch.TrainStep" if verb == "tune" else "anybatch.TrainStep or anybatch.backward"
     call += ", or any optimizer stepped after a backward" if verb != "tune" else ""

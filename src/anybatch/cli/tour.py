@@ -18,16 +18,7 @@ _MOST_COLUMNS = 120
 
 
 def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
-    """Runs all chapters.
-
-    Args:
-        console: the terminal.
-        page: the file of the page, which is written if its extra is installed.
-        json_path: the file for all commands and their output as JSON; ``None`` for none.
-
-    Raises:
-        click.ClickException: a command did not exit with 0.
-    """
+    """Runs all chapters."""
     began = time.monotonic()
     missing = missing_extra()
     _say(console, f"The scripts of this tour are in {FOLDER}. It takes about a minute; Ctrl-C ends it.")

@@ -1,6 +1,5 @@
 """``anybatch tune``: the batch that fits, the batch that pays, and the learning rate that goes with it."""
 
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,13 @@ import click
 from rich.console import Console
 
 from anybatch.cli.options import (
-    INTERRUPTED,
+    NoAnswer,
     ScriptCommand,
     check_folder,
     check_page,
     json_option,
     of_script,
+    page_option,
     timeout_option,
     write_json,
     write_whole,
@@ -36,9 +36,7 @@ _LEAST = 3  # measurements that a noise scale is told from
 @click.option(
     "--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="How many steps to measure."
 )
-@click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write an HTML page."
-)
+@page_option
 @json_option("the answer")
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
 @timeout_option
@@ -62,10 +60,7 @@ def tune_command(
     """
     check_folder(json_path)
     check_page(output, force=force)
-    try:
-        plan, tuned = _asked(script, arguments, memory, steps, timeout)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    plan, tuned = _asked(script, arguments, memory, steps, timeout)
     chosen = plan["plan"]["chosen"]
     many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
     way = "as it is" if chosen["micro_batches"] == 1 else many
@@ -84,12 +79,6 @@ def tune_command(
         console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
 
 
-class NoTuning(click.ClickException):
-    """The script did not reach steps that can be measured."""
-
-    exit_code = 2
-
-
 def _asked(
     script: Path, arguments: tuple[str, ...], memory: str | float | None, steps: int, timeout: float | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -99,9 +88,9 @@ def _asked(
     if plan.status == "too-large":
         raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
     if plan.status != "planned":
-        raise NoTuning(no_answer(plan, script, "plan", "planned"))
+        raise NoAnswer(no_answer(plan, script, "plan", "planned"))
     if not plan.facts["updates"]:
-        raise NoTuning(
+        raise NoAnswer(
             f"{script} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
             "anybatch.TrainStep, and tune it again"
         )
@@ -109,7 +98,7 @@ def _asked(
         source = _source(plan, script, Path(folder))
         tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})
     if tuned.status != "tuned":
-        raise NoTuning(no_answer(tuned, script, "tune", "measured"))
+        raise NoAnswer(no_answer(tuned, script, "tune", "measured"))
     return plan.facts, tuned.facts
 
 
@@ -120,7 +109,7 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
     at, _, line = plan.facts["found"].rpartition(":")
     if not plan.facts["after"] or Path(at) != script.absolute():
         why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
-        raise NoTuning(
+        raise NoAnswer(
             f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
             "says, and tune it again"
         )

@@ -7,12 +7,7 @@ _RATED = 8  # batches of the range test, the last that were seen
 
 
 class TuneWatch:
-    """Measures the first ``TrainStep`` of a script while it trains.
-
-    Args:
-        steps: the number of batches to measure.
-        answer: takes the facts; does not return.
-    """
+    """Measures the first ``TrainStep`` of a script while it trains."""
 
     def __init__(self, steps: int, answer: Callable[[dict[str, Any]], None]) -> None:
         self._steps, self._answer = steps, answer

@@ -52,12 +52,7 @@ def watch_command(record: Path, once: bool) -> None:
 
 
 class Frames:
-    """Frames of a growing record.
-
-    Args:
-        record: its path; if the file does not exist, the records of ranks beside it are shown.
-        bars: the characters of the curves, from low to high.
-    """
+    """Frames of a growing record."""
 
     def __init__(self, record: Path, *, bars: str = _BARS) -> None:
         self._record, self._bars = record, bars
@@ -162,12 +157,7 @@ class Frames:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:
-    """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value.
-
-    Example:
-        >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, float("nan"), 1]), sparkline([])
-        ('▁▂▃▄▅▆▇█', '▁x▁', '')
-    """
+    """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value."""
     count = len(values)
     shown = [values[(n + 1) * count // width - 1] for n in range(width)] if count > width else list(values)
     finite = [one for one in shown if math.isfinite(one)]

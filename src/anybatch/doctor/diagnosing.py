@@ -29,12 +29,7 @@ def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
     A rule that fails is logged and left out.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
-
-    Example:
-        >>> diagnose(Run([]))
-        ()
     """
     return _diagnosed(run, policy or Policy())[0]
 
@@ -43,12 +38,7 @@ def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
     """The whole diagnosis of a run: findings, verdict, cells and notes.
 
     Args:
-        run: the facts.
         policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
-
-    Example:
-        >>> diagnosis(Run([])).verdict
-        'undecided'
     """
     policy = policy or Policy()  # a new one, which reads the user's files as they are now
     findings, failed, suppressed = _diagnosed(run, policy)

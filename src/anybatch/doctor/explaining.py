@@ -20,13 +20,7 @@ _CHOICES = frozenset(
 
 
 class Explanation:
-    """Explains why a loss does not reach parameters.
-
-    Args:
-        subject: the parameters.
-        follower: the observed operations.
-        running: the modules that ran.
-    """
+    """Explains why a loss does not reach parameters."""
 
     def __init__(self, subject: Subject, follower: Follower, running: Running) -> None:
         self._subject, self._follower, self._running = subject, follower, running

@@ -58,8 +58,6 @@ class Follower(TorchFunctionMode):
     """Observes every operation that Python calls while it is entered.
 
     Args:
-        bits: one bit for each parameter, by its ``id``.
-        running: knows the running module.
         before_write: is called with each tensor that is about to be written to.
 
     Attributes:
@@ -70,7 +68,6 @@ class Follower(TorchFunctionMode):
         operations: for each operation on something with a parameter in it: its name, its place, the bits of all these
             parameters, and the bits of those in the graph of the result.
         frozen: where ``requires_grad`` was switched off, by the ``id`` of the tensor.
-        before_write: see above.
     """
 
     def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:

@@ -136,8 +136,6 @@ def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without:
     """What the graph of some tensors keeps in memory; nothing is unpacked, so no checkpoint runs.
 
     Args:
-        tensors: the roots of the graph.
-        places: the module of each node.
         without: tensors whose storage does not count.
 
     Returns:

@@ -19,9 +19,6 @@ class Judge:
 
     Together this takes about half as long again as the diagnosis at the end of the run.
 
-    Args:
-        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
-
     Example:
         >>> judge = Judge()
         >>> [step for step in range(2000) if judge.is_due(step) and judge.news(Run([]), step) == ()]
@@ -35,12 +32,7 @@ class Judge:
         self._known: set[tuple[str, str, str, int]] = set()
 
     def is_due(self, step: int, *, not_finite: bool = False) -> bool:
-        """Whether it is time to run the rules.
-
-        Args:
-            step: the number of steps so far.
-            not_finite: whether a non-finite number was seen.
-        """
+        """Whether it is time to run the rules."""
         return step >= self._due or (not_finite and not self._seen_not_finite)
 
     def news(self, run: Run, step: int) -> tuple[Finding, ...]:
@@ -76,12 +68,7 @@ def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
 
 
 def sentence_of(one: Finding) -> str:
-    """A finding on one line, as it is shown during a run.
-
-    Example:
-        >>> sentence_of(Finding("It has no gradient.", step=3, severity="error", code="AB101"))
-        'step 3: error AB101 It has no gradient.'
-    """
+    """A finding on one line, as it is shown during a run."""
     place = f" ({one.place})" if str(one.place) else ""
     return " ".join(f"step {one.step}: {one.severity} {one.code} {one.message}{place}".split())
 

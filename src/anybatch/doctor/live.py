@@ -22,7 +22,6 @@ class AfterStep:
     """Calls a function after each step of any optimizer, as one of torch's hooks.
 
     Args:
-        doctor: counts the steps; it is attached.
         then: is called with the number of steps; its exceptions reach the user's code.
     """
 
@@ -48,10 +47,6 @@ class Telling:
 
     The rules wait until they are expected to cost less than 1 % of the time so far; the first non-finite number is
     judged at once.
-
-    Args:
-        doctor: records the run.
-        on_finding: is called with each finding of ``Judge.news``.
     """
 
     def __init__(self, doctor: "Doctor", on_finding: Callable[[Finding], None]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit, last_name
+from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
 
@@ -21,11 +22,7 @@ class Update:
 
 
 def update_of(step: LoopStep) -> Update | None:
-    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once.
-
-    Returns:
-        The update; ``None`` if the loop does anything else with the gradient.
-    """
+    """The update of a loop, if its block clears once, goes back once, steps once and clips at most once."""
     block = step.source.block(step.back)
     found = {one: kind for one in block if (kind := _kind(step, one))}
     kinds = list(found.values())
@@ -56,7 +53,7 @@ def _kind(step: LoopStep, statement: ast.stmt) -> str:
     call = _call(statement)
     if call is None or not isinstance(call.func, ast.Attribute | ast.Name):
         return ""
-    name = last_name(call)
+    name = called(call)
     if name == "zero_grad":
         return "clear"
     if name == "step" and _is_optimizer(step, call):
@@ -93,12 +90,7 @@ def _limit(step: LoopStep, statement: ast.stmt) -> str:
 
 
 def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
-    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none.
-
-    Args:
-        step: the step.
-        texts: the other variables, as the loop writes them.
-    """
+    """The outermost loop before which the modules and other variables already exist; ``None`` if there is none."""
     roots = {text.partition(".")[0] for text in (*texts, *step.modules)}
     home = None
     for loop in step.loops:
@@ -112,13 +104,9 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
     """The edit of a loop's file.
 
     Args:
-        step: the step.
         update: see ``update_of``; with ``None`` the loop keeps its update, and calls ``anybatch.backward``.
         memory: the text of ``memory=`` for a ``TrainStep``, and further arguments.
         plan: the arguments for ``anybatch.backward``.
-
-    Raises:
-        StepUnclear: there is more than one way to change the lines, or see ``results_of``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
@@ -213,11 +201,7 @@ def _reads_loss(step: LoopStep) -> bool:
 
 
 def results_of(step: LoopStep) -> list[str]:
-    """The tensors of the forward that the loop reads after the backward, each with one row per sample.
-
-    Raises:
-        StepUnclear: it reads something else, which does not exist after micro-batches.
-    """
+    """The tensors of the forward that the loop reads after the backward, each with one row per sample."""
     rows = rows_of(step.logical_batch)
     found = []
     for name in sorted(_outside(step)):

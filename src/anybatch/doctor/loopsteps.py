@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, opened
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource, last_name
+from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
@@ -78,11 +79,7 @@ class LoopStep:
         """The code of the forward as a function of the model and the batch.
 
         Args:
-            name: the name of the function.
             metrics: variables to return beside the loss.
-
-        Raises:
-            StepUnclear: a statement contains a string of several lines.
         """
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
@@ -123,18 +120,10 @@ def step_at(
     """Finds the step that contains a line of a loop.
 
     Args:
-        file: the file of the loop.
-        line: the line of its backward, or another one near it.
-        names: the variables of the loop.
         optimizers: the optimizers that step; by default all in ``names``.
 
     Raises:
         StepUnclear: the step can't be separated from the rest of the loop.
-
-    Example:
-        >>> step_at("train.py", 3, {})
-        Traceback (most recent call last):
-        anybatch.doctor.loopsteps.StepUnclear: train.py can't be read: [Errno 2] No such file or directory: 'train.py'
     """
     try:
         source = UserSource(file)
@@ -180,7 +169,7 @@ def _loss(source: UserSource, call: ast.Call, names: Mapping[str, Any]) -> tuple
             f"{where} passes arguments to backward(), as for a graph that is used again; expected loss.backward()"
         )
     loss = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if isinstance(loss, ast.Call) and last_name(loss) == "scale" and isinstance(loss.func, ast.Attribute):
+    if isinstance(loss, ast.Call) and called(loss) == "scale" and isinstance(loss.func, ast.Attribute):
         scaler = source.of(loss.func.value)
         if isinstance(value_of(scaler, names), torch.amp.GradScaler) and len(loss.args) == 1:
             return loss.args[0], scaler
@@ -243,7 +232,7 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
             elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(_root(node))
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                name = last_name(node.value)
+                name = called(node.value)
                 if name in _FILLS or name.endswith("_"):  # losses.append(loss), x.mul_(2)
                     found.add(_root(node.value.func))
     return found
@@ -271,7 +260,7 @@ def _is_housekeeping(statement: ast.stmt) -> bool:
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
-        and last_name(statement.value) in _HOUSEKEEPING
+        and called(statement.value) in _HOUSEKEEPING
     )
 
 
@@ -305,12 +294,7 @@ def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def inputs_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that consecutive statements read before they assign them.
-
-    Example:
-        >>> sorted(inputs_of(ast.parse("h = f(x)\\nfor layer in layers: total = total + layer(h)").body))
-        ['f', 'layers', 'total', 'x']
-    """
+    """Names that consecutive statements read before they assign them."""
     found = set[str]()
     _follow(nodes, set(), found)
     return found

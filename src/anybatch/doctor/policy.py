@@ -104,12 +104,7 @@ class Policy:
 
 
 def is_among(one: Finding, codes: Iterable[str]) -> bool:
-    """Whether a finding matches one of several codes, code prefixes or names.
-
-    Example:
-        >>> is_among(Finding("", code="AB101", name="OPT_PARAM_MISSING"), ["AB1"])
-        True
-    """
+    """Whether a finding matches one of several codes, code prefixes or names."""
     return any(one.code.startswith(code) or one.name == code for code in codes)
 
 
@@ -128,10 +123,6 @@ def checked_codes(words: Sequence[str], where: str) -> tuple[str, ...]:
 
     Raises:
         ValueError: one of them names nothing.
-
-    Example:
-        >>> checked_codes(["ab1,AB501"], "--select")
-        ('AB1', 'AB501')
     """
     codes = _codes(word for text in words for word in text.split(","))
     if (unknown := _unknown(codes)) is not None:

@@ -19,10 +19,6 @@ class Preserved:
     Buffers are swapped for copies and attributes are restored by name, so that tensors saved for another backward are
     not written to. A parameter is copied only when it is about to be written to, since a forward rarely does that.
 
-    Args:
-        modules: all modules of the model.
-        parameters: all its parameters.
-
     Raises:
         LossError: a parameter is lazy and has no shape yet.
     """

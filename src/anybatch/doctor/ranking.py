@@ -21,7 +21,6 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     of any fault.
 
     Args:
-        findings: of one run.
         explains: for each name of a finding, the names that it may cause.
 
     Example:

@@ -16,7 +16,6 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
-from anybatch.doctor.recording.hooks_clearing import ClearingHooks
 from anybatch.doctor.recording.hooks_clipping import ClippingHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
 from anybatch.doctor.recording.hooks_loading import LoadingHooks
@@ -109,7 +108,6 @@ class Doctor:
         self._optimizers = OptimizerHooks(recording, self._gradients, self._samplers, self._next)
         scaling = ScalingHooks(recording, self._gradients, self._optimizers)
         self._others = (
-            ClearingHooks(recording, self._gradients, self._optimizers),
             scaling,
             ClippingHooks(recording, self._gradients, scaling),
             ScheduleHooks(recording, self._optimizers),

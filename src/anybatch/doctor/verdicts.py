@@ -18,8 +18,6 @@ def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str])
     """The verdict on a run, and its reason.
 
     Args:
-        run: the facts.
-        findings: the findings, in order of rank.
         unexamined: what could not be examined; it keeps the verdict from being ``"learning"``.
 
     Example:

@@ -114,9 +114,6 @@ class Stepped(Fact):
     number: int = 0  # the index of this step among the optimizer's, from 0
     lrs: tuple[float, ...] = ()  # the learning rate of each group at this step
     with_grad: int = 0  # the number of its parameters with a gradient
-    # numbers of its parameters that require a gradient and had none; ``None`` if they are those of its last step
-    without: tuple[int, ...] | None = None
-    without_count: int = 0  # the length of ``without``, recorded even where ``without`` is ``None``
     zero: bool | None = None  # whether all its gradients were exactly zero; ``None`` if that was not examined
     closure: bool = False  # whether it was given a closure
     by: str = "step"  # ``"step"``, or ``"scaler"`` if a scaler called it

@@ -17,7 +17,6 @@ class Walk(Fact):
     reached: tuple[int, ...] = ()  # numbers of the parameters that the loss reaches
     outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered; inputs have ``is_input``
     constant_terms: int = 0  # the number of summands of the loss without a graph, plain numbers included
-    constant_values: tuple[float, ...] = ()  # the values of those summands that are known to be tensors
     # for each softmax or log-softmax: its dim (not negative), the number of dims, the size of that dim, and whether dim
     # 0 has as many rows as the batch
     softmaxes: tuple[tuple[int, int, int, bool], ...] = ()
@@ -29,7 +28,6 @@ class Walk(Fact):
     previous: tuple[str, ...] = ()
     again: int = 0  # the number of nodes that an earlier backward of this step has used
     hidden: int = 0  # the number of reentrant checkpoints, which hide a part of the graph
-    bytes: int = 0  # the bytes that the graph keeps; 0 if unknown
     kinds: Mapping[str, int] = field(default_factory=dict)  # counts of the most frequent kinds of nodes
     # whether ``requires_grad`` of the loss was set by hand: it is a leaf although it was computed from outputs
     forced: bool = False
@@ -71,7 +69,6 @@ class LossCall(Fact):
     function: str  # such as ``"cross_entropy"`` or ``"mse_loss"``
     input_shape: tuple[int, ...] = ()  # the shape of the predictions
     target_shape: tuple[int, ...] = ()  # the shape of the targets
-    target_dtype: str = ""  # the dtype of the targets
     reduction: str = "mean"  # ``"mean"``, ``"sum"`` or ``"none"``
     weighted: bool = False  # whether class or sample weights were given
     ignore_index: int = -100  # ``ignore_index`` of the call

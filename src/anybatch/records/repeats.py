@@ -26,7 +26,6 @@ DIFFERING: Mapping[type[Fact], tuple[str, ...]] = {
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
 _LEFT_OUT: Mapping[type[Fact], Mapping[str, Any]] = {
     Backward: {"touched": None, "kept": None},
-    Stepped: {"without": None},
 }
 """Entries that a repetition leaves out, because they equal those of the fact before."""
 
@@ -50,8 +49,8 @@ def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
 
     Example:
         >>> repeated(Stepped(optimizer=0, with_grad=2, at=3), 8, 1, (1, [0.1]))
-        Stepped(at=8, step=1, optimizer=0, number=1, lrs=(0.1,), with_grad=2, without=None, without_count=0, \
-zero=None, closure=False, by='step', file='', line=0, edited=0)
+        Stepped(at=8, step=1, optimizer=0, number=1, lrs=(0.1,), with_grad=2, zero=None, \
+closure=False, by='step', file='', line=0, edited=0)
     """
     kind: Any = type(like)
     readers = _readers(kind)

@@ -25,7 +25,6 @@ class Norms(Fact):
     unchanged: tuple[float, ...] = ()  # share of (sampled) entries that the step left bitwise equal
     # share of (sampled) entries of the gradient that are exactly zero; ``None`` without a gradient
     grad_zeros: tuple[float | None, ...] = ()
-    max_grad: float = 0.0  # the largest absolute entry of all gradients; ``nan`` or ``inf`` if any is not finite
     # whether the optimizer's state of the parameter (momentum, second moment) appeared or changed; ``None`` without
     # state
     state_moved: tuple[bool | None, ...] = ()
@@ -60,15 +59,12 @@ class ModuleSample:
     # the standard deviation over the batch, averaged over units and divided by the mean absolute value; ``None`` for a
     # batch of one
     spread: float | None = None
-    finite_input: bool = True  # whether all its inputs were finite
     training: bool = True  # its mode
     # the graph node that computed its first input, if that is not the output of a module, such as ``"ReluBackward0"``
     # of ``F.relu``; if it is empty, the other entries about the input are ``None``
     input_by: str = ""
-    input_zeros: float | None = None  # share of entries of that input that are exactly zero
     input_dead: float | None = None  # share of its units that are zero for the whole batch
     input_always_dead: float | None = None  # share that was zero in all samples so far, at least 3 samples
-    input_saturated: float | None = None  # share within 1e-3 of a limit, if a tanh or sigmoid computed it
     percentiles: tuple[float, ...] = ()  # the percentiles of the entries at ``PERCENTILES``
 
 

@@ -118,7 +118,6 @@ class OptimizerFacts(Fact):
     cls: str = ""  # the name of its class
     groups: tuple[GroupFacts, ...] = ()
     default_lr: float = 0.0  # the learning rate given to its constructor
-    fused: bool = False  # whether it uses fused kernels
     is_torchs: bool = True  # whether its class is one of torch's
     after: int = 0  # the number of steps that other optimizers had taken with its parameters when it was created
     file: str = ""  # file and line where it was created, or first seen

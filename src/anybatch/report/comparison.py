@@ -22,11 +22,7 @@ class Recorded(NamedTuple):
 
 
 def comparison_page(first: Recorded, second: Recorded) -> str:
-    """Renders the comparison page of two records; deterministic.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders the comparison page of two records; deterministic."""
     both = (first, second)
     series = [series_of(one.run) for one in both]
     axis = axis_of_run(*series)

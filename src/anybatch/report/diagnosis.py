@@ -34,13 +34,7 @@ class Knot:
 
 
 def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
-    """Arranges findings as trees, consequences below their cause; each finding appears exactly once.
-
-    Example:
-        >>> found = Finding("a", name="A"), Finding("b", name="B", consequence_of="A"), Finding("c", name="C")
-        >>> [(knot.finding.name, len(knot.follows)) for knot in knots_of(Diagnosis(found))]
-        [('A', 1), ('C', 0)]
-    """
+    """Arranges findings as trees, consequences below their cause; each finding appears exactly once."""
     found = diagnosis.findings
     first = {one.name: index for index, one in reversed(list(enumerate(found)))}
     parents = {
@@ -68,23 +62,15 @@ def _circles(start: int, parents: Mapping[int, int]) -> bool:
 
 
 def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
-    """One sentence without its full stop: whether the run is healthy, and if not, its first cause.
-
-    Example:
-        >>> verdict_of(Diagnosis(steps=200, verdict="learning", reason="the loss fell from 2 to 1"), Run([]))
-        'healthy: nothing found in 200 steps; the loss fell from 2 to 1'
-        >>> verdict_of(Diagnosis(steps=9, reason="9 steps are too few to see whether it learns"), Run([]))
-        'nothing found, but 9 steps are too few to see whether it learns'
-        >>> verdict_of(Diagnosis((Finding("The head is in no group.", severity="error"),), steps=9), Run([]))
-        '1 error: The head is in no group'
-    """
+    """One sentence without its full stop: whether the run is healthy, and if not, its first cause."""
     if diagnosis.verdict == "checked":
         return diagnosis.reason
     others = _suppressed(diagnosis)
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
-        return f"{said}: {_first_sentence(_leading(diagnosis).message)}{others}"
+        leading = next(knot.finding for knot in knots_of(diagnosis) if _is_grave(knot))
+        return f"{said}: {_first_sentence(leading.message)}{others}"
     number = len(grave_and_notes(diagnosis)[1])
     notes = (f" ({_count(number, 'note')})" if number else "") + others
     if (crash := crash_of(run)) is not None:
@@ -123,10 +109,6 @@ def mood_of(diagnosis: Diagnosis, run: Run) -> str:
 def crash_of(run: Run) -> Crashed | None:
     """The exception that ended the script; ``None`` if there was none."""
     return next(iter(list(run.of(Crashed))[-1:]), None)
-
-
-def _leading(diagnosis: Diagnosis) -> Finding:
-    return next(knot.finding for knot in knots_of(diagnosis) if _is_grave(knot))
 
 
 def _is_grave(knot: Knot) -> bool:
@@ -173,12 +155,7 @@ def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def value_text(value: Any) -> str:
-    """A short text of a JSON value; after 8 entries of a list, the others are counted.
-
-    Example:
-        >>> value_text([1, 0.000123456, "nan", None]), value_text({"lr": 0.1}), value_text(list(range(100)))
-        ('1, 0.000123, nan, none', 'lr 0.1', '0, 1, 2, 3, 4, 5, 6, 7 and 92 more')
-    """
+    """A short text of a JSON value; after 8 entries of a list, the others are counted."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, float):
@@ -296,15 +273,7 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
 
 
 def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """The table of gradients and updates per module, conspicuous modules first.
-
-    Args:
-        diagnosis: the diagnosis.
-        most: the largest number of rows.
-
-    Returns:
-        The table, and the number of modules left out.
-    """
+    """The table of gradients and updates per module, conspicuous modules first, and how many are left out."""
     order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
     rows = tuple(
         (
@@ -372,12 +341,6 @@ def modules_joined(names: Collection[str], among: Collection[str]) -> str:
     Args:
         names: the modules to list; at most 12 entries are shown, the others are counted.
         among: all modules.
-
-    Example:
-        >>> modules_joined(["a.0", "a.1", "b.0", "c"], ["a.0", "a.1", "b.0", "b.1", "c"])
-        'a.* (2), b.0, c'
-        >>> modules_joined(["1.fc", "2.fc", "3.fc", "4.fc"], [f"{number}.fc" for number in range(9)])
-        '1.fc to 4.fc'
     """
     chosen = dict.fromkeys(names)
     there = Counter(part for name in dict.fromkeys(among) for part in _parts(name))

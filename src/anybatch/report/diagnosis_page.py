@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from anybatch.records.diagnoses import Diagnosis
-from anybatch.records.events import Crashed
 from anybatch.records.findings import Finding, Place, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
@@ -50,14 +49,10 @@ class Card:
 
 
 def page(diagnosis: Diagnosis, run: Run) -> str:
-    """Renders the page of a diagnosis; deterministic.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders the page of a diagnosis; deterministic."""
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
-    crash = words.crash_of(run)
+    crash, cost = words.crash_of(run), words.cost_of(diagnosis, run)
     lines, left_out = words.cells_lines(diagnosis, MOST_CELLS)
     axis = axis_of_run(series)
     text = render_page(
@@ -67,7 +62,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         mood=words.mood_of(diagnosis, run),
         facts=facts_of(diagnosis, run),
         crash=crash,
-        crash_place=_crash_place(crash),
+        crash_place=f"{crash.file}:{crash.line}" if crash and crash.file else "",
         crash_link=link_to(Place(file=crash.file, line=crash.line)) if crash else "",
         crash_known=crash is not None and any(one.name == crash.name for one in diagnosis.findings if crash.name),
         cards=[_card(knot, run) for knot in grave[:MOST_FINDINGS]],
@@ -83,7 +78,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         outputs=_outputs_table(series.outputs, axis),
         outputs_caption=_outputs_caption(series),
         calls=_calls_table(series.calls, diagnosis.steps),
-        remarks=_remarks(diagnosis, run),
+        remarks=[*([sentence(cost)] if cost else []), *diagnosis.notes],
     )
     return clean(text)
 
@@ -128,15 +123,6 @@ def facts_of(diagnosis: Diagnosis, run: Run) -> list[tuple[str, str]]:
     return [(term, text[:400]) for term, text in facts if text]
 
 
-def _crash_place(crash: Crashed | None) -> str:
-    return f"{crash.file}:{crash.line}" if crash is not None and crash.file else ""
-
-
-def _remarks(diagnosis: Diagnosis, run: Run) -> list[str]:
-    cost = words.cost_of(diagnosis, run)
-    return [*([sentence(cost)] if cost else []), *diagnosis.notes]
-
-
 def sentence(text: str) -> str:
     """A text with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
@@ -146,8 +132,6 @@ def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
     """Heat maps of the gradient norm and of the update-to-weight ratio, layers by steps; empty without samples.
 
     Args:
-        flow: the norms to draw.
-        axis: the axis of steps.
         others: further norms that the range of shades must cover, so that maps can be compared.
     """
     if not flow.rows or not flow.steps:
@@ -220,17 +204,7 @@ def decades_of(norms: Iterable[float | None]) -> tuple[int, int]:
 
 
 def shade_of(value: float | None, low: int, high: int) -> str:
-    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite).
-
-    Args:
-        value: the norm; ``None`` without a gradient.
-        low: the power of ten of the first shade.
-        high: the power of ten at which the last shade ends.
-
-    Example:
-        >>> [shade_of(value, -6, 0) for value in (1e-6, 0.9, 0.0, None, float("nan"), float("inf"))]
-        ['h0', 'h9', 'zero', 'none', 'odd', 'odd']
-    """
+    """The CSS class of a cell: one of 10 shades, ``zero``, ``none`` or ``odd`` (not finite)."""
     odd = _odd_shade(value)
     if odd or not value:
         return odd
@@ -290,17 +264,7 @@ def curve_picture(
     title: str, curves: Sequence[Curve], axis: Axis, caption: str, levels: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[str, float]] = (), *, log: bool | None = None,
 ) -> list[Picture]:  # fmt: skip
-    """A chart of curves over steps; empty without curves.
-
-    Args:
-        title: its heading.
-        curves: the curves.
-        axis: the axis of steps.
-        caption: its caption.
-        levels: names and values of horizontal lines.
-        marks: names and steps of vertical lines.
-        log: whether the vertical axis is logarithmic; ``None`` decides by the values.
-    """
+    """A chart of curves over steps; empty without curves."""
     if not curves:
         return []
     svg = line_chart(curves, x_label="step", axis=axis, is_logarithmic=log, levels=levels, marks=marks)

@@ -120,12 +120,7 @@ def time_text(plan: Plan, seconds: float | None) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Joins names of blocks; three or more with consecutive numbers become ``first to last``.
-
-    Example:
-        >>> names_text(["h.0", "h.1", "h.2", "h.5", "head"])
-        'h.0 to h.2, h.5, head'
-    """
+    """Joins names of blocks; three or more with consecutive numbers become ``first to last``."""
     runs: list[list[str]] = []
     for name in names:
         if runs and _follows(runs[-1][-1], name):
@@ -175,13 +170,7 @@ def plan_page(
     """Renders the page of a plan; deterministic.
 
     Args:
-        plan: the plan.
-        script: what the title names.
-        notes: sentences below the title.
         steps: live bytes over the operations of a step, by the name of the configuration.
-
-    Raises:
-        ImportError: jinja2 is not installed.
     """
     rows = rows_of(plan)
     return render_page(
@@ -213,7 +202,8 @@ def frontier_picture(plan: Plan) -> Picture | None:
         return None
     is_far = plan.budget > _FAR * max(row.peak_bytes for row in timed)
     factor, unit = unit_of_bytes(max(row.peak_bytes for row in timed))
-    second, unit_of_time = _unit(max(row.seconds or 0.0 for row in timed), _UNITS_OF_SECONDS)
+    longest = max(row.seconds or 0.0 for row in timed)
+    second, unit_of_time = next((one for one in _UNITS_OF_SECONDS if longest >= one[0]), _UNITS_OF_SECONDS[-1])
     if plan.relative_time:
         second, unit_of_time = _reference(plan), "relative to the plan"
     svg = dot_chart(
@@ -260,7 +250,7 @@ def _explorer(plan: Plan) -> dict[str, Any] | None:
 
 
 def _said(plan: Plan, row: PlanRow) -> str:
-    parts = [_micro_batches(row), row.optimizations, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
+    parts = [micro_batches(row), row.optimizations, f"{format_bytes(row.peak_bytes)}, {time_text(plan, row.seconds)}"]
     return ", ".join(part for part in parts if part)
 
 
@@ -295,12 +285,13 @@ def summary_of(plan: Plan) -> str:
     """One sentence without its full stop: the batch, the budget and the configuration."""
     optimizations = f", {plan.chosen.optimizations}" if plan.chosen.optimizations else ""
     return (
-        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {_micro_batches(plan.chosen)}"
+        f"{plan.samples} samples within {format_bytes(plan.budget)} on {plan.device}: {micro_batches(plan.chosen)}"
         f"{optimizations}"
     )
 
 
-def _micro_batches(row: PlanRow) -> str:
+def micro_batches(row: PlanRow) -> str:
+    """How a plan splits the batch, in words."""
     many = "micro-batch" if row.micro_batches == 1 else "micro-batches"
     return f"{row.micro_batches} {many} of {row.micro_batch_size:g}"
 
@@ -355,8 +346,3 @@ def _shares_picture(plan: Plan) -> Picture | None:
     svg = bar_chart([(name, count / factor) for name, count, _ in shares], label=f"live tensors at the peak, {unit}")
     said = ", ".join(f"{name} {format_bytes(count)} ({part:.0%})" for name, count, part in shares)
     return Picture("", svg, "Live tensors at the predicted peak, by category.", f"At the peak: {said}.")
-
-
-def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit in which a value is at least 1."""
-    return next(((factor, name) for factor, name in units if largest >= factor), units[-1])

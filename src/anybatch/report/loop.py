@@ -5,17 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.records.events import (
-    Backward,
-    Cleared,
-    Clipped,
-    Epoch,
-    Forward,
-    Loaded,
-    Scaler,
-    Scheduled,
-    Stepped,
-)
+from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Loaded, Scaler, Scheduled, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
@@ -23,6 +13,9 @@ from anybatch.records.runs import Run
 MOST_CALLS = 30
 _MOST_MOMENTS = 24
 _KINDS = (Forward, LossCall, Backward, Cleared, Clipped, Scaler, Stepped, Scheduled, Epoch, Loaded)
+_ROW_OF: dict[type, str] = {
+    LossCall: "loss", Backward: "backward", Cleared: "clear", Clipped: "clip", Stepped: "step", Scheduled: "schedule",
+}  # fmt: skip
 _ALWAYS = ("clear", "forward", "loss", "backward", "step")
 _ROWS = ("clear", "forward", "loss", "backward", "clip", "step", "schedule", "evaluation", "data")
 
@@ -44,13 +37,7 @@ class Call:
 
 
 def calls_of(run: Run) -> tuple[Call, ...]:
-    """The 30 most frequent calls of the loop, in the order of their first call.
-
-    Example:
-        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
-        >>> [(call.what, call.times) for call in calls_of(Run(list(facts)))]
-        [('forward of model 0, training', 2), ('backward', 1), ('step of optimizer 0', 1)]
-    """
+    """The 30 most frequent calls of the loop, in the order of their first call."""
     found: dict[tuple[str, str, int], Call] = {}
     seen: Iterable[Any] = run.of(*_KINDS)
     for fact in seen:
@@ -105,31 +92,11 @@ def _optimizer(run: Run, number: int) -> str:
 
 
 @dataclass(slots=True)
-class Moment:
-    """An event of a step; consecutive repetitions by the same line are one moment.
+class Moment(Call):
+    """An event of a step; consecutive repetitions by the same line are one moment."""
 
-    Args:
-        row: the row of the page it is in, such as ``"backward"``.
-        what: the call in words.
-        file: the file of the line; empty if unknown.
-        line: the number of the line.
-        at: the number of its first event.
-        times: the number of consecutive repetitions.
-        codes: the codes of the findings at it.
-    """
-
-    row: str
-    what: str
-    file: str
-    line: int
-    at: int
-    times: int = 1
-    codes: tuple[str, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """File and line in short."""
-        return f"{PurePath(self.file).name}:{self.line}" if self.file else ""
+    row: str = ""  # the row of the page it is in, such as ``"backward"``
+    codes: tuple[str, ...] = ()  # the codes of the findings at it
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +105,13 @@ class StepOfLoop:
 
     step: int
     rows: tuple[str, ...] = ()  # kinds of events, in the order of a usual loop; some may have no moment
-    moments: tuple[Moment, ...] = ()  # in order
+    moments: tuple[Moment, ...] = ()
     more: int = 0  # the number of moments left out
     elsewhere: tuple[str, ...] = ()  # findings at no line of the step, with their lines
 
 
 def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
-    """One step, event by event: the step of the first finding, or the last complete step without findings.
-
-    Returns:
-        The step; ``None`` if the run has no events.
-
-    Example:
-        >>> facts = [Forward(root=0, at=1), Backward(at=2), Stepped(optimizer=0, at=3), Forward(root=0, at=4, step=1)]
-        >>> step_of_loop(Run(list(facts)), []).rows
-        ('clear', 'forward', 'loss', 'backward', 'step')
-    """
+    """One step, event by event: the step of the first finding, or the last complete step without findings."""
     seen: list[Any] = [fact for fact in run.of(*_KINDS) if _what(fact, run)]
     if not seen:
         return None
@@ -162,7 +120,7 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
     step = min({fact.step for fact in seen}, key=lambda number: (abs(number - wanted), number))
     moments: list[Moment] = []
     for fact in (one for one in seen if one.step == step):
-        moment = Moment(_row_of(fact), _what(fact, run), fact.file, fact.line, fact.at)
+        moment = Moment(_what(fact, run), fact.file, fact.line, 1, fact.at, _row_of(fact))
         before = moments[-1] if moments else None
         if before is not None and (before.row, before.what, before.where) == (moment.row, moment.what, moment.where):
             before.times += 1
@@ -180,7 +138,7 @@ def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, 
     for finding in findings:
         here = [one for one in moments if finding.place.file and one.where and one.file == finding.place.file]
         on_line = [one for one in here if one.line == finding.place.line]
-        exact = [one for one in on_line if one.at == finding.at]
+        exact = [one for one in on_line if one.first == finding.at]
         for one in (exact or on_line)[:1]:
             one.codes = (*one.codes, finding.code or finding.name)
         if not on_line and finding.place.file:
@@ -190,21 +148,8 @@ def _mark(moments: Sequence[Moment], findings: Sequence[Finding]) -> tuple[str, 
 
 
 def _row_of(fact: Any) -> str:
-    match fact:
-        case Forward():
-            return "forward" if fact.training and fact.grad else "evaluation"
-        case Scaler():
-            return "step" if fact.call == "step" else "clip"
-        case LossCall():
-            return "loss"
-        case Backward():
-            return "backward"
-        case Cleared():
-            return "clear"
-        case Clipped():
-            return "clip"
-        case Stepped():
-            return "step"
-        case Scheduled():
-            return "schedule"
-    return "data"
+    if isinstance(fact, Forward):
+        return "forward" if fact.training and fact.grad else "evaluation"
+    if isinstance(fact, Scaler):
+        return "step" if fact.call == "step" else "clip"
+    return _ROW_OF.get(type(fact), "data")

@@ -26,11 +26,7 @@ _MOST_STOPS = 50
 
 
 def html_of(shown: Any) -> str | None:
-    """The HTML that a notebook shows for a record.
-
-    Returns:
-        The HTML; ``None`` if jinja2 is not installed, and the notebook then shows the text.
-    """
+    """The HTML that a notebook shows for a record; ``None``, for its text, if jinja2 is not installed."""
     if find_spec("jinja2") is None:
         return None
     make = next(make for kind, make in _PAGES.items() if isinstance(shown, kind))

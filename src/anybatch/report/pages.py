@@ -14,15 +14,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A chart of a page.
-
-    Args:
-        title: its heading; empty for none.
-        svg: its SVG markup.
-        caption: the text below it.
-        alternative: a description for screen readers.
-        legend: CSS classes of cells with their labels; labels within a range may be empty.
-    """
+    """A chart of a page."""
 
     title: str
     svg: str
@@ -59,11 +51,7 @@ def install_command(extra: str) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Renders a template of this package.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Renders a template of this package, for which jinja2 has to be installed."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -95,13 +95,7 @@ def _limits(run: Run) -> list[float]:
 
 
 def series_of(run: Run) -> Series:
-    """Collects the series of a run; long ones are thinned, but keep their extremes and non-finite values.
-
-    Example:
-        >>> backwards = [Backward(value=1.0 / (step + 1), file="a.py", line=3, step=step) for step in range(3)]
-        >>> [(curve.name, curve.steps) for curve in series_of(Run(list(backwards))).losses]
-        [('a.py:3', (0, 1, 2))]
-    """
+    """Collects the series of a run; long ones are thinned, but keep their extremes and non-finite values."""
     outputs, modules = outputs_of(run)
     return Series(
         flow=flow_of(run),
@@ -225,12 +219,7 @@ def _ratios(run: Run) -> list[Ratio]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Thins points to at most ``most``: first, last, extremes and the first non-finite one of each stretch are kept.
-
-    Example:
-        >>> len(thinned([(step, float(step % 7)) for step in range(5000)], 240)) <= 240
-        True
-    """
+    """Thins points to at most ``most``: first, last, extremes and the first non-finite one of each stretch are kept."""
     if len(points) <= most:
         return list(points)
     stretches = (most - 2) // 3

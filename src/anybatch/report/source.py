@@ -42,7 +42,6 @@ def source_of(finding: Finding, since: float = 0.0) -> Source | None:
     """Reads the line of a finding.
 
     Args:
-        finding: the finding.
         since: the start of the run, in seconds since the epoch; a file changed later may have another line there. 0
             accepts any file.
 

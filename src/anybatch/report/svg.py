@@ -38,22 +38,8 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """A shaded range of values."""
-
-    low: float
-    high: float
-    name: str  # its name in the legend
-
-
-@dataclass(frozen=True, slots=True)
 class Axis:
-    """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps.
-
-    Example:
-        >>> [round(Axis(0, 1000).part(step), 2) for step in (0, 10, 100, 1000)]
-        [0.0, 0.15, 0.52, 1.0]
-    """
+    """A horizontal axis, from 0 (left) to 1 (right): linear, or logarithmic for more than 60 steps."""
 
     first: float = 0.0  # the first step
     last: float = 1.0  # the last step
@@ -115,43 +101,31 @@ def line_chart(
     is_logarithmic: bool | None = None,
     least_span: float = 0.0,
     levels: Sequence[tuple[str, float]] = (),
-    area: tuple[Curve, Curve] | None = None,
-    band: Band | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> str:
     """Draws lines over steps; values that are not finite are gaps with a mark at the top.
 
     Args:
-        curves: the lines.
-        x_label: the label of the horizontal axis.
-        y_label: the label of the vertical axis.
         axis: the horizontal axis; by default it covers all curves.
         is_logarithmic: whether the vertical axis is logarithmic; ``None`` decides by the values.
         least_span: the smallest span of a linear vertical axis, relative to the largest value, so that noise does not
             fill the chart.
         levels: names and values of horizontal lines.
-        area: two curves; the area between them is filled.
-        band: a shaded range of values.
         marks: names and steps of vertical lines.
     """
-    drawn = [*curves, *(area or ())]
-    values = [value for curve in drawn for value in curve.values if math.isfinite(value)]
+    values = [value for curve in curves for value in curve.values if math.isfinite(value)]
     scale = _scale([*values, *(value for _, value in levels)], is_logarithmic, least_span)
-    axis = axis or axis_of([step for curve in drawn for step in curve.steps])
+    axis = axis or axis_of([step for curve in curves for step in curve.steps])
     names = [(f"curve c{index % _COLOURS}", curve.name) for index, curve in enumerate(curves)]
-    names += [("level", name) for name, _ in levels] + ([("band", band.name)] if band else [])
+    names += [("level", name) for name, _ in levels]
     top = _TOP + _LEGEND_LINE * (-(-len(names) // 2) + bool(y_label))
     bottom = top + _HEIGHT - _TOP - _BOTTOM
     plane = _Plane(axis, top, bottom, scale)
     parts = _legend(names, _LEGEND_LINE if y_label else 0)
     if y_label:
         parts.append(f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>')
-    if band:
-        parts.append(plane.band(band))
     parts += plane.axes(x_label)
     parts += [plane.level(value) for _, value in levels]
-    if area:
-        parts.append(plane.area(*area))
     for index, curve in enumerate(curves):
         parts += plane.curve(curve, index % _COLOURS)
     for name, step in marks:
@@ -179,15 +153,7 @@ def heat_chart(
     shade: Callable[[float | None], str],
     said: Callable[[float | None], str],
 ) -> str:
-    """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width.
-
-    Args:
-        rows: names of layers with one value per step.
-        steps: the steps.
-        axis: the horizontal axis.
-        shade: gives the CSS class of a value.
-        said: gives the text of a value.
-    """
+    """Draws a row of cells per layer; only the cells are stretched, so that names stay readable at any width."""
     places = [100 * axis.part(step) for step in steps]
     edges = [0.0, *((one + other) / 2 for one, other in itertools.pairwise(places)), 100.0]
     height = 17 if len(rows) <= 32 else 13
@@ -284,9 +250,6 @@ def dot_chart(
     Args:
         dots: the costs of each configuration.
         chosen: the index of the one to highlight.
-        names: a text for each.
-        x_label: the label of the first cost.
-        y_label: the label of the second cost.
         level: name and value of a vertical line, the budget; dots to its right are greyed out.
     """
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
@@ -330,8 +293,6 @@ def stack_chart(
 
     Args:
         layers: for each layer its value at each point.
-        x_label: the label of the horizontal axis.
-        y_label: the label of the vertical axis.
         along: the number at the right end of the horizontal axis; by default the number of points.
         most: a value that the vertical axis must reach.
     """
@@ -454,24 +415,8 @@ class _Plane:
         middle = (_LEFT + right) / 2
         return [*parts, f'<text class="mid" x="{middle}" y="{self.bottom + 31}">{text_of(x_label)}</text>']
 
-    def band(self, band: Band) -> str:
-        top, bottom = self.y(band.high), self.y(band.low)
-        return (
-            f'<rect class="band" x="{_LEFT}" y="{top:.1f}" width="{_WIDTH - _LEFT - _RIGHT}"'
-            f' height="{max(0.0, bottom - top):.1f}"/>'
-        )
-
     def level(self, value: float) -> str:
         return f'<path class="level" d="M{_LEFT} {self.y(value):.1f}H{_WIDTH - _RIGHT}"/>'
-
-    def area(self, low: Curve, high: Curve) -> str:
-        ends = [
-            f"{self.x(step):.1f} {self.y(value):.1f}"
-            for curve, way in ((low, 1), (high, -1))
-            for step, value in list(zip(curve.steps, curve.values, strict=True))[::way]
-            if math.isfinite(value)
-        ]
-        return f'<path class="area" d="M{"L".join(ends)}Z"/>' if ends else ""
 
     def curve(self, curve: Curve, index: int) -> list[str]:
         parts, marks, pieces = [], [], [[]]  # type: list[str], list[str], list[list[str]]

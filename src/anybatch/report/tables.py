@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of text.
-
-    Args:
-        header: the names of the columns.
-        rows: the cells, row by row.
-        marked: the indices of highlighted rows.
-    """
+    """A table of text."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -21,9 +15,6 @@ class TextTable:
 
 def number_text(value: float | None) -> str:
     """A number with three significant digits.
-
-    Args:
-        value: a number of any size; ``None`` gives a dash.
 
     Example:
         >>> [number_text(value) for value in (0.0, 0.5, 12345.6, 3.2e-9, float("nan"), None)]

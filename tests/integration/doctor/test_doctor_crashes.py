@@ -65,7 +65,7 @@ def test_the_table_is_whole() -> None:
         assert kind.name in CRASHES + OF_OTHER_FAMILIES, kind.name
         assert kind.message
         assert kind.fix
-        for pattern in (kind.patterns,) if isinstance(kind.patterns, str) else kind.patterns:
+        for pattern in kind.patterns:
             re.compile(pattern)
 
 

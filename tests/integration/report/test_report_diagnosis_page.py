@@ -19,7 +19,7 @@ from anybatch.records.samples import Norms, Watched
 from anybatch.records.tables import ParameterFacts, Started
 from anybatch.report.diagnosis_page import SHADES, decades_of, flow_pictures, page, shade_of
 from anybatch.report.flow import Flow, FlowRow
-from anybatch.report.svg import Axis, Band, Curve, line_chart
+from anybatch.report.svg import Axis, Curve, line_chart
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 
 VOID = {"meta", "br"}
@@ -217,10 +217,7 @@ def test_the_picture_of_the_flow_tells_apart_what_is_not_a_number() -> None:
 )
 def test_any_values_can_be_drawn(values: list[float], is_logarithmic: bool | None, level: float) -> None:
     curve = Curve("a", tuple(range(len(values))), tuple(values))
-    svg = line_chart(
-        [curve], x_label="step", is_logarithmic=is_logarithmic, levels=[("level", level)],
-        area=(curve, curve), band=Band(1e-4, 1e-2, "band"),
-    )  # fmt: skip
+    svg = line_chart([curve], x_label="step", is_logarithmic=is_logarithmic, levels=[("level", level)])
     places = re.findall(r'\s(?:d|x|y|height)="([^"]*)"', svg)
     assert not re.search(r"nan|inf", " ".join(places))
     ups = [

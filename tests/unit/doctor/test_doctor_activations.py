@@ -50,7 +50,6 @@ def test_the_figures_are_those_of_a_plain_computation() -> None:
     assert one.dead == pytest.approx(float((y == 0).all(0).float().mean()))
     assert one.spread == pytest.approx(float(y.std(0, correction=0).mean() / y.abs().mean()), rel=1e-5)
     assert one.saturated is None
-    assert one.finite_input
     assert one.input_by == ""
     assert found.uncalled == ()
 
@@ -111,11 +110,7 @@ def test_functional_activations_are_seen_as_inputs() -> None:
     assert found["a"].input_by == ""
     assert found["b"].input_by == "ReluBackward0"
     assert found["b"].input_dead == found["b"].input_always_dead == pytest.approx(0.5)
-    assert found["b"].input_zeros is not None
-    assert found["b"].input_zeros >= 0.5
     assert found["c"].input_by == "TanhBackward0"
-    assert found["c"].input_saturated is not None
-    assert found["c"].input_saturated > 0.9
 
 
 def test_saturation_of_activations() -> None:
@@ -155,11 +150,7 @@ def test_where_numbers_stop_to_be_finite() -> None:
     x[77] = -1.0
     found = by_name(looked(setting(model), model, x))
     assert math.isfinite(found["0"].absmax)
-    assert found["1"].finite_input
     assert math.isnan(found["1"].absmax)
-    assert not found["2"].finite_input
-    x[3, 2] = math.inf
-    assert not by_name(looked(setting(model), model, x))["0"].finite_input
 
 
 def test_modules_that_are_not_called_and_those_in_lists() -> None:

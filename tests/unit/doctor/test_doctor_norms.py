@@ -1,6 +1,5 @@
 """Norms around a step: each figure against a plain computation, and what a healthy step must not show."""
 
-import math
 from typing import Any
 
 import pytest
@@ -50,7 +49,6 @@ def test_the_figures_are_those_of_a_plain_computation(dtype: torch.dtype) -> Non
         assert norms.update[i] == pytest.approx(float((p.detach() - before[i]).double().norm()), rel=1e-2)
         assert norms.unchanged[i] == pytest.approx(float((p.detach() == before[i]).double().mean()), abs=0.02)
         assert norms.grad_zeros[i] == pytest.approx(float((grads[i] == 0).double().mean()), abs=0.02)
-    assert norms.max_grad == pytest.approx(max(float(g.abs().max()) for g in grads))
     assert norms.since == norms.silent == norms.equal_grad_rows == ()
     assert norms.state_moved == (None,) * 4
 
@@ -184,12 +182,6 @@ def test_missing_sparse_and_bad_gradients() -> None:
     assert norms.grad[found["e.weight"]]
     assert norms.grad_zeros[found["e.weight"]] == pytest.approx(0.8)
     assert 0.0 < norms.unchanged[found["e.weight"]] < 1.0
-    bias = model["a"].bias.grad
-    assert bias is not None
-    bias[1] = math.nan
-    assert math.isnan(sampled(sampler, sgd).max_grad)
-    bias[1] = math.inf
-    assert math.isinf(sampled(sampler, sgd).max_grad)
 
 
 def test_a_closure_makes_its_gradients_within_the_step() -> None:
@@ -274,5 +266,3 @@ def test_each_figure_is_that_of_its_own_parameter_however_shapes_alternate(shape
         update = [0.0 if one is None else one / 2 for one in grads]
         assert found.update == pytest.approx(update, rel=0.1)  # estimated where not all was copied
         assert [share == 1.0 for share in found.unchanged] == [one is None for one in grads]
-        largest = max([float(one.grad.abs().max()) for one in model if one.grad is not None], default=0.0)
-        assert found.max_grad <= largest + 1e-6

@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_left_out_and_counted() -> None:
 
 
 def test_lines_of_repetitions_are_read_again() -> None:
-    like = Stepped(optimizer=0, with_grad=2, lrs=(0.1,), without=(3,), at=4, step=1)
+    like = Stepped(optimizer=0, with_grad=2, lrs=(0.1,), at=4, step=1)
     rows = [(4, 9, 2, 1, (float("nan"), 0.5)), (77, 10, 2, 2, (0.5,))]
     read = from_line(line_of(rows))
     assert isinstance(read, Repeats)
@@ -243,6 +243,6 @@ def test_lines_of_repetitions_are_read_again() -> None:
     assert [one.at for one in found] == [4, 9, 12]  # the one that 10 is like was lost
     again = found[1]
     assert isinstance(again, Stepped)
-    assert (again.number, again.with_grad, again.without, again.lrs[1]) == (1, 2, None, 0.5)
+    assert (again.number, again.with_grad, again.lrs[1]) == (1, 2, 0.5)
     assert again.lrs[0] != again.lrs[0]
     assert repeated(Forward(root=0, rows=8), 3, 1, (0.25,)) == Forward(root=0, rows=8, seconds=0.25, at=3, step=1)

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import versions
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.walking import LiveGraphs, Walker
 
@@ -189,7 +188,7 @@ def test_what_is_saved_is_not_unpacked() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
         loss = F.cross_entropy(model(X).softmax(-1), Y)
-    assert walker.walk(loss, 5, count_bytes=True).doubled == (("softmax", "cross_entropy"),)
+    assert walker.walk(loss, 5).doubled == (("softmax", "cross_entropy"),)
 
 
 def test_sums_of_losses_stay_alive_and_numbers_do_not() -> None:
@@ -204,14 +203,6 @@ def test_sums_of_losses_stay_alive_and_numbers_do_not() -> None:
         del loss
         assert graphs.count(4) == ((0, 0) if as_number else (4, 4))
         del total
-
-
-@versions.saved_tensors
-def test_bytes_are_counted_on_demand() -> None:
-    model = net()
-    walker, _ = setting(model)
-    assert walker.walk(model(X).sum(), 5).bytes == 0
-    assert walker.walk(model(X).sum(), 5, count_bytes=True).bytes >= 5 * 6 * 4
 
 
 def test_terms_and_what_each_reaches() -> None:

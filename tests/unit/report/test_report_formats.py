@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from anybatch.doctor.rules.registry import all_rules
 from anybatch.records.diagnoses import Diagnosis, Suppressed
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
-from anybatch.report import diagnosis_github, diagnosis_junit, diagnosis_line, diagnosis_sarif
+from anybatch.report import formats
 from diagnosis_samples import CRASH, FAULTY, HEALTHY, MISSING, NOTE, run_of
 from source_tree import ROOT
 
@@ -43,7 +42,7 @@ def found(request: pytest.FixtureRequest) -> tuple[Diagnosis, Run]:
 
 
 def test_sarif_is_valid(found: tuple[Diagnosis, Run]) -> None:
-    text = diagnosis_sarif.text_of(*found, all_rules().values())
+    text = formats.sarif(*found, all_rules().values())
     text.encode("utf-8")
     values = json.loads(text)
     jsonschema.Draft4Validator(SARIF, format_checker=jsonschema.FormatChecker()).validate(values)
@@ -53,7 +52,7 @@ def test_sarif_is_valid(found: tuple[Diagnosis, Run]) -> None:
 
 
 def test_the_schema_of_sarif_refuses_what_is_none() -> None:
-    values = json.loads(diagnosis_sarif.text_of(*RUNS["faulty"]))
+    values = json.loads(formats.sarif(*RUNS["faulty"]))
     values["runs"][0]["results"][0]["level"] = "info"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft4Validator(SARIF).validate(values)
@@ -67,7 +66,7 @@ def test_sarif_names_the_place_and_stays_the_same_finding_when_lines_move(
     def result(text: str, line: int) -> Any:
         Path("train.py").write_text(text, encoding="utf-8")
         one = replace(MISSING, place=replace(MISSING.place, file=str(tmp_path / "train.py"), line=line))
-        return json.loads(diagnosis_sarif.text_of(Diagnosis((one,)), Run([])))["runs"][0]["results"][0]
+        return json.loads(formats.sarif(Diagnosis((one,)), Run([])))["runs"][0]["results"][0]
 
     first, later = result("if a:\n    b = c()\n", 2), result("\n\nif a:\n    b = c()\n", 4)
     place = first["locations"][0]["physicalLocation"]
@@ -78,18 +77,18 @@ def test_sarif_names_the_place_and_stays_the_same_finding_when_lines_move(
 
 
 def test_what_is_ignored_is_suppressed_in_sarif_and_skipped_in_junit() -> None:
-    results = json.loads(diagnosis_sarif.text_of(*RUNS["suppressed"]))["runs"][0]["results"]
+    results = json.loads(formats.sarif(*RUNS["suppressed"]))["runs"][0]["results"]
     assert [one["suppressions"] for one in results] == [
         [{"kind": "inSource", "justification": "meant"}],
         [{"kind": "external"}],
     ]
-    suite = next(iter(JUnitXml.fromstring(diagnosis_junit.text_of(*RUNS["suppressed"]).encode())))
+    suite = next(iter(JUnitXml.fromstring(formats.junit(*RUNS["suppressed"]).encode())))
     assert (suite.tests, suite.skipped, suite.failures) == (3, 2, 0)
 
 
 def test_junit_counts(found: tuple[Diagnosis, Run]) -> None:
     diagnosis = found[0]
-    xml = JUnitXml.fromstring(diagnosis_junit.text_of(*found).encode())
+    xml = JUnitXml.fromstring(formats.junit(*found).encode())
     stated = xml.tests, xml.failures, xml.errors, xml.skipped
     xml.update_statistics()
     assert stated == (xml.tests, xml.failures, xml.errors, xml.skipped)
@@ -101,7 +100,7 @@ def test_junit_counts(found: tuple[Diagnosis, Run]) -> None:
 def test_lines_are_read_by_a_problem_matcher(found: tuple[Diagnosis, Run]) -> None:
     matcher = json.loads((ROOT / "docs" / "static" / "problem-matcher.json").read_text(encoding="utf-8"))
     pattern = re.compile(matcher["problemMatcher"][0]["pattern"][0]["regexp"])
-    lines = diagnosis_line.text_of(*found).splitlines()
+    lines = formats.lines(*found).splitlines()
     assert len(lines) == len(found[0].findings)
     matches = [pattern.fullmatch(line) for line in lines]
     assert [match[5] for match in matches if match is not None] == [
@@ -128,7 +127,7 @@ def unescaped(text: str, more: dict[str, str]) -> str:
 
 
 def test_github_annotates_each_finding(found: tuple[Diagnosis, Run]) -> None:
-    read = commands(diagnosis_github.text_of(*found))
+    read = commands(formats.github(*found))
     assert {name for name, _, _ in read} <= {"error", "warning", "notice"}
     findings = found[0].findings
     for (name, properties, data), one in zip(read, findings, strict=False):
@@ -156,8 +155,9 @@ def test_the_schema_says_everything_that_there_is() -> None:
         jsonschema.validate(values | {"verdict": "fine"}, OWN)
 
 
-def test_each_format_has_a_module() -> None:
+def test_each_format_has_a_text() -> None:
     from anybatch.cli.reporting import FORMATS
 
-    for name in set(FORMATS) - {"terminal", "json"}:
-        assert import_module(f"anybatch.report.diagnosis_{name}").text_of(Diagnosis(), Run([])) is not None
+    assert formats.TEXTS.keys() == set(FORMATS) - {"terminal", "json"}
+    for text_of in formats.TEXTS.values():
+        assert text_of(Diagnosis(), Run([])) is not None

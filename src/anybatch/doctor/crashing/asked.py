@@ -73,8 +73,10 @@ def told_by_call(live: Live) -> Crashed | None:
         names=", ".join(one.text or "its input" for one in tensors) or shown.title
     )
     has_worked = bool(found) and not found[0][1].left
+    doubles = name == "DTYPE_MISMATCH" and any(one.value.dtype == torch.float64 for one in tensors)
     return Crashed(
-        name=name, error="", text="", message=said + _message(live, shown, name), cause=_cause(name, tensors),
+        name=name, error="", text="", message=said + _message(live, shown, name),
+        cause=_CAUSES.get(name, "") + (" numpy makes float64 unless told otherwise." if doubles else ""),
         proof="with this change the call was run again on copies, and it works" if has_worked else "",
         fix="; or ".join(_fix(live, call, repair) for call, repair in found) or fix or general,
         module=module or live.module_name(live.module()) or _maker(live, tensors),
@@ -144,11 +146,6 @@ def _maker(live: Live, tensors: list[Operand]) -> str:
             if id(leaf) in own:
                 return own[id(leaf)].rpartition(".")[0]
     return ""
-
-
-def _cause(name: str, tensors: list[Operand]) -> str:
-    doubles = name == "DTYPE_MISMATCH" and any(one.value.dtype == torch.float64 for one in tensors)
-    return _CAUSES.get(name, "") + (" numpy makes float64 unless told otherwise." if doubles else "")
 
 
 def _message(live: Live, call: Call, name: str) -> str:

@@ -44,37 +44,24 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What a call was given.
+    """What a call was given."""
 
-    Args:
-        key: its position, its keyword, or ``"self"`` for the tensor whose method is called; of a part of a list that
-            is an operand the list's key and the part's position.
-        value: itself.
-        text: the user's expression, empty where there is none.
-    """
-
+    # its position, its keyword, or ``"self"`` for the tensor whose method is called; of a part of a list that is an
+    # operand the list's key and the part's position
     key: Any
     value: Any
-    text: str = ""
+    text: str = ""  # the user's expression, empty where there is none
 
 
 @dataclass(slots=True)
 class Call:
-    """A call, operator or subscript, with its operands.
+    """A call, operator or subscript, with its operands."""
 
-    Args:
-        function: takes the operands, that with the key ``"self"`` first.
-        title: what the user calls it.
-        operands: in order.
-        subject: the module or function that was called.
-        node: the expression in the user's line, ``None`` for a call within torch.
-    """
-
-    function: Callable[..., Any]
-    title: str
+    function: Callable[..., Any]  # takes the operands, that with the key ``"self"`` first
+    title: str  # what the user calls it
     operands: list[Operand]
-    subject: Any = None
-    node: ast.AST | None = None
+    subject: Any = None  # the module or function that was called
+    node: ast.AST | None = None  # the expression in the user's line, ``None`` for a call within torch
 
     @property
     def name(self) -> str:

@@ -24,25 +24,15 @@ from anybatch.doctor.graphs import nodes_behind
 
 
 class Kept(NamedTuple):
-    """A value that brings an old graph along.
+    """A value that brings an old graph along."""
 
-    Args:
-        path: the user's name of it.
-        value: what it holds.
-        file: where it is read.
-        line: of that.
-        module: that keeps it, if one does.
-        again: whether it is made again in each round; otherwise it was made once, before the loop.
-        weight: the heavier, the surer.
-    """
-
-    path: str
-    value: Any
-    file: str
-    line: int
-    module: str = ""
-    again: bool = True
-    weight: int = 0
+    path: str  # the user's name of it
+    value: Any  # what it holds
+    file: str  # where it is read
+    line: int  # of that
+    module: str = ""  # that keeps it, if one does
+    again: bool = True  # whether it is made again in each round; otherwise it was made once, before the loop
+    weight: int = 0  # the heavier, the surer
 
     @property
     def detached(self) -> str:

@@ -32,21 +32,13 @@ _CALLS = frozenset({
 
 
 class Cut(NamedTuple):
-    """A line that ends the graph.
+    """A line that ends the graph."""
 
-    Args:
-        op: what ends it.
-        at: file, number and text of the line.
-        of: what lost its graph, as the line has it.
-        module: whose forward it is.
-        sure: 2 where what goes in is known to have a graph, 0 where nothing that is trained is known to go in.
-    """
-
-    op: str
-    at: tuple[str, int, str]
-    of: str = ""
-    module: str = ""
-    sure: int = 1
+    op: str  # what ends it
+    at: tuple[str, int, str]  # file, number and text of the line
+    of: str = ""  # what lost its graph, as the line has it
+    module: str = ""  # whose forward it is
+    sure: int = 1  # 2 where what goes in is known to have a graph, 0 where nothing that is trained is known to go in
 
 
 def frozen(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -126,7 +118,6 @@ class _Search:
     """Goes up from a backward through the lines that its loss comes from.
 
     Args:
-        live: the state of the crash.
         with_targets: whether it also goes through the targets of losses, which may well be constants.
     """
 

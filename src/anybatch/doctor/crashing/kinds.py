@@ -30,21 +30,10 @@ def answer(**found: Any) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One row of the table of crashes.
-
-    Args:
-        name: of the finding.
-        patterns: searched for in the text of an error, then in the text behind the error's class and a colon, any of
-            them; long enough to be of one error only, short enough for all versions of torch.
-        message: what is wrong; a template for what the question found, for the groups of the match as ``{1}``, and for
-            ``{code}``, ``{text}``, ``{module}`` and ``{tensor}``.
-        cause: how it comes to that, a template too.
-        fix: what to change, in the user's own names.
-        asks: finds what the texts need; ``None`` from it leaves the error to the next row.
-    """
+    """One row of ``table.toml``, whose first lines say what its entries are."""
 
     name: str
-    patterns: str | tuple[str, ...]
+    patterns: tuple[str, ...]
     message: str
     cause: str
     fix: str
@@ -52,7 +41,7 @@ class Kind:
 
     def told(self, live: Live) -> Crashed | None:
         """What is said of a crash; ``None`` if it is of another kind."""
-        for pattern in (self.patterns,) if isinstance(self.patterns, str) else self.patterns:
+        for pattern in self.patterns:
             texts = (live.text, f"{type(live.error).__name__}: {live.text}")
             match = next(filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)), None)
             found = None if match is None else self.asks(live, match)

@@ -33,35 +33,21 @@ _DEPTH = 3
 
 
 class Frame(NamedTuple):
-    """A frame of the traceback.
+    """A frame of the traceback."""
 
-    Args:
-        file: of its code.
-        line: that was running.
-        function: its name.
-        values: its locals, as they were.
-        names: its globals.
-        whose: ``"user"``, ``"library"``, ``"torch"`` or ``"ours"``.
-        code: that was running.
-        span: first and last line, first and last column of the expression that was running.
-    """
-
-    file: str
-    line: int
+    file: str  # of its code
+    line: int  # that was running
     function: str
-    values: Mapping[str, Any]
-    names: dict[str, Any]
-    whose: str
-    code: CodeType | None = None
+    values: Mapping[str, Any]  # its locals, as they were
+    names: dict[str, Any]  # its globals
+    whose: str  # ``"user"``, ``"library"``, ``"torch"`` or ``"ours"``
+    code: CodeType | None = None  # that was running
+    # first and last line, first and last column of the expression that was running
     span: tuple[int | None, int | None, int | None, int | None] | None = None
 
 
 class Live:
     """The state of a crash; close it, so that nothing is kept alive.
-
-    Args:
-        error: with a traceback.
-        doctor: the recorder of the run, or ``None``.
 
     Attributes:
         error: the exception.

@@ -24,35 +24,21 @@ _SIZES = (
 
 
 class Edit(NamedTuple):
-    """A change to one operand.
+    """A change to one operand."""
 
-    Args:
-        kind: ``"dtype"``, ``"shape"``, ``"value"`` or ``"device"``.
-        text: the operand, changed; ``{}`` is what the user calls it.
-        change: does it; ``None`` from it is no change.
-    """
-
-    kind: str
-    text: str
-    change: Callable[[Any], Any]
+    kind: str  # ``"dtype"``, ``"shape"``, ``"value"`` or ``"device"``
+    text: str  # the operand, changed; ``{}`` is what the user calls it
+    change: Callable[[Any], Any]  # does it; ``None`` from it is no change
 
 
 class Repair(NamedTuple):
-    """A change that makes the call work.
+    """A change that makes the call work."""
 
-    Args:
-        kind: of its edits; or ``"layer"``, ``"mode"``, ``"classes"``, ``"switch"``, ``"name"``, ``"function"``.
-        edits: operands with their change.
-        option: what is changed besides operands, with its new value.
-        layer: the module made anew.
-        left: what the call fails with now, of a change that is one of several that are needed.
-    """
-
-    kind: str
-    edits: tuple[tuple[Operand, Edit], ...] = ()
-    option: tuple[str, Any] = ("", None)
-    layer: Any = None
-    left: str = ""
+    kind: str  # of its edits; or ``"layer"``, ``"mode"``, ``"classes"``, ``"switch"``, ``"name"``, ``"function"``
+    edits: tuple[tuple[Operand, Edit], ...] = ()  # operands with their change
+    option: tuple[str, Any] = ("", None)  # what is changed besides operands, with its new value
+    layer: Any = None  # the module made anew
+    left: str = ""  # what the call fails with now, of a change that is one of several that are needed
 
 
 Candidate = tuple[Repair, Callable[[], Any]]
@@ -136,9 +122,7 @@ def working_repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
     """The repairs that make a call work, the likeliest first.
 
     Args:
-        call: that failed.
         hint: the finding that the words of its error belong to.
-        text: of its error.
     """
     end, halfway = time.monotonic() + _SECONDS, None
     if not call.is_small() or (not call.writes and isinstance(_outcome(call.run), str) is False):

@@ -17,13 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 @dataclass(slots=True)
 class Source:
-    """A file of the user's.
-
-    Args:
-        file: its path.
-        lines: its text.
-        tree: of it.
-    """
+    """A file of the user's."""
 
     file: str
     lines: list[str]
@@ -86,11 +80,7 @@ def source_of(file: str, names: dict[str, Any] | None = None) -> Source | None:
     """Reads a file as the traceback would.
 
     Args:
-        file: its path.
         names: globals of a module, through whose loader the source may be had.
-
-    Returns:
-        The source, or ``None`` where it can't be had or isn't Python.
     """
     lines = linecache.getlines(file, names)
     if not lines:
@@ -166,7 +156,6 @@ def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
     """The statements within a node that have no body, and the heads of loops, in order of lines.
 
     Args:
-        node: of the tree.
         inner: whether those of the functions and classes in it are among them.
     """
     found: list[ast.stmt] = []
@@ -183,28 +172,17 @@ def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A name that a loop reads.
-
-    Args:
-        path: the name.
-        line: where the loop reads it first.
-        stored: the line where the loop stores it, 0 if it doesn't.
-        own: whether it goes into the call that makes its next value.
-        added: whether it is only added to.
-    """
+    """A name that a loop reads."""
 
     path: str
-    line: int
-    stored: int = 0
-    own: bool = False
-    added: bool = False
+    line: int  # where the loop reads it first
+    stored: int = 0  # the line where the loop stores it, 0 if it doesn't
+    own: bool = False  # whether it goes into the call that makes its next value
+    added: bool = False  # whether it is only added to
 
 
 def carried(loop: ast.For | ast.While) -> list[Carried]:
     """What a loop reads that comes from before the round: from the round before, or from before the loop.
-
-    Args:
-        loop: of the user's.
 
     Returns:
         The names, in the order in which they are read; those with ``stored`` come from the round before.

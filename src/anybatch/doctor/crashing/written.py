@@ -23,46 +23,27 @@ _SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "*
 
 
 class Write(NamedTuple):
-    """A line that writes to a tensor.
-
-    Args:
-        path: the tensor.
-        file: of the line.
-        line: its number.
-        code: its text.
-        instead: code that makes a new tensor.
-        made: what made the tensor before, as far as the lines above show: names of functions and classes.
-        module: whose forward it is.
-        op: that writes, as torch names it, in small letters.
-    """
+    """A line that writes to a tensor."""
 
     path: str
-    file: str
+    file: str  # of the line
     line: int
     code: str
-    instead: str
+    instead: str  # code that makes a new tensor
+    # what made the tensor before, as far as the lines above show: names of functions and classes
     made: frozenset[str] = frozenset()
-    module: str = ""
-    op: str = ""
+    module: str = ""  # whose forward it is
+    op: str = ""  # that writes, as torch names it, in small letters
 
 
 class Damage(NamedTuple):
-    """What an error says of a saved tensor that was written to.
+    """What an error says of a saved tensor that was written to."""
 
-    Args:
-        size: its shape.
-        maker: the operation that made it, if it is told.
-        version: of it.
-        saved: the tensor itself, if it is still to be had.
-        user: the operation that needs it, empty if it is not known.
-        evidence: all of this.
-    """
-
-    size: list[int]
-    maker: str
+    size: list[int]  # its shape
+    maker: str  # the operation that made it, if it is told
     version: int
-    saved: torch.Tensor | None
-    user: str
+    saved: torch.Tensor | None  # the tensor itself, if it is still to be had
+    user: str  # the operation that needs it, empty if it is not known
     evidence: dict[str, Any]
 
 

@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+from anybatch.doctor.crashing.usercode import called
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, methods, primary, within
-from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, last_name, only, receiver
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 
 _NO_GRADIENT = ("no_grad", "inference_mode")
 
@@ -60,7 +61,7 @@ def _without_call(source: UserSource, call: ast.Call) -> list[Change]:
 
 def _without_no_grad(source: UserSource, statement: ast.With) -> list[Change]:
     item = only(statement.items, "contexts")
-    if not isinstance(item.context_expr, ast.Call) or last_name(item.context_expr) not in _NO_GRADIENT:
+    if not isinstance(item.context_expr, ast.Call) or called(item.context_expr) not in _NO_GRADIENT:
         raise UnclearEdit("the context is not no_grad")
     return source.dedented(statement)
 
@@ -74,8 +75,8 @@ def with_gradients(scene: Scene) -> Iterator[Edit]:
             yield from each(source, [outer], lambda one: _without_no_grad(source, one))
         if isinstance(outer, ast.FunctionDef):
             for one in outer.decorator_list:
-                called = one.func if isinstance(one, ast.Call) else one
-                if ast.unparse(called).rpartition(".")[2] in _NO_GRADIENT:
+                function = one.func if isinstance(one, ast.Call) else one
+                if ast.unparse(function).rpartition(".")[2] in _NO_GRADIENT:
                     text = source.text.encode()
                     start = text.rfind(b"\n", 0, source.start(one)) + 1
                     yield source.edit([Change(start, text.find(b"\n", source.end(one)) + 1, "")])
@@ -105,7 +106,7 @@ def detached_result_kept(scene: Scene) -> Iterator[Edit]:
     source = scene.source
     alone = [
         one for one in ast.walk(source.scope(scene.statement))
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and last_name(one.value) == "detach"
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and called(one.value) == "detach"
     ]  # fmt: skip
     one = only(alone, "results of detach that nobody takes")
     text = source.of(one)
@@ -117,7 +118,7 @@ def target_detached(scene: Scene) -> Iterator[Edit]:
     """The target of a loss, or what the logarithm of a policy is multiplied by, is taken as given."""
     source, statement = scene.source, scene.statement
     for call in source.calls(statement):
-        if last_name(call).endswith("loss") and len(call.args) == 2:
+        if called(call).endswith("loss") and len(call.args) == 2:
             yield source.edit([source.replaced(call.args[1], f"{primary(source, call.args[1])}.detach()")])
     products = [
         one for one in ast.walk(source.scope(statement))

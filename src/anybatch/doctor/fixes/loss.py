@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+from anybatch.doctor.crashing.usercode import called
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, nn_name, primary
-from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, last_name, only, receiver
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 
 _ACTIVATIONS = ("softmax", "Softmax", "sigmoid", "Sigmoid", "log_softmax", "LogSoftmax", "softmax2d", "Softmax2d")
 _LIBRARIES = ("torch", "F", "nn", "functional")
@@ -25,7 +26,7 @@ def raw_scores(scene: Scene) -> Iterator[Edit]:
 def _without_activation(source: UserSource, call: ast.Call) -> list[Change]:
     """``softmax(x, 1)`` becomes ``x``, ``x.softmax(1)`` too, and ``nn.Softmax(1)`` leaves its ``nn.Sequential``."""
     outer = source.parent(call)
-    if last_name(call)[:1].isupper():
+    if called(call)[:1].isupper():
         holder = outer.args if isinstance(outer, ast.Call) else getattr(outer, "elts", [])
         if call not in holder or len(holder) < 2:
             raise UnclearEdit("the activation is in no list of modules")
@@ -49,7 +50,7 @@ def over_the_last_dim(scene: Scene) -> Iterator[Edit]:
     calls = source.calls(scene.statement, "softmax", "log_softmax", "Softmax", "LogSoftmax")
     calls = calls or source.calls(source.tree, "Softmax", "LogSoftmax")
     call = only(calls, "softmaxes")
-    position = 0 if last_name(call)[:1].isupper() or _is_method(call) else 1
+    position = 0 if called(call)[:1].isupper() or _is_method(call) else 1
     dim = str(scene.finding.evidence.get("classes", -1))
     if len(call.args) > position:
         yield source.edit([source.replaced(call.args[position], dim)])
@@ -71,7 +72,7 @@ def same_shapes(scene: Scene) -> Iterator[Edit]:
     calls = [
         one for one in source.calls(scene.statement) if len(one.args) == 2 and not isinstance(one.args[0], ast.Starred)
     ]
-    likely = [one for one in calls if "loss" in last_name(one).lower() or "criterion" in last_name(one).lower()]
+    likely = [one for one in calls if "loss" in called(one).lower() or "criterion" in called(one).lower()]
     call = only(likely or calls, "calls with two arguments")
     if given == [*wanted, 1]:
         argument = call.args[0]
@@ -145,7 +146,7 @@ def other_targets(scene: Scene) -> Iterator[Edit]:
     """The targets that are the same for all become the other ones."""
     source = scene.source
     call = source.one_call(scene.statement, "ones_like", "zeros_like", "ones", "zeros")
-    old = last_name(call)
+    old = called(call)
     new = old.replace("ones", "zeros") if "ones" in old else old.replace("zeros", "ones")
     text = source.of(call.func)
     yield source.edit([source.replaced(call.func, text.removesuffix(old) + new)])

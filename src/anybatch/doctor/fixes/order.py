@@ -4,8 +4,9 @@ import ast
 import contextlib
 from collections.abc import Iterator
 
+from anybatch.doctor.crashing.usercode import called
 from anybatch.doctor.fixes.scene import Scene, edits_of, inner_loop, primary
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Edit, UnclearEdit, UserSource, last_name, only, receiver
+from anybatch.doctor.fixes.source import LOOPS, SCOPES, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
 
 
@@ -30,7 +31,7 @@ def step_behind_the_backward(scene: Scene) -> Iterator[Edit]:
     """The step that is missing follows the backward."""
     source, backward = scene.backward()
     code = only(scene.fix, "statements of the fix")
-    if not isinstance(code, ast.Expr) or not isinstance(code.value, ast.Call) or last_name(code.value) != "step":
+    if not isinstance(code, ast.Expr) or not isinstance(code.value, ast.Call) or called(code.value) != "step":
         raise UnclearEdit("the fix is no step")
     yield source.edit([source.inserted(backward, scene.code, after=True)])
 
@@ -167,7 +168,7 @@ def divided(scene: Scene) -> Iterator[Edit]:
     source, backward = scene.backward()
     loss = receiver(source.one_call(backward, "backward"))
     number = _windows_name(scene, source, source.statement(backward.lineno)) or f"{scene.number('backwards'):.0f}"
-    if isinstance(loss, ast.Call) and last_name(loss) == "scale" and len(loss.args) == 1:
+    if isinstance(loss, ast.Call) and called(loss) == "scale" and len(loss.args) == 1:
         loss = loss.args[0]
         yield source.edit([source.replaced(loss, f"{primary(source, loss)} / {number}")])
     else:
@@ -188,5 +189,5 @@ def _windows_name(scene: Scene, source: UserSource, backward: ast.stmt) -> str:
              if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]  # fmt: skip
     loop = next((one for one in source.ancestors(backward) if isinstance(one, ast.For)), None)
     if not found and loop is not None and step not in list(ast.walk(loop)) and isinstance(loop.iter, ast.Call):
-        found = loop.iter.args[:1] if last_name(loop.iter) == "range" and len(loop.iter.args) == 1 else []
+        found = loop.iter.args[:1] if called(loop.iter) == "range" and len(loop.iter.args) == 1 else []
     return source.of(found[0]) if len(found) == 1 and isinstance(found[0], ast.Name | ast.Attribute) else ""

@@ -31,13 +31,7 @@ def edits_of(*names: str) -> Callable[[Maker], Maker]:
 
 
 class Scene:
-    """One finding with what belongs to it.
-
-    Args:
-        finding: what was found.
-        run: its facts.
-        read: gives a file of the user by its path; raises ``UnclearEdit`` for one that is not the user's.
-    """
+    """One finding with what belongs to it; ``read`` raises ``UnclearEdit`` for a file that is not the user's."""
 
     def __init__(self, finding: Finding, run: Run, read: Callable[[str], UserSource]) -> None:
         self.finding = finding

@@ -4,8 +4,9 @@ import ast
 import itertools
 from collections.abc import Iterator
 
+from anybatch.doctor.crashing.usercode import called
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop
-from anybatch.doctor.fixes.source import LOOPS, Change, Edit, UnclearEdit, UserSource, last_name, only
+from anybatch.doctor.fixes.source import LOOPS, Change, Edit, UnclearEdit, UserSource, only
 
 _ADAPTIVE = 1e-3
 _PLAIN = 1e-2
@@ -104,7 +105,7 @@ def momentum_of_torch(scene: Scene) -> Iterator[Edit]:
     for source in map(scene.read, scene.files):
         found = [
             (call, word) for call in source.calls(source.tree) for word in call.keywords
-            if word.arg == "momentum" and "BatchNorm" in last_name(call) and isinstance(word.value, ast.Constant)
+            if word.arg == "momentum" and "BatchNorm" in called(call) and isinstance(word.value, ast.Constant)
             and word.value.value == wrong
         ]  # fmt: skip
         if found:

@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from anybatch.doctor.crashing.usercode import called
+
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Module)
 _BLOCKS = ("body", "orelse", "finalbody")
@@ -43,11 +45,7 @@ class Edit:
 
 
 class UserSource:
-    """A file that was parsed, with what is needed to change it by position.
-
-    Args:
-        path: of the file.
-        text: what is in it, ``None`` to read it."""
+    """A file that was parsed, with what is needed to change it by position."""
 
     def __init__(self, path: str, text: str | None = None) -> None:
         self.path = path
@@ -120,7 +118,7 @@ class UserSource:
 
     def calls(self, node: ast.AST, *names: str) -> list[ast.Call]:
         """The calls in a node whose function has one of some last names, in the order of the text."""
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Call) and (not names or last_name(one) in names)]
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Call) and (not names or called(one) in names)]
         return sorted(found, key=self.start)
 
     def one_call(self, node: ast.AST, *names: str) -> ast.Call:
@@ -256,16 +254,10 @@ def _lines_at(data: bytes, start: int, end: int) -> str:
     return data[data.rfind(b"\n", 0, start) + 1 : len(data) if stop < 0 else stop].decode().strip("\r\n")
 
 
-def last_name(call: ast.Call) -> str:
-    """The last name of what is called: ``clip_grad_norm_`` of ``torch.nn.utils.clip_grad_norm_(...)``."""
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
 def receiver(call: ast.Call) -> ast.expr:
     """What a method is called of: ``optimizer`` of ``optimizer.step()``."""
     if not isinstance(call.func, ast.Attribute):
-        raise UnclearEdit(f"{last_name(call) or 'what is called'} is no method")
+        raise UnclearEdit(f"{called(call) or 'what is called'} is no method")
     return call.func.value
 
 

@@ -64,12 +64,7 @@ Start = Callable[[Edit | None], Tried]
 
 
 def steps_for(findings: Iterable[Finding]) -> int:
-    """After how many steps a trial of some findings may end.
-
-    Example:
-        >>> steps_for([Finding("late.", step=200)]), steps_for([Finding("early.", step=0)])
-        (220, 60)
-    """
+    """After how many steps a trial of some findings may end."""
     return max([LEAST_STEPS, *(one.step + _LONGER for one in findings)])
 
 

@@ -12,12 +12,7 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def without_graph(value: Any, depth: int = 0) -> Any:
-    """An argument whose tensors do not hold the graph that they came out of.
-
-    Args:
-        value: a tensor, or a tuple, list or dictionary with some.
-        depth: at which it lies; beyond some levels it is left as it is.
-    """
+    """An argument whose tensors do not hold the graph that they came out of."""
     if isinstance(value, torch.Tensor):
         return _detached(value) if value.requires_grad else value
     if depth < _DEEPEST and type(value) in (tuple, list):
@@ -33,11 +28,7 @@ def _detached(value: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(arguments: Any) -> int:
-    """The size of the first dim of the first tensor, -1 if there is none.
-
-    Args:
-        arguments: a tuple, and a dictionary of those that have names.
-    """
+    """The size of the first dim of the first tensor, -1 if there is none."""
     for value in (*arguments[0], *arguments[1].values()):
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]

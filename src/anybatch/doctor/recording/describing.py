@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.containers import entries_of
-from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts
+from anybatch.records.tables import GroupFacts, ModuleFacts
 from anybatch.tensors.dispatch import item_of, unseen
 
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
@@ -47,13 +47,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def role_of(tensor: torch.Tensor, kind: str, name: str) -> str:
-    """What a parameter does in its module, as ``ParameterFacts`` names it.
-
-    Args:
-        tensor: the parameter.
-        kind: of its module.
-        name: of it within the module.
-    """
+    """What a parameter does in its module, as ``ParameterFacts`` names it."""
     if kind in ("norm", "batch_norm"):
         return "norm"
     last = name.rpartition(".")[2]
@@ -65,14 +59,7 @@ def role_of(tensor: torch.Tensor, kind: str, name: str) -> str:
 
 
 def module_facts(name: str, module: nn.Module, registered: bool, parameters: tuple[int, ...]) -> ModuleFacts:
-    """The row of a module in the table of its root.
-
-    Args:
-        name: qualified.
-        module: it.
-        registered: whether its root has it registered.
-        parameters: its own, by number.
-    """
+    """The row of a module in the table of its root."""
     own = vars(module).get("requires_grad")
     file, line = _source(type(module))
     return ModuleFacts(
@@ -131,11 +118,7 @@ WRAPPED = {"DistributedDataParallel": "module", "DataParallel": "module", "compi
 
 
 def config_of(module: nn.Module) -> dict[str, Any]:
-    """Plain entries of ``module.config`` that say what is meant.
-
-    Args:
-        module: a root.
-    """
+    """Plain entries of ``module.config`` that say what is meant."""
     config = getattr(module, "config", None)
     if config is None:
         return {}
@@ -151,11 +134,7 @@ def config_of(module: nn.Module) -> dict[str, Any]:
 
 @unseen
 def constants(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, bool]]:
-    """For each tensor the value that all entries have, or ``None``; and whether a matrix has all rows equal.
-
-    Args:
-        tensors: parameters; what can't be compared is said to differ.
-    """
+    """For each tensor the value that all entries have, or ``None``; and whether a matrix has all rows equal."""
     with torch.no_grad():
         flags = [_flags(tensor) for tensor in tensors]
         by_device: dict[torch.device, list[int]] = {}
@@ -199,23 +178,14 @@ def _starts_alike(tensor: torch.Tensor) -> bool:
 
 
 def plain_rate(value: Any) -> float:
-    """A learning rate as a number; one that lies on a GPU is not waited for.
-
-    Args:
-        value: a number or a tensor.
-    """
+    """A learning rate as a number; one that lies on a GPU is not waited for."""
     if isinstance(value, torch.Tensor):
         return float(item_of(value)) if value.device.type == "cpu" and value.numel() == 1 else float("nan")
     return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
 def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupFacts:
-    """A group of an optimizer.
-
-    Args:
-        group: an entry of ``param_groups``.
-        parameters: of it, by number.
-    """
+    """A group of an optimizer."""
     betas = group.get("betas")
     momentum = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
     return GroupFacts(
@@ -227,35 +197,17 @@ def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupF
     )
 
 
-def optimizer_facts(
-    optimizer: Any, number: int, variable: str, groups: tuple[GroupFacts, ...], *, after: int, place: tuple[str, int]
-) -> OptimizerFacts:
-    """The table of an optimizer.
-
-    Args:
-        optimizer: it.
-        number: of it.
-        variable: what the user calls it.
-        groups: of it.
-        after: steps that others had done with its parameters when it was made.
-        place: where it was made.
-    """
+def optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    """The entries of the table of an optimizer that itself tells."""
     defaults = getattr(optimizer, "defaults", {})
-    first = optimizer.param_groups[0] if optimizer.param_groups else {}
-    return OptimizerFacts(
-        optimizer=number, variable=variable, cls=type_name(optimizer), groups=groups,
-        default_lr=plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
-        fused=bool(first.get("fused")), is_torchs=type(optimizer).__module__.startswith("torch."), after=after,
-        file=place[0], line=place[1],
-    )  # fmt: skip
+    return {
+        "cls": type_name(optimizer), "is_torchs": type(optimizer).__module__.startswith("torch."),
+        "default_lr": plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
+    }  # fmt: skip
 
 
 def scheduler_options(scheduler: Any) -> dict[str, Any]:
-    """Plain attributes of a scheduler.
-
-    Args:
-        scheduler: it.
-    """
+    """Plain attributes of a scheduler."""
     found: dict[str, Any] = {}
     for name, value in vars(scheduler).items():
         if name.startswith("_") or len(found) >= _MOST_OPTIONS:
@@ -286,11 +238,7 @@ def rows_of(args: Any, kwargs: Any) -> int:
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """The learning rates of the groups of an optimizer.
-
-    Args:
-        optimizer: or ``None``.
-    """
+    """The learning rates of the groups of an optimizer."""
     groups: Sequence[Any] = getattr(optimizer, "param_groups", ())
     if len(groups) == 1:
         rate = groups[0].get("lr")

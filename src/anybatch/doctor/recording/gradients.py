@@ -10,22 +10,14 @@ from anybatch.tensors.dispatch import has_numbers, unseen
 
 
 class Came(NamedTuple):
-    """What a backward did.
+    """What a backward did."""
 
-    Args:
-        touched: parameters whose gradient changed or appeared, by number.
-        kept: of these, those whose gradient the last step had used and nothing had cleared.
-    """
-
-    touched: tuple[int, ...]
-    kept: tuple[int, ...]
+    touched: tuple[int, ...]  # parameters whose gradient changed or appeared, by number
+    kept: tuple[int, ...]  # of these, those whose gradient the last step had used and nothing had cleared
 
 
 class Gradients:
     """Follows the gradients of tracked parameters from event to event.
-
-    Args:
-        numbering: knows the parameters.
 
     Attributes:
         numbers: of the parameters.
@@ -84,11 +76,7 @@ class Gradients:
         self.is_any = self.present > 0
 
     def before_backward(self) -> tuple[int, int]:
-        """Looks at the gradients that a backward will add onto.
-
-        Returns:
-            How many were cleared by hand since the last event, of how many.
-        """
+        """Of the gradients that a backward will add onto, how many were cleared by hand since, of how many."""
         if self._numbering.version != self.version:
             self.arrange()
         if not self.is_any:
@@ -151,11 +139,7 @@ class Gradients:
         return Came(tuple([numbers[place] for place in touched]), tuple([numbers[place] for place in kept]))
 
     def after_clearing(self) -> tuple[int, int]:
-        """Looks at the gradients after ``zero_grad``.
-
-        Returns:
-            How many are gone or were written to, of how many there were.
-        """
+        """How many gradients are gone or were written to after ``zero_grad``, of how many there were."""
         if self._aside is not None:
             count, self._aside = len(self._aside), {}
             return count, count
@@ -184,13 +168,10 @@ class Gradients:
         return cleared, had
 
     def at_step(self, *, closely: bool) -> tuple[int, int, int]:
-        """Looks at the gradients before a step.
+        """Before a step how many gradients were cleared by hand since the last event, of how many, and how many edited.
 
         Args:
             closely: whether more is looked for than gradients that are gone.
-
-        Returns:
-            How many were cleared by hand since the last event, of how many, and how many were edited.
         """
         if self._numbering.version != self.version:
             self.arrange()
@@ -215,7 +196,6 @@ class Gradients:
         """Notes which gradients a step has used.
 
         Args:
-            numbers: of the optimizer's parameters.
             closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
         """
         if closely or numbers in self._edits or self._numbering.version != self.version:

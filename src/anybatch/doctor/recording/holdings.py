@@ -13,32 +13,15 @@ _DEEPEST = 3  # containers within containers
 
 
 class Held(NamedTuple):
-    """A module inside of a root.
+    """A module inside of a root."""
 
-    Args:
-        name: qualified, as ``layers[0]`` for what lies in a plain list.
-        module: it.
-        registered: whether ``named_modules()`` has it.
-    """
-
-    name: str
+    name: str  # qualified, as ``layers[0]`` for what lies in a plain list
     module: torch.nn.Module
-    registered: bool
+    registered: bool  # whether ``named_modules()`` has it
 
 
 def held_by(root: torch.nn.Module) -> Iterator[Held]:
-    """All modules of a root, the root first, each once.
-
-    Args:
-        root: a module.
-
-    Example:
-        >>> root = torch.nn.Sequential(torch.nn.Linear(1, 1))
-        >>> root.hidden = [torch.nn.ReLU()]
-        >>> root.plain = {"a": torch.nn.Tanh()}
-        >>> [(name, registered) for name, _, registered in held_by(root)]
-        [('', True), ('0', True), ('hidden[0]', False), ("plain['a']", False)]
-    """
+    """All modules of a root, the root first, each once."""
     waiting = [Held("", root, True)]
     seen = {id(module) for module in root.modules()}
     given: set[int] = set()
@@ -65,9 +48,6 @@ def parameters_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
     """The parameters of a module itself: names, tensors, and whether they are registered.
 
     What ``functional_call`` has put in their place within ``vmap`` or ``grad`` is none of the module's own.
-
-    Args:
-        module: its children are left out.
     """
     own = set()
     for name, parameter in module._parameters.items():

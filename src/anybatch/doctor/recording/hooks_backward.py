@@ -24,19 +24,12 @@ _SAME = ("function", "is_leaf", "numel", "retain", "create", "scaled", "factor",
 
 
 class _Begun(NamedTuple):
-    """A backward that is about to run.
+    """A backward that is about to run."""
 
-    Args:
-        same: the entries that ``_SAME`` names, but for the last two.
-        scale: of its loss, ``None`` for one that no ``GradScaler`` has scaled.
-        loss: it.
-        value: of the loss, ``None`` where it has to be waited for, or where there is none.
-    """
-
-    same: tuple[Any, ...]
-    scale: float | None
+    same: tuple[Any, ...]  # the entries that ``_SAME`` names, but for the last two
+    scale: float | None  # of its loss, ``None`` for one that no ``GradScaler`` has scaled
     loss: torch.Tensor
-    value: float | None
+    value: float | None  # of the loss, ``None`` where it has to be waited for, or where there is none
 
     def unscaled(self, value: float) -> float:
         """The value of the loss as it was before it was scaled."""
@@ -50,9 +43,6 @@ class BackwardHooks:
     """Wraps the engine's entrance, which both ``backward`` and ``grad`` go through whatever name they are called by.
 
     Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        samplers: are shown each loss.
         on_backward: is called after a backward has been recorded.
     """
 
@@ -177,10 +167,6 @@ class BackwardHooks:
 
 def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
     """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them.
-
-    Args:
-        loss: that is about to be differentiated.
-        scaled: whether a ``GradScaler`` has multiplied it by its scale.
 
     Example:
         >>> factor_and_top(torch.ones(3, requires_grad=True).sum() / 4, scaled=False)

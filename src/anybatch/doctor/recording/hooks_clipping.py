@@ -17,13 +17,7 @@ _SAME = ("by", "limit", "tensors", "optimizers", "scaled", "scale")
 
 
 class ClippingHooks:
-    """Wraps the two functions that clip.
-
-    Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        scaling: knows whether gradients are scaled.
-    """
+    """Wraps the two functions that clip."""
 
     def __init__(self, recording: Recording, gradients: Gradients, scaling: ScalingHooks) -> None:
         self._recording, self._gradients, self._scaling = recording, gradients, scaling

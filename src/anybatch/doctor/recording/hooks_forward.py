@@ -26,16 +26,7 @@ _training = attrgetter("training")
 
 @dataclass(slots=True)
 class _Called:
-    """What is known of a module that the user's code calls.
-
-    Args:
-        module: it, weakly.
-        root: the number of its root.
-        name: of it within its root.
-        names: of its dropouts and batch norms.
-        modules: these.
-        is_looked_at: whether more was done with the call that runs than to note it.
-    """
+    """What is known of a module that the user's code calls."""
 
     module: "weakref.ref[torch.nn.Module]"
     root: int
@@ -51,10 +42,6 @@ class ForwardHooks:
     Others are those of the same class, if that is not torch's own: many modules within a model are of these.
 
     Nothing is hung on the user's modules, so that they can be saved, copied and compiled as without it.
-
-    Args:
-        recording: of the run.
-        samplers: are shown each call of a root.
     """
 
     def __init__(self, recording: Recording, samplers: Samplers) -> None:

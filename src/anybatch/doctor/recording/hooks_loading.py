@@ -19,12 +19,7 @@ _LONGEST = 500
 
 
 class LoadingHooks:
-    """Wraps ``load_state_dict`` of modules, optimizers and schedulers.
-
-    Args:
-        recording: of the run.
-        optimizers: knows their numbers.
-    """
+    """Wraps ``load_state_dict`` of modules, optimizers and schedulers."""
 
     def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
         self._recording, self._optimizers = recording, optimizers

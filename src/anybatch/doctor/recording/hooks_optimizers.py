@@ -1,4 +1,4 @@
-"""Sees optimizers made, and their steps."""
+"""Sees optimizers made, their steps, and the clearing of gradients by ``zero_grad``."""
 
 import sys
 import weakref
@@ -31,8 +31,8 @@ _TORCHS_FILE = optimizers.__file__
 _STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
 _STEP_NAMES = frozenset({"wrapper", "doctored_step"})
 _MOST_FRAMES = 40  # between two steps that run within each other
-_UNKNOWN: tuple[int, tuple[int, ...], int] = (0, (), -1)
-_SAME = ("optimizer", "with_grad", "without_count", "zero", "closure", "by", "edited")
+_SAME = ("optimizer", "with_grad", "zero", "closure", "by", "edited")
+_CLEARING = ("by", "number", "parameters", "of")
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
 
 
@@ -46,32 +46,20 @@ class _Known(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A step that has begun.
+    """A step that has begun."""
 
-    Args:
-        known: of its optimizer.
-        done: how many steps came before it.
-        step: the number by which it is decided whether it is sampled.
-        sampled: whether it is.
-        closure: whether it was given a function that takes the gradient.
-        edited: gradients that the user's code has changed before it.
-    """
-
-    known: _Known
-    done: int
-    step: int
+    known: _Known  # of its optimizer
+    done: int  # how many steps came before it
+    step: int  # the number by which it is decided whether it is sampled
     sampled: bool
-    closure: bool
-    edited: int
+    closure: bool  # whether it was given a function that takes the gradient
+    edited: int  # gradients that the user's code has changed before it
 
 
 class OptimizerHooks:
     """Hooks on all optimizers.
 
     Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        samplers: are shown each step.
         on_step: is called after a step has been counted, with the number that says whether the next one is sampled.
     """
 
@@ -84,7 +72,7 @@ class OptimizerHooks:
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
         self._begun: _Begun | None = None
         self._nested = False  # whether a step within it was seen
-        self._without: dict[int, tuple[int, tuple[int, ...], int]] = {}
+        self._with_grad: dict[int, tuple[int, int]] = {}  # how many had a gradient, and how many of all did then
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self.known: dict[int, _Known] = {}
         self._handles: list[Any] = []
@@ -106,6 +94,8 @@ class OptimizerHooks:
             register_optimizer_step_post_hook(self._post_hook),
         ]
         patches.wrap(torch.optim.Optimizer, "__init__", self._initialised(recording.guarded(self._was_made)))
+        for owner, after in ((torch.optim.Optimizer, self._cleared), (torch.nn.Module, self._cleared_by_module)):
+            patches.wrap(owner, "zero_grad", recording.around(None, after, "updates", owned=True))
 
     def detach(self) -> None:
         """Takes off what ``Recording.patches`` does not know of."""
@@ -219,21 +209,16 @@ class OptimizerHooks:
             return  # its beginning was not seen
         self._begun, known = None, begun.known
         number, count, sampled = known.number, begun.done, begun.sampled
-        with_grad, without, of = self._without.get(number, _UNKNOWN)
-        changed = False
+        with_grad, of = self._with_grad.get(number, (0, -1))
         if sampled or of != self._gradients.present:
-            with_grad, without, changed = self._counted(optimizer, number)
+            tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+            with_grad = sum(tensor.grad is not None for tensor in tensors)
+            self._with_grad[number] = with_grad, self._gradients.present
         zero = _are_zero(optimizer) if sampled else None
         groups, by = optimizer.param_groups, "scaler" if recording.in_scaler.count else "step"
         is_plain = len(groups) == 1 and type(groups[0].get("lr")) is float
         rates = (groups[0]["lr"],) if is_plain else rates_of(optimizer)
-        same = number, with_grad, len(without), zero, begun.closure, by, begun.edited
-        if changed:
-            file, line = user_place(5)
-            entries: dict[str, Any] = dict(zip(_SAME, same, strict=True))
-            recording.emit(Stepped(number=count, lrs=rates, without=without, file=file, line=line, **entries))
-        else:
-            recording.note(Stepped, same, (count, rates), _SAME)
+        recording.note(Stepped, (number, with_grad, zero, begun.closure, by, begun.edited), (count, rates), _SAME)
         recording.stepped = known.optimizer
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
@@ -243,6 +228,17 @@ class OptimizerHooks:
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
+
+    def _cleared(self, optimizer: Any, *_: Any) -> None:
+        known = self.known.get(id(optimizer))
+        is_known = known is not None and known.optimizer() is optimizer
+        number = known.number if known is not None and is_known else self.numbered(optimizer)
+        self._recording.note(Cleared, ("optimizer", number, *self._gradients.after_clearing()), entries=_CLEARING)
+
+    def _cleared_by_module(self, module: torch.nn.Module, *_: Any) -> None:
+        number = self._recording.numbering.root_of(module)
+        same = "module", -1 if number is None else number, *self._gradients.after_clearing()
+        self._recording.note(Cleared, same, entries=_CLEARING)
 
     def _know(self, optimizer: Any) -> "_Known":
         """What is known of an optimizer, as its groups are now."""
@@ -269,17 +265,6 @@ class OptimizerHooks:
             if share and any(id(p) in lost for p in module.parameters()):
                 numbering.root(module)
                 lost -= {id(p) for p in module.parameters()}
-
-    def _counted(self, optimizer: Any, number: int) -> tuple[int, tuple[int, ...], bool]:
-        """How many parameters have a gradient, which have none though they require one, and whether that is new."""
-        known = self._without.get(number, _UNKNOWN)
-        parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        missing = [tensor for tensor in parameters if tensor.grad is None]
-        numbers = map(self._recording.numbering.known, [tensor for tensor in missing if tensor.requires_grad])
-        without = tuple([one for one in numbers if one is not None])
-        with_grad = len(parameters) - len(missing)
-        self._without[number] = with_grad, without, self._gradients.present
-        return with_grad, without, known is _UNKNOWN or known[1] != without
 
     def _parameter_numbers(self, number: int) -> frozenset[int]:
         groups = self._recording.numbering.optimizer_table(number).groups

@@ -14,28 +14,16 @@ from anybatch.tensors.dispatch import item_of
 
 
 class _Begun(NamedTuple):
-    """A call that has begun.
+    """A call that has begun."""
 
-    Args:
-        optimizer: that it was given.
-        number: of the optimizer, -1 without one.
-        scale: before the call.
-        steps: of the optimizer so far.
-    """
-
-    optimizer: Any
-    number: int
-    scale: float
-    steps: int
+    optimizer: Any  # that it was given
+    number: int  # of the optimizer, -1 without one
+    scale: float  # before the call
+    steps: int  # of the optimizer so far
 
 
 class ScalingHooks:
     """Wraps ``GradScaler``.
-
-    Args:
-        recording: of the run.
-        gradients: of the tracked parameters.
-        optimizers: knows their numbers and steps.
 
     Attributes:
         unscaled: the optimizers whose gradients were unscaled since the last ``update``, by ``id``.

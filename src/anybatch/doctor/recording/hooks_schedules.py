@@ -21,12 +21,7 @@ _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
 class ScheduleHooks:
-    """Wraps the ``step`` of all schedulers.
-
-    Args:
-        recording: of the run.
-        optimizers: knows their numbers.
-    """
+    """Wraps the ``step`` of all schedulers."""
 
     def __init__(self, recording: Recording, optimizers: OptimizerHooks) -> None:
         self._recording, self._optimizers = recording, optimizers
@@ -87,19 +82,15 @@ def _is_first_step() -> bool:
         if frame.f_code.co_name in _FIRST_STEPS:
             return True
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in _FIRST_STEPS and _is_scheduler(frame.f_locals.get("self"))
-
-
-def _is_scheduler(one: Any) -> bool:
-    return isinstance(one, lr_scheduler.LRScheduler)
+    return (
+        frame is not None
+        and frame.f_code.co_name in _FIRST_STEPS
+        and isinstance(frame.f_locals.get("self"), lr_scheduler.LRScheduler)
+    )
 
 
 class LoaderHooks:
-    """Wraps the beginning of every ``DataLoader`` and the giving of its batches.
-
-    Args:
-        recording: of the run.
-    """
+    """Wraps the beginning of every ``DataLoader`` and the giving of its batches."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -10,17 +10,7 @@ import torch
 
 from anybatch.accelerators import synchronize
 from anybatch.doctor.recording.numbering import Counter
-from anybatch.records.events import (
-    Backward,
-    Cleared,
-    Clipped,
-    DropoutCall,
-    Ended,
-    Forward,
-    Scaler,
-    Scheduled,
-    Stepped,
-)
+from anybatch.records.events import Backward, Cleared, Clipped, DropoutCall, Ended, Forward, Scaler, Scheduled, Stepped
 from anybatch.records.lines import Fact, to_line
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.repeats import DIFFERING, by_steps, line_of, repeated
@@ -40,9 +30,6 @@ class _File:
 
     No descriptor is held: a script may close descriptors that it does not know, as daemons do, and open files of its
     own in their place, in which it would find lines of the record.
-
-    Args:
-        path: is made, and emptied if it is there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,9 +39,6 @@ class _File:
 
     def append(self, lines: bytes) -> None:
         """Writes at the end.
-
-        Args:
-            lines: whole ones.
 
         Raises:
             OSError: the file is gone, is another one, or takes no more.
@@ -79,7 +63,6 @@ class Journal:
     """The facts of one run, numbered as they come.
 
     Args:
-        counter: where in the run it is.
         path: a file that is written; without one the facts stay in memory.
         max_bytes: after these only rare facts are recorded.
 
@@ -105,14 +88,7 @@ class Journal:
         self._file = None if path is None else _File(path)
 
     def emit(self, fact: Fact) -> int:
-        """Numbers a fact and keeps it.
-
-        Args:
-            fact: without its number and step.
-
-        Returns:
-            Its number.
-        """
+        """Numbers a fact and keeps it."""
         counter = self.counter
         counter.at += 1
         object.__setattr__(fact, "at", counter.at)
@@ -183,11 +159,7 @@ class Journal:
         self._written = time.perf_counter()
 
     def close(self, ended: Ended) -> None:
-        """Records the end and closes the file.
-
-        Args:
-            ended: the last fact.
-        """
+        """Records the end and closes the file."""
         self.emit(ended)
         self.resolve()
         if self._file is not None:

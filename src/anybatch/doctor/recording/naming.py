@@ -31,11 +31,7 @@ WHOSE: dict[str, int] = {}
 
 
 def whose_file(file: str) -> int:
-    """Whose code a file is, as ``WHOSE`` has it.
-
-    Args:
-        file: of code.
-    """
+    """Whose code a file is, as ``WHOSE`` has it."""
     known = WHOSE.get(file)
     if known is None:
         if len(WHOSE) >= _MOST_FILES:
@@ -51,14 +47,7 @@ def _belongs_to(file: str) -> int:
 
 
 def user_place(depth: int = 1) -> tuple[str, int]:
-    """The innermost of the user's lines; that of another library where there is none of the user's own.
-
-    Args:
-        depth: how many frames to leave out.
-
-    Returns:
-        The file and the number of the line.
-    """
+    """The innermost of the user's lines; that of another library where there is none of the user's own."""
     frame: FrameType | None
     try:
         frame = sys._getframe(depth)
@@ -90,20 +79,12 @@ PLACES: dict[tuple[int, int], tuple[CodeType, tuple[str, int]]] = {}
 
 
 def variable_of(thing: Any) -> str:
-    """What the user's code calls a thing: ``"model"``, ``"self.net"``, ``"nets['g']"``; empty if that is not found.
-
-    Args:
-        thing: is looked for by identity in the frames that are running, the innermost first.
-    """
+    """What the user's code calls a thing: ``"model"``, ``"self.net"``, ``"nets['g']"``; empty if that is not found."""
     return variables_of([thing]).get(id(thing), "")
 
 
 def variables_of(things: Iterable[Any]) -> dict[int, str]:
-    """What the user's code calls some things, by ``id``, all found at one go.
-
-    Args:
-        things: are looked for as by ``variable_of``.
-    """
+    """What the user's code calls some things, by ``id``, all found at one go."""
     missing, found = {id(thing) for thing in things}, dict[int, str]()
     frames = list(_frames())
     for named in (_names, _attributes):

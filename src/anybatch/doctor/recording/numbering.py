@@ -12,53 +12,41 @@ from anybatch.doctor.recording.describing import (
     WRAPPED,
     config_of,
     constants,
+    group_facts,
     kind_of,
     module_facts,
+    optimizer_facts,
     role_of,
+    scheduler_options,
     type_name,
     wrapper_of,
 )
 from anybatch.doctor.recording.holdings import Held, held_by, parameters_in
-from anybatch.doctor.recording.naming import user_place, variable_of
-from anybatch.doctor.recording.updaters import UpdaterNumbers
+from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
 from anybatch.records.lines import Fact
-from anybatch.records.tables import ParameterFacts, Root
+from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root, SchedulerFacts
 
 
 @dataclass(slots=True)
 class Counter:
-    """Where in the run it is.
+    """Where in the run it is."""
 
-    Attributes:
-        at: the number of the last event.
-        step: how many steps the optimizer that stepped most has done.
-    """
-
-    at: int = -1
-    step: int = 0
+    at: int = -1  # the number of the last event
+    step: int = 0  # how many steps the optimizer that stepped most has done
 
 
 @dataclass(slots=True)
 class Model:
-    """What is known of one root; the module itself is held weakly.
-
-    Attributes:
-        number: of it.
-        module: it.
-        variable: what the user calls it.
-        names: of its modules by ``id``.
-        held: its modules, weakly, by name, with whether they are registered.
-        place: where it was first called.
-        in_evaluation: whether it was in evaluation mode when its table was recorded.
-    """
+    """What is known of one root; the module itself is held weakly."""
 
     number: int
     module: "weakref.ref[torch.nn.Module]"
-    variable: str
-    names: dict[int, str] = field(default_factory=dict)
+    variable: str  # what the user calls it
+    names: dict[int, str] = field(default_factory=dict)  # of its modules by ``id``
+    # its modules, weakly, by name, with whether they are registered
     held: list[tuple[str, "weakref.ref[torch.nn.Module]", bool]] = field(default_factory=list)
-    place: tuple[str, int] = ("", 0)
-    in_evaluation: bool = False
+    place: tuple[str, int] = ("", 0)  # where it was first called
+    in_evaluation: bool = False  # whether it was in evaluation mode when its table was recorded
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module, bool]]:
         """Its modules that still live: names, modules, and whether they are registered."""
@@ -82,14 +70,7 @@ class _Place(NamedTuple):
 
 
 class _Where:
-    """Where a parameter is, over all roots.
-
-    Args:
-        tensor: it, which is held weakly.
-
-    Attributes:
-        in_roots: its places, by root.
-    """
+    """Where a parameter is, over all roots."""
 
     __slots__ = ("in_roots", "tensor")
 
@@ -102,23 +83,11 @@ class _Where:
         return [place for _, places in sorted(self.in_roots.items()) for place in places]
 
 
-class Numbering(UpdaterNumbers):
-    """Gives numbers in the order in which things are first seen; holds nothing of the user's alive.
-
-    Args:
-        emit: takes each table.
-        counter: where in the run it is; emitting moves it.
-
-    Example:
-        >>> tables = []
-        >>> numbering = Numbering(tables.append)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
-        >>> numbering.root(model), numbering.parameter(model[0].bias), numbering.name(1)
-        (0, 1, '0.bias')
-    """
+class Numbering:
+    """Gives numbers in the order in which things are first seen; holds nothing of the user's alive."""
 
     def __init__(self, emit: Callable[[Fact], Any], counter: Counter | None = None) -> None:
-        super().__init__(emit)
+        self.emit = emit
         self.counter = counter or Counter()
         self.models: list[Model] = []
         self._numbers: dict[int, int] = {}
@@ -131,8 +100,14 @@ class Numbering(UpdaterNumbers):
         self._died: list[int] = []  # roots, since this was last looked at
         self._alive, self._several = [0], False
         self._tracked: dict[int, None] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._optimizer_facts: list[OptimizerFacts] = []
+        self._schedulers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._scheduled = 0  # how many schedulers there were
         self.version = 0
         """Grows when what is tracked changes."""
+        self.optimizers_version = 0
+        """Grows with each table of an optimizer."""
 
     # parameters
 
@@ -140,7 +115,6 @@ class Numbering(UpdaterNumbers):
         """The number of a parameter or another leaf.
 
         Args:
-            tensor: a leaf.
             is_input: whether it came into a model as its input; asked when it is first seen.
             is_tracked: whether its gradient and its value are followed like those of parameters.
         """
@@ -212,27 +186,20 @@ class Numbering(UpdaterNumbers):
         self._record(number, facts)
         return number
 
-    def _named(self, tensor: torch.Tensor, name: str) -> int:
-        return self._add(tensor, self._facts_of(tensor, [], (name,)))
-
     def _track(self, number: int) -> None:
         if number not in self._tracked:
             self._tracked[number] = None
             self.version += 1
 
     def _record(self, number: int, facts: ParameterFacts) -> None:
-        facts = _changed(facts, parameter=number)
+        facts = dataclasses.replace(facts, parameter=number)
         self._facts[number] = facts
         self.emit(facts)
 
     # models
 
     def root(self, module: torch.nn.Module) -> int:
-        """The number of a model; one that has a known one inside takes its number and replaces its table.
-
-        Args:
-            module: that the user's code called.
-        """
+        """The number of a model; one that has a known one inside takes its number and replaces its table."""
         known = self._root(module)
         if known is not None:
             return known
@@ -261,13 +228,7 @@ class Numbering(UpdaterNumbers):
         return weakref.ref(module, is_gone)
 
     def adopt(self, model: Model, module: torch.nn.Module, name: str) -> None:
-        """Adds a module that ran inside a model which does not have it registered.
-
-        Args:
-            model: that ran.
-            module: that ran in it.
-            name: of it.
-        """
+        """Adds a module that ran inside a model which does not have it registered."""
         if self._look_again_at(model) and id(module) in model.names:
             return  # it was assigned after the model was first seen
         found = [held for held in held_by(module) if id(held.module) not in model.names]
@@ -327,9 +288,6 @@ class Numbering(UpdaterNumbers):
         """The number of a root that has all parameters of a module, as of a slice or of a container made for one call.
 
         Where it has the same ones, and the root itself is gone, the module takes its place.
-
-        Args:
-            module: that is in no root.
         """
         own, roots = set[int](), set[int]()
         for tensor in module.parameters():
@@ -399,7 +357,7 @@ class Numbering(UpdaterNumbers):
             elif self._facts[number].names != names or not self._facts[number].registered:
                 old = self._facts[number]
                 facts = self._facts_of(tensor, places, names, value=(old.constant, old.equal_rows))
-                if facts != _changed(old, parameter=-1, at=0, step=0):
+                if facts != dataclasses.replace(old, parameter=-1, at=0, step=0):
                     self._record(number, facts)
             self._tracked[number] = None
         self.version += before != len(self._tracked)
@@ -449,6 +407,83 @@ class Numbering(UpdaterNumbers):
             )
         )  # fmt: skip
 
+    # optimizers and schedulers
 
-def _changed(facts: ParameterFacts, **changes: Any) -> ParameterFacts:
-    return dataclasses.replace(facts, **changes)
+    def optimizer(self, optimizer: Any, *, place: tuple[str, int] | None = None, after: int = 0) -> int:
+        """The number of an optimizer; records it, and again when its groups have changed.
+
+        Args:
+            after: how many steps others had done with its parameters when it was made.
+        """
+        number = self.known_optimizer(optimizer)
+        if number >= 0:
+            old = self._optimizer_facts[number]
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            if sizes == [len(one.parameters) for one in old.groups]:
+                return number
+            is_made_there = old.is_made_there
+            place, after, variable = (old.file, old.line), old.after, old.variable or variable_of(optimizer)
+        else:
+            number = len(self._optimizer_facts)
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer), number
+            is_made_there = place is not None
+            variable, place = variable_of(optimizer), place or user_place()
+        facts = OptimizerFacts(
+            optimizer=number, variable=variable, groups=self._groups(optimizer, variable or "optimizer"), after=after,
+            is_made_there=is_made_there, file=place[0], line=place[1], **optimizer_facts(optimizer),
+        )  # fmt: skip
+        if number == len(self._optimizer_facts):
+            self._optimizer_facts.append(facts)
+        self._optimizer_facts[number] = facts
+        self.optimizers_version += 1
+        self.emit(facts)
+        return number
+
+    def known_optimizer(self, optimizer: Any) -> int:
+        """The number of an optimizer, -1 if it was not seen yet."""
+        known = self._optimizers.get(id(optimizer))
+        return known[1] if known is not None and known[0]() is optimizer else -1
+
+    def optimizer_table(self, number: int) -> OptimizerFacts:
+        """What was recorded of an optimizer last."""
+        return self._optimizer_facts[number]
+
+    def optimizers(self) -> Iterator[tuple[int, Any]]:
+        """The optimizers that still live, with their numbers."""
+        for reference, number in list(self._optimizers.values()):
+            if (optimizer := reference()) is not None:
+                yield number, optimizer
+
+    def _groups(self, optimizer: Any, variable: str) -> tuple[GroupFacts, ...]:
+        unknown = [one for group in optimizer.param_groups for one in group["params"] if self.known(one) is None]
+        names = variables_of(unknown) if unknown else {}
+        found = []
+        for position, group in enumerate(optimizer.param_groups):
+            numbers = []
+            for entry, tensor in enumerate(group["params"]):
+                number = self.known(tensor)
+                if number is None:
+                    name = names.get(id(tensor)) or f"{variable}.param_groups[{position}]['params'][{entry}]"
+                    number = self._add(tensor, self._facts_of(tensor, [], (name,)))
+                self._track(number)
+                numbers.append(number)
+            found.append(group_facts(group, tuple(numbers)))
+        return tuple(found)
+
+    def scheduler(self, scheduler: Any, *, place: tuple[str, int] | None = None) -> int:
+        """The number of a scheduler; records it when first seen."""
+        known = self._schedulers.get(id(scheduler))
+        if known is not None and known[0]() is scheduler:
+            return known[1]
+        number, self._scheduled = self._scheduled, self._scheduled + 1
+        self._schedulers[id(scheduler)] = weakref.ref(scheduler), number
+        optimizer = getattr(scheduler, "optimizer", None)
+        file, line = place or user_place()
+        self.emit(
+            SchedulerFacts(
+                scheduler=number, variable=variable_of(scheduler), cls=type_name(scheduler),
+                optimizer=-1 if optimizer is None else self.optimizer(optimizer),
+                options=scheduler_options(scheduler), file=file, line=line,
+            )
+        )  # fmt: skip
+        return number

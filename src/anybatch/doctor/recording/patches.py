@@ -26,11 +26,7 @@ _NO_CALLS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 def hidden(function: Any) -> Any:
-    """Has warnings pass over a function.
-
-    Args:
-        function: whose code says that it is from another file from now on.
-    """
+    """Has warnings pass over a function."""
     code = function.__code__
     known = _HIDDEN_CODES.get(id(code))
     if known is None:
@@ -44,11 +40,7 @@ _HIDDEN_CODES: dict[int, tuple[types.CodeType, types.CodeType]] = {}
 
 
 def raised(error: BaseException) -> None:
-    """Gives an error that comes out of a call that is seen the traceback that it has without the doctor.
-
-    Args:
-        error: which is on its way to the script.
-    """
+    """Gives an error that comes out of a call that is seen the traceback that it has without the doctor."""
     error.__traceback__ = kept(error.__traceback__)
 
 
@@ -157,7 +149,6 @@ class _Exchange:
     documentation, and what a compiler of Python's text reads. Another one may exchange the code once more.
 
     Args:
-        function: whose code it is.
         make: takes the function as it was, and gives what is called in its place.
         chosen: the types or ids of the first arguments for which it is; ``None`` for all.
     """
@@ -266,8 +257,6 @@ class Patches:
         """Has the calls of a function seen, whatever names it is called by.
 
         Args:
-            owner: a class or a module.
-            name: of the attribute.
             make: takes the function as it was and gives what is called in its place, with all arguments that have a
                 place in the place that they have. It is asked twice: for calls with and without modes of the user's
                 that see calls of functions of torch; they see what the function as it was does, and nothing else.
@@ -283,11 +272,6 @@ class Patches:
 
     def wrap_some(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[Container[Any] | None], None]:
         """Has some calls of a method seen; the others cost next to nothing, and no call more.
-
-        Args:
-            owner: a class.
-            name: of a method that is written in Python.
-            make: as for ``wrap``.
 
         Returns:
             What takes the types and ids of the objects whose calls are seen from then on, ``None`` for all.

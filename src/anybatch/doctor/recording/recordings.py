@@ -40,11 +40,6 @@ class Depth:
 class Recording:
     """The state of one run that is recorded.
 
-    Args:
-        journal: takes the facts.
-        counter: where in the run it is.
-        sampling: decides which steps are sampled.
-
     Attributes:
         numbering: of parameters, models, optimizers and schedulers.
         patches: what was replaced.
@@ -204,11 +199,7 @@ class Recording:
         self.active = self._active and not self.threads.is_over
 
     def tell(self, fact: Fact) -> None:
-        """Emits a fact in any thread; that of another one comes with the next hook of the one that is recorded.
-
-        Args:
-            fact: without its number and step.
-        """
+        """Emits a fact in any thread; that of another one comes with the next hook of the one that is recorded."""
         if self.threads.elsewhere():
             self._waiting.append(fact)
         else:
@@ -234,11 +225,7 @@ class Recording:
         self.active = False
 
     def failed(self, error: BaseException) -> None:
-        """Notes an error of the doctor's own.
-
-        Args:
-            error: that a hook raised.
-        """
+        """Notes an error of the doctor's own."""
         if not self.failure:
             self.failure = f"{type(error).__name__}: {error}"
             logger.debug("the doctor failed", exc_info=error)

@@ -11,19 +11,11 @@ from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.lossfacts import Replicas
 
 _DDP = "DistributedDataParallel"
+_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
 class ReplicaWatch:
-    """Looks for wrappers in the running code; nothing is sent to other processes.
-
-    Args:
-        numbering: knows the models.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> ReplicaWatch(Numbering(lambda fact: None)).look() is None  # a single process without a group
-        True
-    """
+    """Looks for wrappers in the running code; nothing is sent to other processes."""
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
@@ -31,12 +23,7 @@ class ReplicaWatch:
         self._last: Replicas | None = None
 
     def called(self, module: torch.nn.Module, root: int) -> None:
-        """Notes that the user's code called a module, in training and with autograd on.
-
-        Args:
-            module: that was called.
-            root: the number of the model that it is or that it belongs to.
-        """
+        """Notes that the user's code called a module, in training and with autograd on."""
         self._called[id(module)] = root
 
     def look(self) -> Replicas | None:
@@ -54,7 +41,8 @@ class ReplicaWatch:
             for wrapper in wrappers
             if isinstance(inner := getattr(wrapper, "module", None), torch.nn.Module) and id(inner) in self._called
         ]
-        kind = _DDP if wrappers else "FSDP" if any(_is_sharded(module) for module in modules.values()) else ""
+        classes = {cls.__name__ for module in modules.values() for cls in type(module).__mro__}
+        kind = _DDP if wrappers else "FSDP" if classes & _SHARDED else ""
         found = Replicas(world=distributed.get_world_size(), wrapper=kind, bypassed=tuple(dict.fromkeys(bypassed)))
         if self._last is not None and (found.wrapper, found.bypassed) == (self._last.wrapper, self._last.bypassed):
             return None
@@ -64,7 +52,3 @@ class ReplicaWatch:
     def _name(self, root: int, inner: torch.nn.Module) -> str:
         model = self._numbering.models[root]
         return model.variable if model.module() is inner else f"{model.variable}.module".lstrip(".")
-
-
-def _is_sharded(module: torch.nn.Module) -> bool:
-    return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__)

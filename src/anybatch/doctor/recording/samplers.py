@@ -17,9 +17,8 @@ from anybatch.doctor.recording.replicas import ReplicaWatch
 from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
-from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
+from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, TieSampler, memory
 from anybatch.doctor.samples.draws import Draws
-from anybatch.doctor.samples.handwritten import HandWrites
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
 from anybatch.doctor.samples.suspicion import Suspicion
@@ -39,9 +38,6 @@ _FEW_MODULES = 60  # up to which every sample has activations
 
 class Samplers:
     """Calls each sampler where it belongs; one that fails is left out from then on.
-
-    Args:
-        recording: of the run.
 
     Attributes:
         had_gradient: numbers of all parameters that a backward has touched so far.

@@ -20,12 +20,6 @@ class Sampling:
     The first ten steps and the steps ``every``, twice, four times ``every`` and so on are always sampled; the others
     between them as long as all samples together stay within their share of the time.
 
-    Args:
-        every: steps between two samples.
-
-    Attributes:
-        thinned: how many samples were left out.
-
     Example:
         >>> sampling = Sampling()
         >>> [step for step in range(80) if sampling.wants(step)]
@@ -35,46 +29,32 @@ class Sampling:
         [25, 50, 100, 200]
     """
 
-    every: int = EVERY
-    thinned: int = 0
+    every: int = EVERY  # steps between two samples
+    thinned: int = 0  # how many samples were left out
     _own: float = 0.0
     _cost: float = 0.0
     _is_over: bool = False
 
     def wants(self, step: int) -> bool:
-        """Whether a step is sampled.
-
-        Args:
-            step: from 0.
-        """
+        """Whether a step is sampled."""
         if step < FIRST:
             return True
         return step % self.every == 0 and not (self._is_over and self._may_go(step))
 
     def wants_much(self, step: int) -> bool:
-        """Whether more is looked at than gradients and weights, on a step that is sampled.
-
-        Args:
-            step: from 0.
-        """
+        """Whether more is looked at than gradients and weights, on a step that is sampled."""
         return step in _MUCH or step >= FIRST
 
     def wants_all(self, step: int) -> bool:
-        """Whether what is dear on large models is taken as well.
-
-        Args:
-            step: from 0.
-        """
+        """Whether what is dear on large models is taken as well."""
         return step in _MUCH or (step >= FIRST and step % (_RARELY * self.every) == 0)
 
     def review(self, step: int, *, own: float, total: float, sampled: bool = False) -> None:
         """Decides whether there is time for a sample.
 
         Args:
-            step: the next one.
             own: seconds that the doctor has taken so far.
             total: seconds of the run so far, its own among them.
-            sampled: whether the step before was sampled.
         """
         if sampled:
             self._cost = own - self._own

@@ -43,17 +43,6 @@ class TrainingThread:
         trains: whether it has done more than calling models.
         turns: how often another thread has taken the place of one that still lived.
         taken: is called when another thread has taken the place.
-
-    Example:
-        >>> threads = TrainingThread(threading.Lock(), lambda one: False, lambda: None)
-        >>> threads.admits("updates"), threads.ident == get_ident()
-        (True, True)
-        >>> answers = []
-        >>> other = threading.Thread(target=lambda: answers.append(threads.admits("looks")))
-        >>> other.start(), other.join()
-        (None, None)
-        >>> answers
-        [False]
     """
 
     __slots__ = (
@@ -83,12 +72,7 @@ class TrainingThread:
         self.ident = self._before
 
     def admits(self, does: Does, one: Any = None) -> bool:
-        """Whether what another thread is about to do is to be recorded; asked before each such event.
-
-        Args:
-            does: what it is.
-            one: the model or the optimizer that it is done with, where there is one.
-        """
+        """Whether what another thread is about to do is to be recorded; asked before each such event."""
         if self.ident == _NOBODY:
             return False
         if in_backward():  # a checkpoint that is computed again, or an optimizer that steps in a hook

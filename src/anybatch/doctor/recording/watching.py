@@ -15,9 +15,6 @@ from anybatch.tensors.dispatch import unseen
 class Watcher:
     """Follows modules by name.
 
-    Args:
-        numbering: knows their names.
-
     Attributes:
         names: of the modules, within their root or with its variable in front.
     """
@@ -29,12 +26,7 @@ class Watcher:
 
     @contextmanager
     def attached(self, root: torch.nn.Module, number: int) -> Iterator[None]:
-        """Follows the modules of a root during one forward.
-
-        Args:
-            root: that is called.
-            number: of it.
-        """
+        """Follows the modules of a root during one forward."""
         with ExitStack() as handles:
             for name, module, _ in self._numbering.models[number].modules() if self.names else ():
                 if isinstance(module, torch.jit.ScriptModule):  # takes no hooks

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,6 @@ _MOST_MODULES = 64  # that are looked at; evenly chosen ones in larger models
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 _LIMITS = {"Sigmoid": "sigmoid", "Tanh": "tanh", "Softmax": "softmax", "Softmax2d": "softmax"}
-_NODE_LIMITS = {"SigmoidBackward0": "sigmoid", "TanhBackward0": "tanh"}
 _CHANNELS_FIRST = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
@@ -51,18 +50,8 @@ class _Seen:
     dtype: str
     output: Taken
     input_shape: tuple[int, ...] = ()
-    made_by: "_Seen | None" = None  # the module that made the input
     input: Taken | None = None
     input_by: str = ""
-
-
-@dataclass(slots=True)
-class _Made:
-    """What is known of a tensor that a module has given."""
-
-    reference: "weakref.ref[torch.Tensor]"
-    seen: _Seen
-    axis: int = field(default=-1)
 
 
 class ActivationSampler:
@@ -71,29 +60,10 @@ class ActivationSampler:
     Of a model of more than 64 modules it looks at 64 evenly chosen ones, the first and the last among them, and of an
     output of more than 65536 entries at evenly spaced ones.
 
-    Args:
-        numbering: numbers and names of modules.
-        root_module: whose forwards are looked at.
-        draws: is told what modules are given.
-
     Attributes:
         first: the class of the leaf module that was called first in the last forward.
         seconds: that its hooks took.
         failed: the first error of a hook of its own, after which nothing is looked at.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> torch.nn.init.constant_(model[0].bias, -9.0)
-        Parameter containing:
-        tensor([-9., -9., -9.], requires_grad=True)
-        >>> sampler = ActivationSampler(numbering, model)
-        >>> with sampler.attached():
-        ...     output = model(torch.ones(4, 2))
-        >>> [(one.module, one.cls, one.dead) for one in sampler.result().modules]
-        [('0', 'Linear', 0.0), ('1', 'ReLU', 1.0), ('', 'Sequential', 1.0)]
     """
 
     def __init__(self, numbering: "Numbering", root_module: torch.nn.Module, draws: "Draws | None" = None) -> None:
@@ -107,7 +77,7 @@ class ActivationSampler:
         self._chosen: frozenset[int] = frozenset()
         self._owning: list[tuple[str, int]] = []  # names and ids of modules with parameters of their own
         self._seen: list[_Seen] = []
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # what modules gave, and along which dim
         self._calls: dict[int, int] = {}
         self._thread = 0
         self._padding = PaddingLook()
@@ -140,11 +110,7 @@ class ActivationSampler:
             self._made = {}
 
     def result(self, forward: int = -1) -> Activations | None:
-        """What was seen in the forward that has just run; ``None`` if nothing was.
-
-        Args:
-            forward: its number.
-        """
+        """What was seen in the forward that has just run; ``None`` if nothing was."""
         root = self._root()
         seen, self._seen = self._seen, []
         if not seen or root is None:
@@ -152,7 +118,8 @@ class ActivationSampler:
         number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
-        taken = {(one.name, one.call, side): part for one in seen for side, part in _sides(one) if part}
+        taken = {(one.name, one.call, "output"): one.output for one in seen}
+        taken |= {(one.name, one.call, "input"): one.input for one in seen if one.input is not None}
         try:
             with torch.no_grad():
                 figures = self._units.read(taken)
@@ -260,9 +227,8 @@ class ActivationSampler:
 
     def _take(self, module: torch.nn.Module, call: int, output: torch.Tensor, given: torch.Tensor | None) -> None:
         made = self._made.get(id(given)) if given is not None else None
-        if made is not None and made.reference() is not given:
-            made = None
-        axis = _axis(module, output, made.axis if made is not None and made.axis != -1 else -1)
+        is_modules = made is not None and made[0]() is given
+        axis = _axis(module, output, made[1] if made is not None and is_modules else -1)
         cls = type(module).__name__
         seen = _Seen(
             self._names[id(module)], call, cls, module.training, tuple(output.shape),
@@ -270,39 +236,27 @@ class ActivationSampler:
         )  # fmt: skip
         if given is not None:
             seen.input_shape = tuple(given.shape)
-            if made is not None:
-                seen.made_by = made.seen
-            elif given.is_floating_point():
-                node = given.grad_fn
-                seen.input_by = node.name() if node is not None else ""
-                limit = _NODE_LIMITS.get(seen.input_by, "")
-                seen.input = take(given, _axis(module, given, -1), limit)
+            node = given.grad_fn
+            if not is_modules and node is not None and given.is_floating_point():
+                seen.input_by = node.name()
+                seen.input = take(given, _axis(module, given, -1), "")
         self._seen.append(seen)
-        self._made[id(output)] = _Made(weakref.ref(output), seen, axis)
+        self._made[id(output)] = weakref.ref(output), axis
 
 
 def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
     row = figures[id(one.output)]
-    source = one.input if one.input is not None else one.made_by.output if one.made_by is not None else None
-    of_input = figures[id(one.input)] if one.input is not None and one.input_by else None
+    of_input = None if one.input is None else figures[id(one.input)]
     return ModuleSample(
         module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
         mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
         saturated=row.saturated, spread=row.spread,
-        finite_input=source is None or (known := figures.get(id(source))) is None or known.finite,
         training=one.training,
         input_by=one.input_by,
-        input_zeros=None if of_input is None else of_input.zeros,
         input_dead=None if of_input is None else of_input.dead,
         input_always_dead=None if of_input is None else of_input.always_dead,
-        input_saturated=None if of_input is None else of_input.saturated,
         percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
     )  # fmt: skip
-
-
-def _sides(one: _Seen) -> Iterator[tuple[str, Taken | None]]:
-    yield "output", one.output
-    yield "input", one.input
 
 
 def _first(values: Any) -> torch.Tensor | None:

@@ -17,33 +17,18 @@ _ORDERED = 128  # entries of a sample whose percentiles are taken
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """What was taken of one tensor.
+    """What was taken of one tensor."""
 
-    Args:
-        sample: some of its entries, samples of the batch times others, copied.
-        absmax: of all entries.
-        live: which of its units are not zero for the whole batch.
-        limit: ``"sigmoid"``, ``"tanh"`` or ``"softmax"`` where entries have limits.
-        classes: how many entries a row of a softmax has.
-        several: whether the batch has several rows.
-    """
-
-    sample: torch.Tensor
-    absmax: torch.Tensor
-    live: torch.Tensor
-    limit: str = ""
-    classes: int = 0
-    several: bool = True
+    sample: torch.Tensor  # some of its entries, samples of the batch times others, copied
+    absmax: torch.Tensor  # of all entries
+    live: torch.Tensor  # which of its units are not zero for the whole batch
+    limit: str = ""  # ``"sigmoid"``, ``"tanh"`` or ``"softmax"`` where entries have limits
+    classes: int = 0  # how many entries a row of a softmax has
+    several: bool = True  # whether the batch has several rows
 
 
 def take(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
-    """Looks at what a module gave.
-
-    Args:
-        tensor: a result of a module.
-        axis: of the units.
-        limit: of its entries.
-    """
+    """Looks at what a module gave."""
     values = tensor.detach()
     if not values.is_floating_point():
         values = values.float()
@@ -88,34 +73,17 @@ def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Figures:
-    """What is known of one tensor.
+    """What is known of one tensor."""
 
-    Args:
-        percentiles: of the sample, as ``records.samples.PERCENTILES``.
-        mean: of the sample.
-        std: of the sample.
-        spread: over the batch, divided by the mean absolute value.
-        zeros: share of entries of the sample that are exactly zero.
-        saturated: share near a limit.
-        absmax: of all entries.
-        dead: share of units that are zero for the whole batch.
-        always_dead: share of units that were zero in all samples; 0 before there are enough of them.
-    """
-
-    percentiles: tuple[float, ...]
-    mean: float
-    std: float
-    spread: float | None
-    zeros: float
-    saturated: float | None
-    absmax: float
-    dead: float
-    always_dead: float
-
-    @property
-    def finite(self) -> bool:
-        """Whether all entries are."""
-        return self.absmax - self.absmax == 0
+    percentiles: tuple[float, ...]  # of the sample, as ``records.samples.PERCENTILES``
+    mean: float  # of the sample
+    std: float  # of the sample
+    spread: float | None  # over the batch, divided by the mean absolute value
+    zeros: float  # share of entries of the sample that are exactly zero
+    saturated: float | None  # share near a limit
+    absmax: float  # of all entries
+    dead: float  # share of units that are zero for the whole batch
+    always_dead: float  # share of units that were zero in all samples; 0 before there are enough of them
 
 
 @dataclass(slots=True)
@@ -130,9 +98,6 @@ class Units:
 
         Args:
             taken: of tensors, by keys that are the same in each sample.
-
-        Returns:
-            The figures of each tensor.
         """
         found, alike = dict[Any, Figures](), dict[Any, list[Any]]()
         for key, one in taken.items():

@@ -1,4 +1,4 @@
-"""What else changes beside the weights: running statistics, ties between parameters, memory."""
+"""What else changes: running statistics, ties between parameters, parameters without a step, memory."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ import torch
 
 from anybatch.accelerators import in_use, memory_of
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.records.samples import Buffers, Memory, Tied
+from anybatch.records.samples import Buffers, Memory, Tied, Written
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -18,26 +18,13 @@ if TYPE_CHECKING:
 _STATM = "/proc/self/statm"
 _COMPARED = 1 << 20
 _MOST_PAIRS = 100
+_MOST_WATCHED = 64  # parameters that stand for all
+_WATCHED_ENTRIES = 64  # of each
+_LOOKS = (5, 10, 20)  # backwards after which they are compared with those at the first
 
 
 class BufferSampler:
-    """Tells which norm layers have moved their running statistics since it was last asked.
-
-    Args:
-        numbering: models and names.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(2).requires_grad_(False))
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sampler = BufferSampler(numbering)
-        >>> list(sampler.sample())
-        []
-        >>> output = model(torch.ones(3, 2))
-        >>> [one.frozen for one in sampler.sample()]
-        [('0',)]
-    """
+    """Tells which norm layers have moved their running statistics since it was last asked."""
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
@@ -74,26 +61,7 @@ class BufferSampler:
 
 
 class TieSampler:
-    """Finds parameters that begin bitwise equal though they are two, and tells when they differ.
-
-    Args:
-        numbering: numbers of parameters.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.ModuleList([torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)])
-        >>> model[1].weight.data.copy_(model[0].weight.data).shape
-        torch.Size([5, 3])
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sampler = TieSampler(numbering)
-        >>> sampler.sample().pairs
-        ((0, 1),)
-        >>> model[1].weight.data.add_(1).shape
-        torch.Size([5, 3])
-        >>> sampler.sample().differ
-        ((0, 1),)
-    """
+    """Finds parameters that begin bitwise equal though they are two, and tells when they differ."""
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
@@ -130,7 +98,7 @@ class TieSampler:
             if len(group) < 2:
                 continue
             with torch.no_grad():
-                prints = torch.stack([_entries(values) for _, values in group]).tolist()
+                prints = torch.stack([_entries(values, 16).double() for _, values in group]).tolist()
             first: dict[tuple[float, ...], tuple[int, torch.Tensor]] = {}
             for print_of_it, (number, values) in zip(map(tuple, prints), group, strict=True):
                 if len(set(print_of_it)) < 2 or len(self._pairs) >= _MOST_PAIRS:
@@ -146,9 +114,46 @@ class TieSampler:
         return first.device != second.device or _same(first.detach(), second.detach())
 
 
-def _entries(values: torch.Tensor) -> torch.Tensor:
+class HandWrites:
+    """Tells which parameters have changed over the first backwards: updates that the user's code makes by hand."""
+
+    def __init__(self, numbering: "Numbering") -> None:
+        self._numbering = numbering
+        self._count = 0
+        self._known: dict[int, torch.Tensor] = {}
+
+    def after_backward(self) -> Written | None:
+        """Is notified of a backward; ``None`` where nothing is known to have changed."""
+        self._count += 1
+        if self._count == 1:
+            tracked = self._numbering.tracked()
+            step = max(1, len(tracked) // _MOST_WATCHED)
+            self._known = {
+                number: entries.clone() for number, one in tracked[::step] if (entries := _some(one)) is not None
+            }
+        elif self._count in _LOOKS and self._known:
+            changed = [number for number, entries in self._known.items() if self._differs(number, entries)]
+            if changed or self._count == _LOOKS[-1]:
+                self._known = {}
+            if changed:
+                return Written(parameters=tuple(changed))
+        return None
+
+    def _differs(self, number: int, before: torch.Tensor) -> bool:
+        tensor = self._numbering.tensor(number)
+        now = None if tensor is None else _some(tensor)
+        return now is not None and now.shape == before.shape and not torch.equal(now, before)
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor | None:
+    values = plain(tensor)
+    return None if values is None or not values.numel() else _entries(values.detach(), _WATCHED_ENTRIES)
+
+
+def _entries(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Evenly spaced entries."""
     flat = values.reshape(-1)
-    return flat[:: max(1, flat.numel() // 16)][:16].double()
+    return flat[:: max(1, flat.numel() // count)][:count]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

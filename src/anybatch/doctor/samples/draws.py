@@ -29,9 +29,6 @@ class _Draw(NamedTuple):
 class Draws:
     """Remembers what ``sample()`` gave in a sampled step until a module is given it.
 
-    Args:
-        recording: of the run.
-
     Attributes:
         receivers: ids of modules that were given a draw.
     """
@@ -115,14 +112,7 @@ class Draws:
         self._recording.emit(Scored(distribution=key[0], width=key[1]))
 
     def given(self, module: torch.nn.Module, name: str, root: int, args: Any) -> None:
-        """Is told what a module was called with.
-
-        Args:
-            module: that was called.
-            name: of it in its root.
-            root: its number.
-            args: it was called with.
-        """
+        """Is told what a module was called with."""
         if not (self._pending and module.training and torch.is_grad_enabled()):
             return
         for tensor in tensors_in(args):
@@ -156,10 +146,6 @@ def width_of(tensor: torch.Tensor) -> int:
 
 def learns(distribution: Any, depth: int = _DEPTH) -> bool:
     """Whether one of the tensors that a distribution has requires a gradient.
-
-    Args:
-        distribution: of torch.
-        depth: how many distributions within it are gone through.
 
     Example:
         >>> scale = torch.ones(2, requires_grad=True)

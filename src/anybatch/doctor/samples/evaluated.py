@@ -13,9 +13,6 @@ _SURELY = 3.0  # standard errors
 class Targets:
     """Sums up the targets of the calls of one loss function, on the host.
 
-    Args:
-        name: of the function.
-
     Example:
         >>> targets = Targets("mse_loss")
         >>> targets.add(torch.zeros(4, 1), (torch.tensor([[0.0], [2.0], [0.0], [2.0]]), None, None, "mean", None))

@@ -18,11 +18,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """What can be read without autograd in place of a tensor; ``None`` for what has no numbers of its own to read.
-
-    Args:
-        tensor: may be a subclass, sparse, on meta, or empty of storage, as sharded parameters are.
-    """
+    """What can be read without autograd in place of a tensor; ``None`` for what has no numbers of its own to read."""
     if tensor is None or tensor.layout is not torch.strided or is_lazy(tensor):
         return None
     if type(tensor) not in _PLAIN:
@@ -105,7 +101,6 @@ class Layout:
         """A figure of each tensor, by position.
 
         Args:
-            flat: with an entry for each of a copy.
             figure: takes the entries of some tensors of one size, a row for each, and gives one number for each.
         """
         parts = flat.split([size * count for size, count in self._counts.items()])
@@ -144,12 +139,7 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
-    """The norm of each tensor, side by side in at least float32.
-
-    Args:
-        tensors: of one precision and on one device.
-        order: of the norm.
-    """
+    """The norm of each tensor, side by side in at least float32."""
     wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(list(tensors), order, dtype=wide))
 
@@ -169,8 +159,6 @@ def strides(tensors: Sequence[torch.Tensor], embeddings: Sequence[bool], entries
     few rows only, and so it is copied whole while there is room.
 
     Args:
-        tensors: to be copied.
-        embeddings: whether each is the weight of an embedding.
         entries: how many numbers of embeddings are copied.
     """
     pairs = list(zip(tensors, embeddings, strict=True))

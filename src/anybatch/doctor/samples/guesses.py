@@ -18,26 +18,13 @@ _TINY = 1e-12
 
 
 class Guesses:
-    """Keeps the mean of the targets, or how many there were of each class, and asks the loss function itself.
-
-    Example:
-        >>> import torch.nn.functional as F
-        >>> target = torch.tensor([0, 1]).repeat(50)
-        >>> given = {"input": torch.zeros(100, 2), "target": target, "weight": None, "label_smoothing": 0.0}
-        >>> round(Guesses().of("cross_entropy", F.cross_entropy, given), 3)
-        0.693
-    """
+    """Keeps the mean of the targets, or how many there were of each class, and asks the loss function itself."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[torch.Tensor, int]] = {}
 
     def of(self, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> float | None:
         """The loss of the best constant prediction for the targets of one call.
-
-        Args:
-            name: of the function.
-            function: it.
-            given: its arguments by name, in their order.
 
         Returns:
             The loss, ``None`` where too few targets were seen, or what is best is not known for this function.

@@ -27,23 +27,8 @@ def look(
 ) -> list[InputSample]:
     """Looks at the tensors that a root is called with, before it runs.
 
-    Args:
-        numbering: numbers of roots.
-        root: that is called.
-        args: of the call.
-        kwargs: of the call.
-
     Returns:
         One entry for each tensor, without the forward.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 1)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> found = look(numbering, model, (torch.ones(3, 2),), {"mask": torch.tensor([0, 1])})
-        >>> [(one.name, one.shape, one.mean, one.high) for one in found]
-        [('0', (3, 2), 1.0, 1.0), ('mask', (2,), None, 1.0)]
     """
     number = numbering.root_of(root)
     with torch.no_grad():

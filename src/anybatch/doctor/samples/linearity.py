@@ -31,23 +31,10 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int,
 
     What comes after the last layer is the loss, or an activation of the output.
 
-    Args:
-        start: the node of the loss.
-        names: of the nodes.
-
     Returns:
         For each pair, the last one first, how many features or channels come into the first layer, lie between them,
         and go out of the second; 0 lie between where they are ordered in another way there. Empty where something
         bends, where a weight is frozen, computed or used twice, and where the graph is large.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 3))
-        >>> node = torch.nn.functional.cross_entropy(model(torch.ones(4, 2)), torch.zeros(4).long()).grad_fn
-        >>> nodes = [node]
-        >>> for one in nodes: nodes.extend(after for after in following(one) if after is not None)
-        >>> linear_layers(node, {one: one.name() for one in nodes if not hasattr(one, "variable")})
-        ((2, 8, 3),)
     """
     last, count = _products_below([start], names, straight=False)
     if last is None:
@@ -56,7 +43,9 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int,
     pairs: list[tuple[int, int, int]] = []
     for node in last:
         after = layers[node] = _layer(node, names)
-        before, looked = _products_below(_operand(node, names), names, straight=True)
+        given = following(node)[_OPERANDS[names[node]][0]]
+        is_computed = given is not None and not hasattr(given, "variable")
+        before, looked = _products_below([given] if is_computed else [], names, straight=True)
         count += looked
         if after is None or before is None or count > _MOST:
             return ()
@@ -82,8 +71,6 @@ def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight:
     """The first products with a weight on each way down from some nodes, and how many nodes were looked at.
 
     Args:
-        nodes: where to begin.
-        names: of all nodes.
         straight: whether nothing may bend on the way; there is no list then where something does.
     """
     waiting, found = list(nodes), list[Any]()
@@ -103,11 +90,6 @@ def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight:
 def _computed(node: Any) -> list[Any]:
     """What a node is made of, without leaves."""
     return [one for one in following(node) if one is not None and not hasattr(one, "variable")]
-
-
-def _operand(node: Any, names: Mapping[Any, str]) -> list[Any]:
-    one = following(node)[_OPERANDS[names[node]][0]]
-    return [] if one is None or hasattr(one, "variable") else [one]
 
 
 def _layer(node: Any, names: Mapping[Any, str]) -> _Layer | None:

@@ -19,11 +19,7 @@ from anybatch.records.events import DropoutCall
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.tensors.dispatch import unseen
-from anybatch.torch_private import (
-    in_transform,
-    is_jit_tracing,
-    number_of_backward,
-)
+from anybatch.torch_private import in_transform, is_jit_tracing, number_of_backward
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.recordings import Recording
@@ -40,26 +36,17 @@ _OURS = f"{Path(__file__).parents[1]}/"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, str, bool)
 _LOOKED_AT = 3  # evaluations whose targets are looked at, since the later ones have the same
-_ALWAYS = frozenset(
-    {"input_shape", "target_shape", "target_dtype", "reduction", "weighted", "ignore_index", "classes", "items"}
-)
+_ALWAYS = frozenset({"input_shape", "target_shape", "reduction", "weighted", "ignore_index", "classes", "items"})
 
 
 class CurrentRoot(NamedTuple):
-    """The root that is running, or ran last.
-
-    Args:
-        root: its number.
-        args: it was called with.
-        kwargs: it was called with.
-        name: of the innermost module that is running, empty outside.
-        module: that module, or the root itself where it is not known; ``None`` where nothing runs.
-    """
+    """The root that is running, or ran last."""
 
     root: int = -1
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
-    name: str = ""
+    name: str = ""  # of the innermost module that is running, empty outside
+    # that module, or the root itself where it is not known; ``None`` where nothing runs
     module: torch.nn.Module | None = None
 
 
@@ -82,9 +69,7 @@ class Calls:
     call is not counted.
 
     Args:
-        recording: of the run.
         emit: takes the facts that are recorded in full.
-        current_root: the root that is running.
         keep: is given the number of the root, the name and the arguments of calls whose values are read.
     """
 

@@ -17,6 +17,7 @@ _MOVING = frozenset(
     )
 ) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
 _SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
+_SUMMING = ("MeanBackward0", "SumBackward0")
 _PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
 _LOGARITHMIC = (
     "Log", "Sub", "Rsub", "Add", "Gather", "Index", "Select", "NllLoss", "BinaryCrossEntropy", "Stack", "Cat", "Min",
@@ -66,9 +67,6 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 def summands(start: Any) -> list[Any]:
     """The summands of a scalar by their nodes; ``None`` stands for a number or a tensor without a graph.
 
-    Args:
-        start: the node of the loss.
-
     Returns:
         The terms, through factors and signs; only the loss itself where it is no sum.
     """
@@ -82,7 +80,9 @@ def summands(start: Any) -> list[Any]:
         name = "" if node is None else node.name()
         if name in _ADDITIONS or name in ("StackBackward0", "CatBackward0"):
             waiting.extend(reversed(before))
-        elif real and len(real) == 1 and (name in _SCALING or name in _MOVING or _sums_a_stack(name, real[0])):
+        elif len(real) == 1 and (
+            name in _SCALING or name in _MOVING or (name in _SUMMING and real[0].name() == "StackBackward0")
+        ):
             waiting.extend(real)
         else:
             found.append(node)
@@ -90,30 +90,17 @@ def summands(start: Any) -> list[Any]:
 
 
 def entrywise(parts: Sequence[Any]) -> list[Any]:
-    """Summands, with those of the entries in the place of a mean or sum over them; numbers in these are left out.
-
-    Args:
-        parts: as ``summands`` gives them.
-    """
+    """Summands, with those of the entries in the place of a mean or sum over them; numbers in these are left out."""
     found: list[Any] = []
     for part in parts:
-        before = following(part) if part is not None and part.name() in ("MeanBackward0", "SumBackward0") else []
+        before = following(part) if part is not None and part.name() in _SUMMING else []
         is_sum = len(before) == 1 and before[0] is not None and before[0].name() in _ADDITIONS
         found += [inner for inner in summands(before[0]) if inner is not None] if is_sum else [part]
     return found
 
 
-def _sums_a_stack(name: str, before: Any) -> bool:
-    return name in ("MeanBackward0", "SumBackward0") and before.name() == "StackBackward0"
-
-
 def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """What each summand reaches, where there are several but not many.
-
-    Args:
-        parts: as ``summands`` gives them.
-        reach: the parameters that a node leads to.
-    """
+    """What each summand reaches, where there are several but not many."""
     if not 2 <= len(parts) <= _MOST_TERMS:
         return ()
     return tuple(() if part is None else reach(part) for part in parts)
@@ -121,10 +108,6 @@ def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tupl
 
 def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
     """Products of tensors one side of which is an advantage: a difference with a constant, maybe normalised.
-
-    Args:
-        nodes: of the graph, the nearest to the loss first.
-        names: of them.
 
     Returns:
         For each the node of the advantage, and that of the other side.
@@ -175,10 +158,6 @@ def spread(start: Any, rows: int) -> tuple[int, ...]:
     Only operations that take entry by entry, and means and sums, lie between it and the loss, so that each row of the
     batch is compared with each other one.
 
-    Args:
-        start: the node of the loss.
-        rows: of the batch.
-
     Returns:
         ``(N, 1)`` or ``(N,)`` where the result is ``(N, N)``; empty where there is none.
     """
@@ -197,11 +176,7 @@ def spread(start: Any, rows: int) -> tuple[int, ...]:
 
 
 def top(start: Any) -> tuple[str, ...]:
-    """The kinds of the first nodes of a graph, each the first below the one before that is in the graph.
-
-    Args:
-        start: its first node.
-    """
+    """The kinds of the first nodes of a graph, each the first below the one before that is in the graph."""
     found: list[str] = []
     node = start
     while node is not None and len(found) < _MOST_TOP:
@@ -211,12 +186,7 @@ def top(start: Any) -> tuple[str, ...]:
 
 
 def softmax(node: Any, rows: int) -> tuple[int, int, int, bool] | None:
-    """The dim of a softmax, how many dims there are, the size of that one, and whether dim 0 is the batch.
-
-    Args:
-        node: of a softmax or log-softmax.
-        rows: of the batch.
-    """
+    """The dim of a softmax, how many dims there are, the size of that one, and whether dim 0 is the batch."""
     shape = shape_of(node)
     if not shape:
         return None
@@ -226,12 +196,7 @@ def softmax(node: Any, rows: int) -> tuple[int, int, int, bool] | None:
 
 
 def doubled(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
-    """Pairs of functions of which the first feeds the second directly.
-
-    Args:
-        nodes: of the graph.
-        names: of them.
-    """
+    """Pairs of functions of which the first feeds the second directly."""
     losses = {_fed(node, names) for node in nodes if names.get(node) in _NLLS}
     for node in nodes:
         taker = _TAKERS.get(names.get(node, ""))
@@ -245,12 +210,7 @@ def doubled(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[st
 
 
 def activated(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
-    """Pairs of an activation and the loss function between numbers that it feeds directly.
-
-    Args:
-        nodes: of the graph.
-        names: of them.
-    """
+    """Pairs of an activation and the loss function between numbers that it feeds directly."""
     for node in nodes:
         loss = _DISTANCES.get(names.get(node, ""))
         activation = None if loss is None else _ACTIVATIONS.get(names.get(_fed(node, names), ""))

@@ -27,11 +27,7 @@ def facts_of_loss(
     """The entries of a ``LossCall``, without where it was called.
 
     Args:
-        name: of the function.
-        given: its arguments by name.
-        result: of it.
         args: that the root was called with last.
-        kwargs: of that call.
         read: whether values may be read.
     """
     first, *others = (value for value in given.values() if isinstance(value, torch.Tensor))
@@ -41,7 +37,6 @@ def facts_of_loss(
     facts: dict[str, Any] = {
         "input_shape": tuple(first.shape),
         "target_shape": tuple(target.shape),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
         "reduction": _reduction(given),
         "weighted": isinstance(given.get("weight"), torch.Tensor) or isinstance(given.get("pos_weight"), torch.Tensor),
         "ignore_index": ignore,
@@ -50,7 +45,7 @@ def facts_of_loss(
     }
     target = target.detach()
     on_host = result.device.type == "cpu"
-    dim = _class_dim(first)
+    dim = 1 if first.dim() > 1 else 0  # of the classes
     by_class = name in _OF_CLASSES and not target.is_floating_point()
     if name in _OF_CLASSES:
         facts["classes"] = int(first.shape[dim]) if first.dim() else 0
@@ -80,10 +75,6 @@ def _reduction(given: Mapping[str, Any]) -> str:
     if given.get("reduce") is False:
         return "none"
     return "sum" if given.get("size_average") is False else "mean"
-
-
-def _class_dim(predictions: torch.Tensor) -> int:
-    return 1 if predictions.dim() > 1 else 0
 
 
 def _count(first: torch.Tensor, target: torch.Tensor, dim: int | None) -> int:
@@ -176,11 +167,7 @@ def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> int | Non
 
 
 def tokens_of(given: Any) -> Iterator[torch.Tensor | None]:
-    """Matrices of whole numbers that a root is given, in order; ``None`` in the place of one that is named as labels.
-
-    Args:
-        given: its arguments.
-    """
+    """Matrices of whole numbers that a root is given, in order; ``None`` in the place of one named as labels."""
     for name, value in entries_of(given):
         if not isinstance(value, torch.Tensor):
             yield from (None if name in _LABELS else one for one in tokens_of(value))

@@ -12,17 +12,7 @@ _LEAST = 2  # positions of padding at the end of a sequence
 
 
 class PaddingLook:
-    """Compares the padding mask of the first attention of a forward with the padding of what the model is given.
-
-    Example:
-        >>> attention = torch.nn.MultiheadAttention(4, 1, batch_first=True)
-        >>> x = torch.cat([torch.ones(1, 3, 4), torch.zeros(1, 2, 4)], 1)
-        >>> look = PaddingLook()
-        >>> with look.attached(attention):
-        ...     output = attention(x, x, x, key_padding_mask=torch.tensor([[False] * 3 + [True] * 2]))
-        >>> look.result
-        (0.0, 1.0)
-    """
+    """Compares the padding mask of the first attention of a forward with the padding of what the model is given."""
 
     def __init__(self) -> None:
         self._given: list[torch.Tensor] = []
@@ -31,11 +21,7 @@ class PaddingLook:
 
     @contextmanager
     def attached(self, root: torch.nn.Module) -> Iterator[None]:
-        """Looks at one forward.
-
-        Args:
-            root: that is about to be called.
-        """
+        """Looks at one forward."""
         self.result = None
         attention = next((one for one in root.modules() if isinstance(one, torch.nn.MultiheadAttention)), None)
         handles = []

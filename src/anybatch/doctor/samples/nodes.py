@@ -10,11 +10,7 @@ _HIDDEN = object()
 
 
 def inputs_first(start: Any) -> list[Any]:
-    """The nodes in an order in which each comes after those that it is made of.
-
-    Args:
-        start: the node of the loss.
-    """
+    """The nodes in an order in which each comes after those that it is made of."""
     done: dict[Any, None] = {}
     waiting = [start]
     while waiting and len(done) < _LIMIT:

@@ -28,23 +28,8 @@ class NonFiniteWatch:
     Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
     not finite then.
 
-    Args:
-        numbering: names of parameters and modules.
-        stepped: gives the optimizer that has stepped last, if there is one.
-
     Attributes:
         last: gives the loss of the last backward, if it is still there; and the value of the last one that was finite.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 1)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> with torch.no_grad():
-        ...     _ = model.bias.fill_(float("inf"))
-        >>> found = NonFiniteWatch(numbering).at_backward(model(torch.ones(3, 2)).mean())
-        >>> found.where, found.value, found.parameters
-        ('parameter', 'inf', ('bias',))
     """
 
     def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
@@ -62,7 +47,6 @@ class NonFiniteWatch:
         """Looks at a loss before its backward.
 
         Args:
-            loss: of the step.
             sampled: whether a GPU may be waited for.
             scaled: whether a scaler had scaled it, which may overflow.
 
@@ -87,7 +71,6 @@ class NonFiniteWatch:
         """Looks at one gradient before a step of an optimizer.
 
         Args:
-            optimizer: that is about to step.
             sampled: whether a GPU may be waited for.
 
         Returns:
@@ -171,9 +154,6 @@ class NonFiniteWatch:
 
         Args:
             start: the node of the loss, or of that of a step with the same graph.
-            bad: the parameters.
-            loss: of the step.
-            place: the user's line.
             late: how many steps ago it was.
         """
         seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
@@ -215,12 +195,7 @@ def _kind_of(bad: list[torch.Tensor], value: str) -> str:
 
 
 def _came_with_gradients(bad: list[torch.Tensor], optimizer: Any) -> bool:
-    """Whether weights are not finite because gradients were not, and not because a step was too large.
-
-    Args:
-        bad: the weights.
-        optimizer: that has stepped.
-    """
+    """Whether weights are not finite because gradients were not, and not because a step was too large."""
     first = bad[0]
     if optimizer is None or all(one is not first for group in optimizer.param_groups for one in group["params"]):
         return False  # somebody else writes to it

@@ -1,6 +1,5 @@
 """Norms around one optimizer step: of gradients, weights and their change."""
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,19 +18,12 @@ _STILL = 0.5  # share of entries that did not move from which on the optimizer's
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters of one precision on one device, and what was seen of them around the last step that was looked at.
+    """Parameters of one precision on one device, and what was seen of them around the last step that was looked at."""
 
-    Args:
-        numbers: of them.
-        references: to them.
-        layout: of their copies.
-        begins_equal: positions of matrices that began with equal rows, which then may stay equal.
-    """
-
-    numbers: list[int]
-    references: "list[weakref.ref[torch.Tensor]]"
-    layout: Layout
-    begins_equal: list[int]
+    numbers: list[int]  # of them
+    references: "list[weakref.ref[torch.Tensor]]"  # to them
+    layout: Layout  # of their copies
+    begins_equal: list[int]  # positions of matrices that began with equal rows, which then may stay equal
     parameters: list[torch.Tensor | None] = field(default_factory=list)  # held around a step only
     views: list[torch.Tensor | None] = field(default_factory=list)
     before: torch.Tensor | None = None
@@ -55,7 +47,7 @@ class _Plan:
     state_norms: dict[int, float] = field(default_factory=dict)
     state_versions: dict[int, int] = field(default_factory=dict)
     had_state: frozenset[int] = frozenset()
-    sparse: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    sparse: dict[int, tuple[float, float]] = field(default_factory=dict)
     number: int = 0
     count: int = -1  # of the last step that was looked at
     others: bool = False  # whether steps came between that were not
@@ -65,24 +57,10 @@ class NormSampler:
     """Takes norms around steps of optimizers.
 
     Args:
-        numbering: numbers of parameters.
         entries: how many numbers of embeddings are copied; of other large tensors evenly spaced entries are.
 
     The norms of gradients and weights are exact. Those of changes, and the shares of entries, are estimated from at
     most 4096 evenly spaced entries of a tensor, see ``flatcopies.strides``.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> model(torch.ones(1, 2)).sum().backward()
-        >>> sampler = NormSampler(numbering)
-        >>> sampler.before(sgd)
-        >>> sgd.step()
-        >>> round(sampler.after(sgd).update[0], 4)
-        0.7071
     """
 
     def __init__(self, numbering: "Numbering", *, entries: int = ENTRIES) -> None:
@@ -91,11 +69,7 @@ class NormSampler:
         self._owners: dict[int, int] = {}
 
     def before(self, optimizer: Any) -> None:
-        """Copies what is needed before a step.
-
-        Args:
-            optimizer: that is about to step.
-        """
+        """Copies what is needed before a step."""
         plan = self._plan(optimizer)
         with torch.no_grad():
             plan.sparse = {}
@@ -115,12 +89,8 @@ class NormSampler:
         """Compares with what was copied.
 
         Args:
-            optimizer: that has stepped.
             count: of its steps before this one; what those have changed that were not looked at is not taken for a
                 write outside of steps.
-
-        Returns:
-            The norms, without the numbers of the event and of the step.
         """
         plan = self._plans[id(optimizer)]
         with torch.no_grad():
@@ -198,7 +168,6 @@ class NormSampler:
             flat = layout.copy(dense)
             bucket.figures["grad"] = layout.whole_norms(flat, dense)
             bucket.figures["zeros"] = layout.zeros(flat)
-            bucket.figures["largest"] = flat.abs().amax()[None]
             pairs = [(place, one) for place in bucket.begins_equal if (one := dense[place]) is not None]
             bucket.compared = [bucket.numbers[place] for place, _ in pairs]
             if pairs:
@@ -245,17 +214,13 @@ class NormSampler:
         scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 / float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0
         numbers, columns = list[int](), tuple(list[Any]() for _ in range(5))
-        largest, equal, since, silent = [0.0], list[int](), list[int](), list[int]()
+        equal, since, silent = list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
             values = _fetched(bucket.figures)
             found = _columns(bucket, values, factor)
-            # entries that do not stand for others are in the norms
-            largest += [values["largest"][0] * factor] if "largest" in values else []
-            largest += [norm for norm in found[0] if norm is not None and (norm != norm or norm == math.inf)]
             for position, number in enumerate(bucket.numbers) if plan.sparse else ():
                 if number in plan.sparse:
-                    found[0][position], found[4][position], top = plan.sparse[number]
-                    largest.append(top)
+                    found[0][position], found[4][position] = plan.sparse[number]
             equal += [number for number, same in zip(bucket.compared, values.get("equal", ()), strict=False) if same]
             now = _versions(bucket.parameters)
             self._since(plan, bucket, values.get("moved", []), found[3], now, since, silent)
@@ -264,7 +229,6 @@ class NormSampler:
             for column, part in zip(columns, found, strict=True):
                 column.extend(part)
         moved = self._moved(plan, optimizer, dict(zip(numbers, columns[3], strict=True)))
-        top = next((value for value in largest if value != value), max(largest))  # nan comes first
         plan.number += 1
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
@@ -272,7 +236,6 @@ class NormSampler:
             parameters=tuple(numbers),
             grad=tuple(columns[0]), weight=tuple(columns[1]), update=tuple(columns[2]), unchanged=tuple(columns[3]),
             grad_zeros=tuple(columns[4]),
-            max_grad=top,
             state_moved=tuple(moved.get(number) for number in numbers),
             equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
         )  # fmt: skip
@@ -329,14 +292,13 @@ def _columns(bucket: _Bucket, values: Mapping[str, list[float]], factor: float) 
     )
 
 
-def _sparse(grad: torch.Tensor) -> tuple[float, float, float]:
-    """The norm of a sparse gradient, its share of zeros, and its largest entry."""
+def _sparse(grad: torch.Tensor) -> tuple[float, float]:
+    """The norm of a sparse gradient, and its share of zeros."""
     if grad.layout is not torch.sparse_coo:
-        return float(grad.norm()), 0.0, float("nan")
+        return float(grad.norm()), 0.0
     values = grad.detach().coalesce().values()
     filled = int(values.count_nonzero())
-    largest = float(values.abs().max()) if values.numel() else 0.0
-    return float(values.norm()), 1.0 - filled / max(grad.numel(), 1), largest
+    return float(values.norm()), 1.0 - filled / max(grad.numel(), 1)
 
 
 def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[int, float]:

@@ -42,33 +42,19 @@ _TAME = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """An operation that has made numbers that are not finite.
+    """An operation that has made numbers that are not finite."""
 
-    Args:
-        where: ``"forward"``, ``"input"`` or ``"parameter"``.
-        op: its node.
-        detail: what went into it.
-        parameter: a parameter of it, or the nearest one before it.
-        is_own: whether the parameter goes into the operation itself.
-        of_data: whether the weights have no part in it.
-        value: ``"nan"`` or ``"inf"``, where the numbers themselves were seen.
-    """
-
-    where: str
-    op: str
-    detail: str = ""
-    parameter: torch.Tensor | None = None
-    is_own: bool = False
-    of_data: bool = False
-    value: str = ""
+    where: str  # ``"forward"``, ``"input"`` or ``"parameter"``
+    op: str  # its node
+    detail: str = ""  # what went into it
+    parameter: torch.Tensor | None = None  # a parameter of it, or the nearest one before it
+    is_own: bool = False  # whether the parameter goes into the operation itself
+    of_data: bool = False  # whether the weights have no part in it
+    value: str = ""  # ``"nan"`` or ``"inf"``, where the numbers themselves were seen
 
 
 class SavedValues:
-    """What a graph has saved, as far as it can be read without running anything.
-
-    Args:
-        start: the node of the loss.
-    """
+    """What a graph has saved, as far as it can be read without running anything."""
 
     def __init__(self, start: Any) -> None:
         self._start = start
@@ -97,9 +83,6 @@ class SavedValues:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """What numbers that are not finite are: ``"nan"`` if any is.
-
-    Args:
-        tensor: that has them.
 
     Example:
         >>> kind_of(torch.tensor([1.0, float("inf")]))
@@ -196,8 +179,6 @@ def origin_of(node: Any, where: str, detail: str = "") -> Origin:
     """An operation as an origin.
 
     Args:
-        node: of it.
-        where: see ``Origin``.
         detail: what went into it; looked for if it is empty.
     """
     parameter, is_own = _nearest(node)

@@ -51,10 +51,6 @@ class _Call:
 class SafeFollower(Follower):
     """A follower that may be entered in one place and left in another, and that lets the run go on whatever happens.
 
-    Args:
-        subject: whose parameters are followed.
-        running: knows the module.
-
     Attributes:
         hidden: whether a reentrant checkpoint was met, whose inside is not looked at.
         failed: whether following had to be given up.

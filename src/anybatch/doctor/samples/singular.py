@@ -17,9 +17,6 @@ _MEAN = 1  # of a loss function: the number of its reduction
 def what_went_in(node: Any) -> str:
     """Zeros, negative numbers and the like in the saved input of a node, which has no finite value for them.
 
-    Args:
-        node: of the graph of a loss.
-
     Returns:
         A few words, empty if nothing of the kind is known; then its input was not saved, or it was harmless.
     """
@@ -50,9 +47,6 @@ def what_went_in(node: Any) -> str:
 def what_came_out(node: Any) -> str:
     """What the saved output of a node says of its input, if that was finite.
 
-    Args:
-        node: of the graph of a loss.
-
     Returns:
         A few words, empty if its output was not saved, or is finite.
     """
@@ -78,11 +72,7 @@ def what_came_out(node: Any) -> str:
 
 
 def overflows(node: Any) -> str:
-    """Whether a product of finite tensors that were saved is not finite.
-
-    Args:
-        node: of the graph of a loss.
-    """
+    """Whether a product of finite tensors that were saved is not finite."""
     kind, known = node.name(), dict(saved_by(node))
     one = known.get("self", known.get("mat1"))
     if one is None or not one.is_floating_point() or not bool(one.isfinite().all()):

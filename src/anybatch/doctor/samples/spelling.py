@@ -39,23 +39,18 @@ def lines_of(op: str, files: Iterable[str]) -> tuple[str, tuple[int, ...]]:
 
     Args:
         op: a node, such as ``"LogBackward0"``.
-        files: of the user.
 
     Returns:
         The file and its lines; empty where none or many were found.
     """
     kind = re.sub(r"Backward\d*$", "", op)
-    names = {*_NAMES.get(kind, (_snake(kind),)), kind}
+    names = {*_NAMES.get(kind, (re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower(),)), kind}
     names |= {f"{name}_" for name in names}
     found = {file: lines for file in dict.fromkeys(files) if (lines := sorted(set(_spelled(file, names, kind))))}
     if len(found) != 1:
         return "", ()
     ((file, lines),) = found.items()
     return (file, tuple(lines)) if len(lines) <= _MOST_LINES else ("", ())
-
-
-def _snake(kind: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower()
 
 
 def _spelled(file: str, names: set[str], kind: str) -> Iterator[int]:

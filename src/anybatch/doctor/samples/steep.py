@@ -49,7 +49,6 @@ def risky(
 
     Args:
         start: the node of the loss, ``None`` if it is gone; what it has saved may be, too.
-        bad: leaves with gradients that are not finite, by ``id``.
         late: whether they had these in the step before, which had the same graph, and may have none now.
 
     Returns:

@@ -26,25 +26,7 @@ _ON_PURPOSE = frozenset({"unused", "no_grad", "inference_mode"})
 
 
 class Suspicion:
-    """Follows an iteration when something in the graph was missing before.
-
-    Args:
-        numbering: names of parameters and modules.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> suspicion = Suspicion(numbering)
-        >>> for step in range(3):
-        ...     loss = model[1](model[0](torch.ones(3, 2)).detach()).mean()
-        ...     found = suspicion.before_backward(loss)
-        ...     loss.backward()
-        ...     suspicion.after_step([], [0, 1])
-        >>> found.why, found.paths["stopped"]["0.weight"]["op"]
-        ('no gradient', 'detach')
-    """
+    """Follows an iteration when something in the graph was missing before."""
 
     def __init__(self, numbering: "Numbering") -> None:
         self._numbering = numbering
@@ -85,10 +67,8 @@ class Suspicion:
         """Begins to follow where there is a reason to.
 
         Args:
-            walks: through the graphs of the step, as far as they were made.
             never_had_grad: numbers of parameters of roots that require a gradient, that an optimizer has, and that have
                 had none in the whole run.
-            stepped: the number of the optimizer.
 
         Returns:
             What was seen of the last loss before this step, where that was waited for.
@@ -166,9 +146,6 @@ class Suspicion:
 
     def before_backward(self, loss: torch.Tensor) -> Followed | None:
         """Looks at what was followed, before the backward runs; the mode is left for the time of the backward.
-
-        Args:
-            loss: that the backward is called on.
 
         Returns:
             What was seen, ``None`` where nothing was followed or this loss does not show what was missing.

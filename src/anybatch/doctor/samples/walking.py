@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import Graph, kept_by, reentrant
+from anybatch.doctor.graphs import Graph, reentrant
 from anybatch.doctor.samples.linearity import linear_layers
 from anybatch.doctor.samples.lossgraphs import (
     SOFTMAXES,
@@ -38,42 +38,18 @@ _ALIVE = "anybatch.doctor.alive"
 
 @dataclass(slots=True)
 class _Seen:
-    """What was met on the way.
-
-    Args:
-        nodes: in order.
-        names: of them, as far as they are torch's.
-        leaves: tensors that a gradient would be put on.
-        old: nodes of an earlier step, with that step.
-        again: how many nodes an earlier graph of this step had.
-        cut_short: whether there are more.
-    """
+    """What was met on the way."""
 
     nodes: list[Any] = field(default_factory=list)
-    names: dict[Any, str] = field(default_factory=dict)
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    old: list[tuple[Any, int]] = field(default_factory=list)
-    again: int = 0
-    cut_short: bool = False
+    names: dict[Any, str] = field(default_factory=dict)  # of them, as far as they are torch's
+    leaves: list[torch.Tensor] = field(default_factory=list)  # tensors that a gradient would be put on
+    old: list[tuple[Any, int]] = field(default_factory=list)  # nodes of an earlier step, with that step
+    again: int = 0  # how many nodes an earlier graph of this step had
+    cut_short: bool = False  # whether there are more
 
 
 class Walker:
-    """Goes through graphs of losses and remembers which nodes belong to which step.
-
-    Args:
-        numbering: numbers of parameters.
-        limit: how many nodes are looked at.
-
-    Example:
-        >>> from anybatch.doctor.recording.numbering import Numbering
-        >>> model = torch.nn.Linear(2, 3)
-        >>> numbering = Numbering(lambda fact: None)
-        >>> number = numbering.root(model)
-        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 2)).softmax(-1), torch.zeros(4).long())
-        >>> walk = Walker(numbering).walk(loss, rows=4)
-        >>> len(walk.reached), walk.softmaxes[0], walk.doubled
-        (2, (1, 2, 3, True), (('softmax', 'cross_entropy'),))
-    """
+    """Goes through graphs of losses and remembers which nodes belong to which step."""
 
     def __init__(self, numbering: "Numbering", *, limit: int = _LIMIT) -> None:
         self._numbering, self._limit = numbering, limit
@@ -81,17 +57,12 @@ class Walker:
         self._kinds: dict[type, tuple[bool, str]] = {}
         self._made: dict[int, dict[int, type]] = {}
 
-    def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0, count_bytes: bool = False) -> Walk:
+    def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
         """Goes through one graph; nothing is unpacked or run.
 
         Args:
-            loss: whose backward is about to run.
             rows: of the batch, -1 if unknown.
             step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
-            count_bytes: whether to sum up what the graph keeps, which takes as long again.
-
-        Returns:
-            What was found.
         """
         if loss.grad_fn is None:
             forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
@@ -104,7 +75,6 @@ class Walker:
         advantages = products(seen.nodes, seen.names)
         inner = entrywise(parts)
         reach = self._reach(loss) if len(inner) > 1 or advantages else lambda node: ()
-        kept = kept_by([loss], {}, (t for _, t in self._numbering.tracked())) if count_bytes else None
         return Walk(
             nodes=len(seen.nodes),
             cut_short=seen.cut_short,
@@ -116,7 +86,6 @@ class Walker:
             previous=tuple(_previous(seen.old, step)),
             again=seen.again,
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
-            bytes=kept.bytes if kept is not None else 0,
             kinds={
                 kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
             },
@@ -207,38 +176,13 @@ def _steps(kind: str) -> bool:
 
 
 class LiveGraphs:
-    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from.
-
-    Example:
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> graphs, total, outputs = LiveGraphs(), 0, []
-        >>> for step in range(3):
-        ...     output = weight * step
-        ...     loss = output.sum()
-        ...     graphs.add(loss, step)
-        ...     total = total + loss
-        ...     outputs.append(output)
-        >>> graphs.count(3)
-        (3, 3)
-        >>> total = loss = None
-        >>> graphs.count(3)
-        (3, 0)
-        >>> outputs = output = None
-        >>> graphs.count(3)
-        (0, 0)
-    """
+    """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from."""
 
     def __init__(self) -> None:
         self._alive: list[tuple[int, bool, weakref.ref[_Token], int]] = []
 
     def add(self, loss: torch.Tensor, step: int, *, steps: int = 1) -> None:
-        """Takes note of a loss that a backward is run for.
-
-        Args:
-            loss: with a graph.
-            step: how many optimizer steps were done.
-            steps: that it stands for.
-        """
+        """Takes note of a loss that a backward is run for."""
         node: Any = loss.grad_fn
         if node is not None:
             self._mark(node, step, steps, is_loss=True)
@@ -253,11 +197,7 @@ class LiveGraphs:
         self._alive.append((step, is_loss, weakref.ref(token), steps))
 
     def count(self, step: int) -> tuple[int, int]:
-        """How many of the steps before have a graph that is alive, and how many of them their loss.
-
-        Args:
-            step: how many optimizer steps were done.
-        """
+        """How many of the steps before have a graph that is alive, and how many of them their loss."""
         self._alive = [entry for entry in self._alive if entry[2]() is not None]
         every = {earlier: steps for earlier, _, _, steps in self._alive if earlier < step}
         losses = {earlier: steps for earlier, is_loss, _, steps in self._alive if is_loss and earlier < step}
