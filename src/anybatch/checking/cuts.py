@@ -59,6 +59,12 @@ class Cut(NamedTuple):
         smaller = tuple(sizes_of(len(rows), min(*self.sizes, max(2, len(rows) // _COUNTED))))
         return Cut(self.splittable.chosen(rows), smaller if self.is_free else self.sizes[::-1])
 
+    @property
+    def alike(self) -> "Cut":
+        """The same samples in parts that have usual and unusual ones alike."""
+        rows = range(sum(self.sizes))
+        return Cut(self.splittable.chosen([*rows[::2], *rows[1::2]]), self.sizes)
+
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))

@@ -133,7 +133,7 @@ class _Prover:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
         if isinstance(self._task.loss_fn, InPieces) or any(map(is_scripted, self._task.every_module)):
             return found
-        failure = None
+        is_larger = False
         try:
             is_small = self._largest < SMALL and not self._task.is_planned
             is_open, is_free = not found[0].exact, found[0].exact and not found[0].note
@@ -154,12 +154,12 @@ class _Prover:
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
-        except OverBudget:
-            return self._as_split(found, found[0].samples // 2) if is_free and size is None else found
+        except OverBudget as error:
+            failure, is_larger = Failure(error), is_free and size is None  # than what fitted with its gradient
         except Exception as error:  # noqa: BLE001 - rows may not be picked, a loss may differentiate, memory run out
             failure = Failure(error)
         failure.release()
-        return found
+        return self._as_split(found, found[0].samples // 2) if is_larger else found
 
     def _by_losses(self) -> Found:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""
