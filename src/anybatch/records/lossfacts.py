@@ -125,6 +125,11 @@ class Probed(Fact):
     file: str = ""  # file and line where it happens
     line: int = 0
 
+    def __post_init__(self) -> None:
+        """Makes numbers of what JSON has as texts, since it has no NaN and no infinity."""
+        found = {name: float(one) if one in ("nan", "inf", "-inf") else one for name, one in self.evidence.items()}
+        object.__setattr__(self, "evidence", found)
+
 
 @fact("replicas")
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -476,15 +476,56 @@ def spread(made: torch.Tensor) -> torch.Tensor:
     return (1 - made.std(0)).relu().mean()
 
 
+def crossed(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The loss of Barlow's twins."""
+    one, two = ((side - side.mean(0)) / side.std(0) for side in (made, wanted))
+    return (one.T @ two / len(one) - torch.eye(one.shape[1])).pow(2).sum()
+
+
 @pytest.mark.parametrize(("loss", "collapsed"), [
     (cosine, True),
     (lambda made, wanted: cosine(made, wanted.detach()), False),
     (lambda made, wanted: F.mse_loss(made, wanted) + spread(made) + spread(wanted), False),
+    (F.mse_loss, True),
+    (lambda made, wanted: (F.normalize(made, dim=1) - F.normalize(wanted, dim=1)).pow(2).sum(1).mean(), True),
     (lambda made, wanted: F.cross_entropy(5 * made @ wanted.T, torch.arange(len(made))), False),
-], ids=["cosine", "a target", "spread", "negatives"])  # fmt: skip
+    (crossed, False),
+    (lambda made, wanted: F.mse_loss(made, wanted) + (2 - torch.cdist(wanted, wanted)).relu().mean(), False),
+], ids=["cosine", "a target", "spread", "squares", "units", "negatives", "decorrelated", "a margin"])  # fmt: skip
 def test_rows_that_become_alike_are_told(loss: Callable[[Any, Any], torch.Tensor], collapsed: bool) -> None:
     found = asked(lambda: seen_twice(loss), "related inputs")
     assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed
+
+
+def test_scores_of_what_is_preferred_are_no_rows_that_became_alike() -> None:
+    net = nn.Linear(6, 1)
+    nn.init.constant_(net.bias, 9.0)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            better, worse = torch.randn(32, 6) + 0.2, torch.randn(32, 6) - 0.2
+            optimizer.zero_grad()
+            (-F.logsigmoid(net(better) - net(worse))).mean().backward()
+            optimizer.step()
+
+    assert not any(one.evidence.get("collapsed") for one in asked(train, "related inputs"))
+
+
+def test_rows_that_a_margin_drives_apart_may_point_the_same_way() -> None:
+    net = nn.Linear(6, 4)
+    nn.init.constant_(net.bias, 30.0)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            one, other = torch.randn(32, 6), torch.randn(32, 6)
+            near, far = ((net(one) - net(x)).pow(2).sum(1) for x in (one + 0.1 * torch.randn(32, 6), other))
+            optimizer.zero_grad()
+            (near - far + 1).relu().mean().backward()
+            optimizer.step()
+
+    assert not any(one.evidence.get("collapsed") for one in asked(train, "related inputs"))
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.0, "yes"), (1.0, "")])

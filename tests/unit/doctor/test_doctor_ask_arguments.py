@@ -214,13 +214,20 @@ def values(goal: Goal, *, by_hand: bool = False) -> None:
 @pytest.mark.parametrize(("goal", "expected"), [
     (lambda q, r: r + 0.9 * q.argmax(1), "yes"),
     (lambda q, r: r + 0.9 * q.max(1)[1].float() * (r < 1), "yes"),
+    (lambda q, r: torch.add(r, q.topk(1).indices.squeeze(1), alpha=0.9), "yes"),
+    (lambda q, r: r + 0.9 * q.sort(1)[1][:, -1].double(), "yes"),
     (lambda q, r: r + 0.9 * q.max(1)[0], "no"),
     (lambda q, r: r + 0.9 * q.gather(1, q.argmax(1, keepdim=True)).squeeze(1), "no"),
     (lambda q, r: r + 0.9 * q[torch.arange(len(q)), q.argmax(1)], "no"),
     (lambda q, r: q.argmax(1).float() / 2, "no"),
     (lambda q, r: F.one_hot(q.argmax(1), 3)[:, 0] + r, "no"),
     (lambda q, r: r + (q.argmax(1) == 0).float(), "no"),
-], ids=["argmax", "max[1]", "max", "gathered", "picked", "alone", "one hot", "compared"])  # fmt: skip
+    (lambda q, r: r + torch.linspace(-1, 1, 3)[q.argmax(1)], "no"),
+    (lambda q, r: r + 0.9 * torch.take_along_dim(q, q.argmax(1)[:, None], 1).squeeze(1), "no"),
+    (lambda q, r: r + 0.9 * q.flatten()[3 * torch.arange(len(q)) + q.argmax(1)], "no"),
+    (lambda q, r: (q.argmax(1) + 0.5) / 3, "no"),
+], ids=["argmax", "max[1]", "topk", "sort", "max", "gathered", "picked", "alone", "one hot", "compared", "a support",
+        "along a dim", "flat places", "middle of a bin"])  # fmt: skip
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_target_that_adds_places_to_numbers_is_told(goal: Goal, expected: str, by_hand: bool) -> None:
     assert answer(lambda: values(goal, by_hand=by_hand), "indices") == expected
@@ -287,7 +294,16 @@ def multitask(total: Terms, start: float = 0.0) -> None:
     (lambda s, a, b: s[0] * a + s[1] * b, 1.0, "no"),
     (lambda s, a, b: (-s[0]).exp().detach() * a + b, 0.0, "no"),
     (lambda s, a, b: a + b, 0.0, "no"),
-], ids=["exp", "variance", "stacked", "held", "held by hand", "softmax", "linear", "detached", "none"])  # fmt: skip
+    (lambda s, a, b: s[0].sigmoid() * a + s[1].sigmoid() * b, 0.0, "yes"),
+    (lambda s, a, b: F.softplus(s[0]) * (a + b), 0.0, "yes"),
+    (lambda s, a, b: s[0].sigmoid() * a + (1 - s[0].sigmoid()) * b, 0.0, "no"),
+    (lambda s, a, b: ((-s).exp() * torch.stack([a, b]) + s).mean(), 0.0, "no"),
+    (lambda s, a, b: (-s[0]).exp() * a + (-s[1]).exp() * b + s.pow(2).sum(), 0.0, "no"),
+    (lambda s, a, b: a / s[0].exp() + b / s[1].exp() + torch.distributions.Normal(0.0, 1.0).log_prob(s).sum().neg(),
+     0.0, "no"),
+    (lambda s, a, b: (s / s.norm())[0] ** 2 * a + (s / s.norm())[1] ** 2 * b, 1.0, "no"),
+], ids=["exp", "variance", "stacked", "held", "held by hand", "softmax", "linear", "detached", "none", "sigmoid",
+        "softplus", "a share", "held in a mean", "decayed", "a prior", "on a sphere"])  # fmt: skip
 def test_a_weight_that_may_make_the_loss_nothing_is_told(total: Terms, start: float, expected: str) -> None:
     assert answer(lambda: multitask(total, start), "weighed away") == expected
 

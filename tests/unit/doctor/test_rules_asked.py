@@ -56,6 +56,17 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "drowned": {"share": 0.001, "rows": 64},
     "weighed away": {"op": "mul", "loss": 1.5, "there": 0.0, "far": 50.0},
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
+    "mixed apart": {"share": 0.8, "rest": 0.2, "heavy": 1.9, "light": 0.7},
+    "repeated rows": {"times": 5, "rows": 500},
+    "turned list": {"name": "returns"},
+    "only agreeing": {"op": "kl_div", "optimizer": 0},
+    "passed": {"entries": 2, "of": 4},
+    "uncounted": {"number": 3, "share": 0.2, "classes": 4, "by": "mask"},
+    "end uncounted": {"number": 2, "rows": 16},
+    "signs": {"op": "cosine_embedding_loss", "others": [0.0], "share": 0.5},
+    "punished": {"kind": "probability of", "terms": 1, "beside": 0},
+    "prior": {"initial": 14.2, "prior": 2.3},
+    "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
@@ -276,6 +287,40 @@ def test_weight_escapes_fires_with_both_losses() -> None:
 
 def test_weight_escapes_is_quiet_without_an_answer() -> None:
     both("weighed away", "WEIGHT_ESCAPES")
+
+
+def test_mixed_labels_swapped_fires_with_both_shares() -> None:
+    run = replace(asked("mixed apart", "yes"), loss=flat).run()
+    assert "weights of 0.8 and 0.2" in fires(run, "MIXED_LABELS_SWAPPED", "warning").message
+
+
+def test_mixed_labels_swapped_is_quiet_where_it_is_learned_and_without_an_answer() -> None:
+    quiet(asked("mixed apart", "yes").run(), "MIXED_LABELS_SWAPPED")
+    quiet(replace(asked("mixed apart", "no"), loss=flat).run(), "MIXED_LABELS_SWAPPED")
+
+
+def test_target_trained_fires_and_names_the_optimizer() -> None:
+    assert "optimizer trains both" in fires(asked("only agreeing", "yes").run(), "TARGET_TRAINED", "warning").message
+
+
+def test_target_trained_is_quiet_without_an_answer() -> None:
+    both("only agreeing", "TARGET_TRAINED")
+
+
+def test_entries_pass_fires_and_counts_them() -> None:
+    assert fires(asked("passed", "yes").run(), "ENTRIES_PASS", "warning").message.startswith("2 of 4 entries")
+
+
+def test_entries_pass_is_quiet_without_an_answer() -> None:
+    both("passed", "ENTRIES_PASS")
+
+
+def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
+    assert "returns.reverse()" in fires(asked("turned list", "yes").run(), "ROWS_TORN", "warning").fix
+
+
+def test_rows_torn_says_how_often_rows_are_repeated() -> None:
+    assert "repeat_interleave(5)" in fires(asked("repeated rows", "yes").run(), "ROWS_TORN", "warning").fix
 
 
 def test_target_given_fires_where_data_are_nothing_beside_the_noise() -> None:

@@ -33,6 +33,7 @@ _CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
 _ARITHMETIC = frozenset(
     {"mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "rsub"}
 )
+_PARTS = frozenset({"__getitem__", "select", "narrow"})
 _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 
 
@@ -165,7 +166,7 @@ def of_indices(tape: Tape) -> Probed:
             wrong = next((sums[slot] for slot in given if slot in sums and not run.values[slot].requires_grad), None)
             if wrong is not None:
                 return told("indices", wrong, op=wrong.name)
-        elif one.name in _ARITHMETIC | _SHAPING | _CASTING:
+        elif one.name in _ARITHMETIC | _SHAPING | _CASTING or (one.name in _PARTS and len(given) == 1):
             of = next((known[slot] for known in (sums, places) for slot in given if slot in known), None)
             beside = [slot for slot in given if slot not in places and slot not in sums]
             is_sum = one.name.strip("_r") in ("add", "sub") and any(

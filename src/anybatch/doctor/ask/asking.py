@@ -6,15 +6,18 @@ from typing import Any
 
 from anybatch.doctor.ask import (
     adversaries,
+    agreeing,
     arguments,
     axes,
     copies,
     edges,
     fitting,
+    flows,
     functions,
     labels,
     late,
     masks,
+    mixing,
     negatives,
     relating,
     rows,
@@ -32,14 +35,15 @@ from anybatch.records.runs import Run
 Question = Callable[[Kept, Run], Iterator[Probed]]
 OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
-    source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
+    source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
     uncounted.about_ends,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
-    ("rows", rows.torn), ("sums", rows.mixed_sums), ("itself", rows.of_itself), ("dropped", rows.dropped),
+    ("rows", rows.torn), ("repeated rows", rows.repeated), ("sums", rows.mixed_sums), ("itself", rows.of_itself),
+    ("dropped", rows.dropped),
     ("own negative", negatives.own_negative), ("edges", edges.not_offset), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
@@ -50,6 +54,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
     ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),
     ("indices", arguments.of_indices), ("drowned", arguments.drowned), ("weighed away", weighing.weighed_away),
+    ("mixed apart", mixing.mixed_apart), ("passed", flows.passed),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 
@@ -65,6 +70,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         for name, of_tape in OF_A_STEP:
             yield _answer(name, until, of_tape, tape, optimizer=number)
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
+        yield _answer("only agreeing", until, agreeing.only_agreeing, tape, number, run, modules, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)
     try:
         yield from adversaries.helped(kept.tapes, kept.initial)

@@ -8,7 +8,7 @@ that of one that learned no more than how targets are distributed stays.
 import math
 import time
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -139,7 +139,9 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
     seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    collapsed = _collapsed(tape, first) if answer == "no" else None
+    collapsed = _collapsed(tape, first) if answer != "unknown" else None
+    collapsed = collapsed if collapsed and _is_best_alike(tape, given, best.own) else None
+    answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
     return told("related inputs", collapsed or loss, answer=answer, collapsed=collapsed is not None, **seen)
 
 
@@ -154,6 +156,8 @@ def _collapsed(tape: Tape, run: Replay) -> Operation | None:
             continue
         if sides[0].shape != sides[1].shape or sides[0].dim() != 2 or not all(one.requires_grad for one in sides):
             continue
+        if sides[0].shape[1] == 1:  # scores, which all have the direction of their sign
+            continue
         one, two = (slots_of(tape, replace(loss, slot=side)) for side in given)
         inputs = tape.leaves.keys() - tape.parameters.keys()
         if not one & two & tape.parameters.keys() or not one & inputs - two or not two & inputs - one:
@@ -162,6 +166,17 @@ def _collapsed(tape: Tape, run: Replay) -> Operation | None:
         if all(float((side @ side.T).mean()) > _ALIKE for side in unit):
             return operation
     return None
+
+
+def _is_best_alike(tape: Tape, given: list[torch.Tensor], own: float) -> bool:
+    """Whether the loss is no higher where all rows of all inputs are one: nothing in it keeps rows apart."""
+    loss, values = tape.losses[-1], list[float]()
+    like = {id(one) for one in given if one.shape == given[0].shape}
+    for at in range(min(len(given[0]), _ORDERS)):
+        row = given[0][at : at + 1]
+        again = replayed(tape, loss, lambda one, row=row: row.expand_as(one) if id(one) in like else one)
+        values.append(_sum(again.values[loss.slot]))
+    return median(values) <= own + _LITTLE * abs(own)
 
 
 def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:

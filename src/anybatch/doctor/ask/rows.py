@@ -7,7 +7,7 @@ with the batch.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from anybatch.records.lossfacts import Probed
 MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "rsub"})
 _CUTTING = frozenset({"__getitem__", "narrow"})
+_FEWEST, _LEAST_MARKS = 8, 2  # rows of which each is repeated, and how often
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 Pattern = tuple[int, int]
@@ -57,6 +58,34 @@ def torn(tape: Tape) -> Probed:
     return told("rows", operation, detail=why, op=operation.name, **seen)
 
 
+def repeated(tape: Tape) -> Probed:
+    """Whether numbers of rows are the batch over and over, where each row has one mark and as many others behind it."""
+    whole, needed = rows_of(tape), slots_of(tape, tape.losses[-1])
+    given = [one for slot, one in tape.leaves.items() if slot in needed - tape.parameters.keys()]
+    ids = [one for one in given if one.dtype == torch.int64 and one.shape == (whole,)]
+    for marks in (one.flatten() for one in given if one.numel() == whole and one.unique().numel() == 2):
+        (first,) = (marks != marks[0]).nonzero()[:1, 0].tolist()
+        times = next((one for one in _divisors(whole) if first < one and _is_tiled(marks, one)), whole)
+        few = whole // times
+        group = marks[:times]
+        is_one = min(int((group == value).sum()) for value in marks.unique()) == 1
+        if not is_one or few < _FEWEST or few == times or times < _LEAST_MARKS:
+            continue
+        over = [one for one in ids if _is_tiled(one, few)]
+        if len(over) < len(ids) and any(_are_drawn(one[:few]) for one in over):
+            return told("repeated rows", tape.losses[-1], times=times, rows=whole)
+    return told("repeated rows", answer="no")
+
+
+def _are_drawn(one: torch.Tensor) -> bool:
+    """Whether numbers are mostly different and in no order, as those of positions are."""
+    return one.unique().numel() > len(one) // 2 and bool((one.diff() < 0).any())
+
+
+def _is_tiled(one: torch.Tensor, size: int) -> bool:
+    return bool((one.view(-1, size) == one[:size]).all())
+
+
 def rows_of(tape: Tape) -> int:
     """The rows of the batch of a step that can be run again."""
     if tape.failed or not tape.losses:
@@ -72,11 +101,12 @@ def rows_of(tape: Tape) -> int:
     return tape.rows
 
 
-def slots_of(tape: Tape, loss: Loss, *, without: str = "") -> set[Slot]:
-    """The slots that a loss is made of; those that it is made of by way of operations of one name may be left out."""
+def slots_of(tape: Tape, loss: Loss, *, without: str = "", but: Iterable[Operation] = ()) -> set[Slot]:
+    """The slots that a loss is made of; what it is made of by way of some operations, or of a name, may be left out."""
+    left_out = {id(one) for one in but}
     needed = {loss.slot}
     for operation in reversed(tape.operations[: loss.before]):
-        if operation.name == without:
+        if operation.name == without or id(operation) in left_out:
             continue
         if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
             needed |= set(slots((operation.args, operation.kwargs)))

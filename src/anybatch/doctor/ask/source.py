@@ -28,13 +28,18 @@ _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
 
 
-def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing."""
+def _scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
+    """The files of lines that go back, read."""
     for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
         try:
-            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+            yield file, ast.parse(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, ValueError):
             continue
+
+
+def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing."""
+    for file, tree in _scripts(run):
         lines = {one.line for one in run.of(Backward) if one.file == file}
         for name, line in unread(tree, lines):
             kind = next(kind for kind, one in _FIELDS.items() if one.match(name))
@@ -74,15 +79,42 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
                 yield name, line
 
 
+def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a list is turned round within the loop that fills it."""
+    for file, tree in _scripts(run):
+        for name, line in turned_lists(tree):
+            yield Probed(probe="turned list", root=-1, answer="yes", file=file, line=line, evidence={"name": name})
+
+
+def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Lists to which each round of a loop appends, and which it turns round then.
+
+    Example:
+        >>> text = "for r in rewards[::-1]:\\n  R = r + g * R\\n  returns.append(R)\\n  returns.reverse()"
+        >>> list(turned_lists(ast.parse(text)))
+        [('returns', 4)]
+        >>> text = "for r in rewards[::-1]:\\n  R = r + g * R\\n  returns.append(R)\\nreturns.reverse()"
+        >>> list(turned_lists(ast.parse(text)))
+        []
+        >>> text = "for a, b in pairs:\\n  both = []\\n  both.append(a)\\n  both.append(b)\\n  both.reverse()"
+        >>> list(turned_lists(ast.parse(text)))
+        []
+    """
+    for loop in (one for one in ast.walk(tree) if isinstance(one, (ast.For, ast.While))):
+        calls = [one.value for one in loop.body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
+        done = [(one.func.attr, ast.unparse(one.func.value), one.lineno) for one in calls
+                if isinstance(one.func, ast.Attribute)]  # fmt: skip
+        filled = {name for method, name, _ in done if method == "append"}
+        fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
+        if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
+            yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
+
+
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a loss over all rows leaves out the mask of those of the training, which the evaluation alone reads."""
     if not any(_is_whole(kept, root, batches) for root, batches in kept.batches.items()):
         return
-    for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
-        try:
-            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            continue
+    for file, tree in _scripts(run):
         for name, held, line in evaluated_splits(tree):
             evidence = {"name": name, "held_out": held, "kind": "split"}
             yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)

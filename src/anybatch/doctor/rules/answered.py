@@ -119,7 +119,7 @@ def _found(run: Run, probed: Probed, row: dict[str, Any]) -> Found:
     values |= {"because": f": {probed.detail}" if probed.detail else "", "loss": getattr(since, "function", "the loss")}
     values |= probed.evidence
     values |= _of_copy(run, probed) if "online" in values else {}
-    optimizers = {one: values[one] for one in ("optimizer", "critic") if "critic" in values}
+    optimizers = {one: values[one] for one in ("optimizer", "critic") if one in values}
     values |= {name: optimizer_variable(run, int(number)) for name, number in optimizers.items()}
     fill = _Templates().vformat
     values |= {name: fill(row[name], (), values) for name in row.keys() - _OWN}

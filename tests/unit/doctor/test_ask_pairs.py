@@ -1,0 +1,250 @@
+"""What belongs together and is kept apart, or the other way round: mixed labels, two nets, couplings, repeated rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Tensor = torch.Tensor
+Criterion = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Compared = Callable[[nn.Module, nn.Module, Tensor], Tensor]
+
+
+def train(net: nn.Module, loss: Callable[[], Tensor], count: int = 4) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def mixup(criterion: Criterion, *, alone: bool = False) -> None:
+    """Trains on inputs that are mixed with those of other rows; first with a large share, on which one is asked."""
+    net, shares = nn.Linear(6, 3), iter([0.9] * 12 + [0.5, 0.4, 0.6] * 60)
+
+    def loss() -> Tensor:
+        x, lam = 3 * torch.randn(64, 6), next(shares)
+        y, index = x[:, :3].argmax(1), torch.randperm(64)
+        return criterion(net(x if alone else lam * x + (1 - lam) * x[index]), y, y[index], lam)
+
+    train(net, loss, 150)
+
+
+def both(z: Tensor, a: Tensor, b: Tensor, share: float, **options: Any) -> Tensor:
+    first, second = (F.cross_entropy(z, y, **options) for y in (a, b))
+    return (share * first + (1 - share) * second).mean()
+
+
+@pytest.mark.parametrize(("criterion", "expected"), [
+    (lambda z, a, b, share: both(z, a, b, 1 - share), "yes"),
+    (lambda z, a, b, share: both(z, b, a, share), "yes"),
+    (lambda z, a, b, share: 0.5 * both(z, b, a, share, reduction="none"), "yes"),
+    (both, "no"),
+    (lambda z, a, b, share: both(z, a, b, share, reduction="none", label_smoothing=0.1), "no"),
+    (lambda z, a, b, share: both(z, b, a, 1 - share), "no"),
+    (lambda z, a, b, share: both(z, a, b, 0.5), "unknown"),
+    (lambda z, a, b, share: F.cross_entropy(z, a), "unknown"),
+    (lambda z, a, b, share: share * F.cross_entropy(z, a) + (1 - share) * F.cross_entropy(z.flip(0), b), "unknown"),
+], ids=["swapped", "labels", "by rows", "mixup", "smoothed", "both swapped", "halves", "one label",
+        "other scores"])  # fmt: skip
+def test_labels_that_are_mixed_the_other_way_round_are_told(criterion: Criterion, expected: str) -> None:
+    assert answer(lambda: mixup(criterion), "mixed apart") == expected
+
+
+def test_labels_that_are_smoothed_with_those_of_other_rows_belong_to_unmixed_inputs() -> None:
+    assert answer(lambda: mixup(both, alone=True), "mixed apart") == "no"
+
+
+class Pair(nn.Module):
+    """Two nets, and what is compared of them."""
+
+    def __init__(self, compared: Compared) -> None:
+        super().__init__()
+        self.teacher, self.student, self.compared = nn.Linear(6, 3), nn.Linear(6, 3), compared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the loss."""
+        return self.compared(self.teacher, self.student, x)
+
+
+def kl(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
+    return F.kl_div(student(x).log_softmax(1), teacher(x).softmax(1), reduction="batchmean")
+
+
+def cut(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
+    return F.kl_div(student(x).log_softmax(1), teacher(x).detach().softmax(1), reduction="batchmean")
+
+
+def labelled(net: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(net(x), x[:, :3].argmax(1))
+
+
+@pytest.mark.parametrize(("compared", "expected"), [
+    (kl, "yes"),
+    (lambda t, s, x: F.mse_loss(s(x), t(x)), "yes"),
+    (lambda t, s, x: 4 * F.cross_entropy(s(x), t(x).softmax(1)), "yes"),
+    (cut, "no"),
+    (lambda t, s, x: kl(t, s, x) + labelled(t, x) + labelled(s, x), "unknown"),
+    (lambda t, s, x: kl(t, s, x) + labelled(s, x), "unknown"),
+    (lambda t, s, x: kl(t, s, x) - (s(x) + t(x)).log_softmax(1)[:, 0].mean(), "no"),
+    (lambda t, s, x: F.mse_loss(s(x), t(x) + x[:, :3].detach().roll(1, 0)), "no"),
+    (lambda t, s, x: F.mse_loss(s(x), s(x + 0.1)), "no"),
+    (lambda t, s, x: F.mse_loss(s(x), t(x)) + F.mse_loss(t(x).std(0), torch.ones(3)), "no"),
+], ids=["kl", "squares", "classes", "detached", "mutual", "with labels", "by hand", "a rest", "one net",
+        "spread"])  # fmt: skip
+def test_two_nets_that_only_have_to_agree_are_told(compared: Compared, expected: str) -> None:
+    net = Pair(compared)
+    assert answer(lambda: train(net, lambda: net(torch.randn(16, 6))), "only agreeing") == expected
+
+
+def test_a_teacher_that_no_optimizer_has_may_have_a_graph() -> None:
+    net = Pair(kl)
+
+    def run() -> None:
+        optimizer = torch.optim.Adam(net.student.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(16, 6)).backward()
+            optimizer.step()
+
+    assert answer(run, "only agreeing") == "no"
+
+
+def test_nets_that_also_take_steps_of_labels_may_agree() -> None:
+    net = Pair(kl)
+
+    def run() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for step in range(8):
+            x = torch.randn(16, 6)
+            optimizer.zero_grad()
+            (net(x) if step % 2 else labelled(net.student, x) + labelled(net.teacher, x)).backward()
+            optimizer.step()
+
+    assert answer(run, "only agreeing") == "unknown"
+
+
+class Coupling(nn.Module):
+    """An affine coupling."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        self.net = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives what it makes, and the logarithm of the determinant."""
+        kept = x * self.mask
+        s, t = self.net(kept).chunk(2, dim=1)
+        s = s.tanh() * (1 - self.mask)
+        return kept + (1 - self.mask) * (x * s.exp() + t), s.sum(1)
+
+
+class Flow(nn.Module):
+    """Some couplings."""
+
+    def __init__(self, masks: list[Tensor], between: Callable[[Tensor], Tensor], scale: float = 1.0) -> None:
+        super().__init__()
+        self.layers, self.between, self.scale = nn.ModuleList(map(Coupling, masks)), between, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the logarithm of the density."""
+        total, x = torch.zeros(len(x)), x * self.scale
+        for layer in self.layers:
+            x, added = layer(self.between(x))
+            total = total + added
+        return torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1) + total  # type: ignore[no-any-return]
+
+
+EVEN = torch.tensor([1.0, 0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(("masks", "between", "expected"), [
+    ([EVEN] * 4, lambda x: x, "yes"),
+    ([EVEN.sort().values] * 2, lambda x: x, "yes"),
+    ([EVEN, 1 - EVEN] * 2, lambda x: x, "no"),
+    ([EVEN] * 4, lambda x: x.flip(1), "no"),
+    ([EVEN, EVEN, 1 - EVEN], lambda x: x, "no"),
+    ([EVEN], lambda x: x, "no"),
+], ids=["one mask", "halves", "alternate", "turned", "the last one", "one layer"])  # fmt: skip
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_entries_that_pass_all_couplings_are_told(
+    masks: list[Tensor], between: Callable[[Tensor], Tensor], expected: str, scale: float
+) -> None:
+    flow = Flow(masks, between, scale)
+    assert answer(lambda: train(flow, lambda: -flow(torch.randn(16, 4)).mean()), "passed") == expected
+
+
+def test_what_a_net_hands_through_beside_its_prediction_is_no_flow() -> None:
+    net = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def loss() -> Tensor:
+        x = torch.randn(16, 4)
+        made = x
+        for layer in net:
+            made = torch.cat([made[:, :2], layer(made)], 1)
+        return F.mse_loss(made[:, 2:], x[:, 2:].flip(1))
+
+    assert answer(lambda: train(net, loss), "passed") == "unknown"
+
+
+def test_a_penalty_of_weights_is_no_density() -> None:
+    net = nn.Linear(16, 16)
+    assert answer(lambda: train(net, lambda: net(torch.randn(16, 16)).mean() + net.weight.pow(2).sum()), "passed") in (
+        "no", "unknown")  # fmt: skip
+
+
+class Factors(nn.Module):
+    """Scores users and items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(20, 4), nn.Embedding(30, 4)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """Gives the scores."""
+        return (self.user(user) * self.item(item)).sum(-1)  # type: ignore[no-any-return]
+
+
+Repeat = Callable[[Tensor], Tensor]
+
+
+@pytest.mark.parametrize(("users", "items", "expected"), [
+    (lambda u: u.repeat(4), lambda i: i.view(-1), "yes"),
+    (lambda u: u.tile(4), lambda i: i.flip(1).flatten(), "yes"),
+    (lambda u: u.repeat_interleave(4), lambda i: i.view(-1), "no"),
+    (lambda u: u.repeat(4), lambda i: i.t().reshape(-1), "no"),
+    (lambda u: u[:, None].expand(-1, 4).reshape(-1), lambda i: i.view(-1), "no"),
+    (lambda u: torch.randint(20, (64,)), lambda i: i.view(-1), "no"),
+    (lambda u: torch.zeros(64, dtype=torch.int64), lambda i: i.view(-1), "no"),
+    (lambda u: torch.arange(4).repeat(16), lambda i: i.view(-1), "no"),
+    (lambda u: torch.arange(16).repeat(4), lambda i: i.view(-1), "no"),
+], ids=["repeat", "tile", "interleaved", "both", "expanded", "drawn", "one", "places", "positions"])  # fmt: skip
+def test_rows_that_are_repeated_in_another_order_are_told(users: Repeat, items: Repeat, expected: str) -> None:
+    net = Factors()
+
+    def loss() -> Tensor:
+        user, every = torch.randint(20, (16,)), torch.randint(30, (16, 4))
+        labels = items(torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(16, 4).contiguous())
+        return F.binary_cross_entropy_with_logits(net(users(user), items(every)), labels)
+
+    assert answer(lambda: train(net, loss), "repeated rows") == expected
+
+
+def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None:
+    net = Factors()
+
+    def loss(labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(net(torch.randperm(16).repeat(2), torch.randint(30, (32,))), labels)
+
+    for labels in (torch.ones(32), (torch.rand(32) < 0.5).float(), torch.arange(32.0).fmod(4).lt(2).float()):
+        assert answer(lambda: train(net, lambda: loss(labels)), "repeated rows") == "no"  # noqa: B023
