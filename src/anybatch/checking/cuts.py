@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import Part, Splittable, sizes_of
 from anybatch.batch.layout import Rows, rows_of
 from anybatch.batch.trees import leaves
 
@@ -18,6 +18,7 @@ _AMONG = 64  # the first of a batch, among which there are some of one class als
 _CHANGED = 5  # samples of a group that are changed for others
 _TURNS = 4  # cuts at most: what their samples have in common does not fit into one
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
+_COUNTED = 8  # parts, if a loss keeps something from one to the next: what it does with every fourth shows
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
 _SORTED = 1024  # samples at most that are sorted
@@ -33,12 +34,12 @@ class Cut(NamedTuple):
     Args:
         splittable: the samples.
         sizes: of the parts, the first samples first.
-        order: where each sample stood in the cut that was put into another order, whose random numbers it keeps.
+        is_free: whether samples of a part may be parted, too.
     """
 
     splittable: Splittable
     sizes: tuple[int, ...]
-    order: Sequence[int] | None = None
+    is_free: bool = False
 
     @property
     def whole(self) -> list[Part]:
@@ -53,19 +54,16 @@ class Cut(NamedTuple):
 
     @property
     def backwards(self) -> "Cut":
-        """The same parts, the last one first."""
+        """The same parts, the last one first, in smaller ones where they may be, so that a counter counts further."""
         rows = [row for part in reversed(self.parts) for row in part.samples]
-        return Cut(self.splittable.chosen(rows), self.sizes[::-1])
+        smaller = tuple(sizes_of(len(rows), min(*self.sizes, max(2, len(rows) // _COUNTED))))
+        return Cut(self.splittable.chosen(rows), smaller if self.is_free else self.sizes[::-1])
 
     @property
-    def apart(self) -> "Cut":
-        """The same samples in parts that are as unlike as can be: usual ones in the first, unusual ones in the last.
-
-        A branch on ``any()`` or on the number of a loss, which all micro-batches of a batch may take alike, then goes
-        another way in each. A sum over samples does not change with their order.
-        """
-        order = _from_usual_to_unusual(self.splittable, 0, sum(self.sizes))
-        return Cut(self.splittable.chosen(order), self.sizes, order)
+    def alike(self) -> "Cut":
+        """The same samples in parts that have usual and unusual ones alike."""
+        rows = range(sum(self.sizes))
+        return Cut(self.splittable.chosen([*rows[::2], *rows[1::2]]), self.sizes)
 
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
@@ -110,7 +108,9 @@ def cuts_inside(
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
 
 
-def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0, *, is_free: bool = False) -> Cut | None:
+def cut_as_split(
+    splittable: Splittable, parts: Sequence[Part], most: int = 0, *, is_free: bool = False, size: int | None = None
+) -> Cut | None:
     """Some of the step's own micro-batches of one batch, the first and the last of those of the full size among them.
 
     What goes over from one to the next may do so only where both have the same size, as a hidden state does.
@@ -119,7 +119,10 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0, *
         splittable: the logical batch.
         parts: how the step splits it.
         most: samples up to which more than two micro-batches are taken; what one or two samples give may not differ.
-        is_free: whether samples may be put together otherwise, so that the most usual and unusual ones are taken.
+        is_free: whether samples may be put together otherwise. Then the most usual ones are in the first parts, and the
+            most unusual ones in the last: a branch on ``any()`` or on the number of a loss, which all micro-batches of
+            a batch may take alike, goes another way in each.
+        size: samples of a micro-batch that are taken; ``None`` for all.
 
     Returns:
         The cut; ``None`` if no batch has two micro-batches.
@@ -132,12 +135,14 @@ def cut_as_split(splittable: Splittable, parts: Sequence[Part], most: int = 0, *
             full = [number for number in order if len(own[number]) == largest]
             order = order if len(full) < 2 or splittable.has_costs else full
             taken = min(len(order), max(2, most // largest))
-            chosen = [own[n] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
+            chosen = [own[n][:size] for n in sorted(order[at * (len(order) - 1) // (taken - 1)] for at in range(taken))]
             rows, sizes = [row for rows in chosen for row in rows], tuple(map(len, chosen))
-            if is_free and not splittable.has_costs and len(rows) <= _SORTED:
-                usual, half = _from_usual_to_unusual(splittable, batch, _SORTED), len(rows) // 2
-                rows = sorted([*usual[:half], *usual[half - len(rows) :]])
-            return Cut(splittable.chosen(rows, batch), sizes)
+            if is_free:
+                usual, half = _from_usual_to_unusual(splittable, batch, max(_SORTED, max(rows) + 1)), len(rows) // 2
+                if splittable.has_costs:  # others may take more memory
+                    usual = [row for row in usual if row in rows]
+                rows = [*usual[:half], *usual[half - len(rows) :]]
+            return Cut(splittable.chosen(rows, batch), sizes, is_free)
         start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
 
@@ -286,41 +291,40 @@ def _numbers(splittable: Splittable, batch: int, among: int = _AMONG) -> torch.T
     """Numbers that tell the first samples apart, of shape ``[kinds, samples]``."""
     if splittable.is_collated:
         rows = min(splittable.rows, max(among, _RAW) if among != _AMONG else _RAW)
-        found = _of_items([splittable.sample(i) for i in range(rows)])
+        found = [_of_items([splittable.sample(i) for i in range(rows)])]
     else:
         rows = min(splittable.layouts[batch].rows, among)
         nodes = [node for node in splittable.nodes(batch) if isinstance(node, Rows)]
-        found = [column for node in nodes for column in _of_leaf(node.value, rows)]
-    return torch.tensor([[0.0] * rows, *found], dtype=torch.float64, device="cpu")
+        found = [_of_leaf(node.value, rows) for node in nodes]
+    return torch.cat([torch.zeros(1, rows, dtype=torch.float64, device="cpu"), *found])
 
 
-def _of_leaf(value: Any, rows: int) -> list[list[float]]:
+def _of_leaf(value: Any, rows: int) -> torch.Tensor:
+    nothing = torch.empty(0, rows, dtype=torch.float64, device="cpu")
     if isinstance(value, PackedSequence) or (isinstance(value, torch.Tensor) and value.is_nested):
         samples = unpack_sequence(value) if isinstance(value, PackedSequence) else value.unbind()
-        return [[float(len(one)) for one in samples[:rows]]]
+        return torch.tensor([[len(one) for one in samples[:rows]]], dtype=torch.float64, device="cpu")
     if isinstance(value, (list, tuple)):
         return _of_items(value[:rows])
     if not isinstance(value, torch.Tensor):
         if rows_of(value) is None or getattr(value, "dtype", None) is None or value.dtype.kind not in "biuf":
-            return []
+            return nothing
         value = torch.as_tensor(value[:rows], device="cpu")
     if value.layout is not torch.strided or value.is_meta or not value.numel():
-        return []
+        return nothing
     flat = value.detach()[:rows].reshape(rows, -1)
     if flat.is_complex():
-        return []
+        return nothing
     if flat.is_floating_point():
         numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
-        return [
-            flat.count_nonzero(1).tolist(),
-            numbers.sum(1).tolist(),
-            *((numbers @ (k * along).sin()).tolist() for k in _WAVES),
-        ]
-    return [flat.count_nonzero(1).tolist(), flat.sum(1, dtype=torch.float64).tolist(), (flat >= 0).sum(1).tolist()]
+        found = [flat.count_nonzero(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
+    else:
+        found = [flat.count_nonzero(1), flat.sum(1, dtype=torch.float64), (flat >= 0).sum(1)]
+    return torch.stack([one.to("cpu", torch.float64) for one in found])
 
 
-def _of_items(items: Sequence[Any]) -> list[list[float]]:
+def _of_items(items: Sequence[Any]) -> torch.Tensor:
     """How large the items are, and what the whole numbers of each of their leaves add up to."""
     sizes = []
     sums: dict[tuple[str, ...], list[float]] = {}
@@ -333,7 +337,7 @@ def _of_items(items: Sequence[Any]) -> list[list[float]]:
             if number is not None and (keys in sums or len(sums) < _KINDS):
                 sums.setdefault(keys, [0.0] * len(items))[at] = number
         sizes[-1] = float(entries) or sizes[-1]
-    return [sizes, *sums.values()]
+    return torch.tensor([sizes, *sums.values()], dtype=torch.float64, device="cpu")
 
 
 def _whole_number(leaf: Any) -> float | None:

@@ -129,16 +129,16 @@ class _Prover:
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
-    def _as_split(self, found: Found) -> Found:
+    def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
         if isinstance(self._task.loss_fn, InPieces) or any(map(is_scripted, self._task.every_module)):
             return found
-        failure = None
+        is_larger = False
         try:
             is_small = self._largest < SMALL and not self._task.is_planned
             is_open, is_free = not found[0].exact, found[0].exact and not found[0].note
-            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0, is_free=is_free)
-            compared = None if cut is None else self._trial.of_losses_beside(cut, is_free=is_free)
+            cut = cut_as_split(self._task.splittable, self._parts, MOST if is_small else 0, is_free=is_free, size=size)
+            compared = None if cut is None else self._trial.of_losses_beside(cut)
             if compared is None or not math.isfinite(compared[1].value_error):
                 return found  # nothing counts, or is a number
             cut, difference = compared
@@ -154,12 +154,12 @@ class _Prover:
             if is_open and difference.error > _APART:  # less may be rounding, of values near nothing
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
-        except OverBudget:
-            return found
+        except OverBudget as error:
+            failure, is_larger = Failure(error), is_free and size is None  # than what fitted with its gradient
         except Exception as error:  # noqa: BLE001 - rows may not be picked, a loss may differentiate, memory run out
             failure = Failure(error)
         failure.release()
-        return found
+        return self._as_split(found, found[0].samples // 2) if is_larger else found
 
     def _by_losses(self) -> Found:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""

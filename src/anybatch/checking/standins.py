@@ -7,7 +7,7 @@ with where operations are dispatched, below autograd.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,12 +129,13 @@ class StandIns(Mode):
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ in _RECURRENT and self.drawn is None:
             args, kwargs = self._without_dropout(func, args, kwargs)
-        if self._wider is None and torch.Tag.nondeterministic_seeded not in func.tags:
+        is_seeded = _is_seeded(func)
+        if self._wider is None and not is_seeded:
             return func(*args, **kwargs)
         # In single precision a gradient has the precision of what it is of.
         if self._wider is DOUBLE or (self._wider and not (func is torch.ops.aten._to_copy.default and in_backward())):
             args, kwargs = _promoted(func, args, kwargs, self._wider)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if is_seeded:
             return self._draw(func, args, kwargs)
         if self._wider is not DOUBLE:
             return func(*args, **kwargs)
@@ -239,6 +240,11 @@ def argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None) 
         if argument.name == name:
             return args[position] if position < len(args) else default
     return default
+
+
+@lru_cache(maxsize=4096)  # tags are looked up slowly, for each operation of a run
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -38,6 +38,7 @@ from anybatch.update.transaction import Snapshot
 
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
+_FEW = 16  # samples
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
@@ -126,6 +127,7 @@ class Trial:
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
         self._has_moved = False
+        self._room = 0  # bytes that samples with their gradients have taken
         self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
@@ -143,7 +145,10 @@ class Trial:
         in_pieces = isinstance(self._task.loss_fn, InPieces)  # whose pieces have no numbers of their samples
         numbers = StandIns(wider) if in_single or not in_pieces else None
         of_whole, of_parts = Bounds(), Bounds()
-        whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
+        with Recording() if self._task.is_planned else contextlib.nullcontext() as recording:
+            whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
+        if recording is not None:
+            self._room = max(self._room, recording.most)
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
@@ -189,12 +194,8 @@ class Trial:
                 break
         return self._of_losses(cut, recording.most)[1]
 
-    def of_losses_beside(self, cut: Cut, *, is_free: bool) -> tuple[Cut, Difference] | None:
-        """The same of whole micro-batches, for which a plan has the room of the gradients.
-
-        Args:
-            cut: the samples.
-            is_free: whether they are compared in an order that tells the parts apart, too.
+    def of_losses_beside(self, cut: Cut) -> tuple[Cut, Difference] | None:
+        """The same of whole micro-batches, for which a plan has the room of the gradients, or of fewer with theirs.
 
         Returns:
             The cut that makes a difference, or the last one, and the difference; ``None`` where numbers are drawn that
@@ -203,11 +204,11 @@ class Trial:
         Raises:
             OverBudget: they take more than a plan has room for.
         """
-        room = sum(one.nbytes for one in self.parameters if one.grad is None) if self._task.is_planned else None
-        cut, difference, drew_others = self._of_losses(cut, room, is_free=is_free)
+        room = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
+        cut, difference, drew_others = self._of_losses(cut, room if self._task.is_planned else None)
         return None if drew_others else (cut, difference)
 
-    def _of_losses(self, cut: Cut, limit: int | None, *, is_free: bool = False) -> tuple[Cut, Difference, bool]:
+    def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Cut, Difference, bool]:
         with contextlib.nullcontext() if limit is None else Recording(limit=limit):
             whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=False)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
@@ -216,8 +217,8 @@ class Trial:
             yield cut
             if self._has_moved and not draws:  # a largest value so far may be the first micro-batch's
                 yield cut.backwards
-            if is_free:
-                yield cut.apart
+            if cut.is_free and not draws and sum(cut.sizes) < _FEW:  # few show by chance what more show surely
+                yield cut.alike
 
         for other in orders():
             split = self.run(other, other.parts, numbers if draws else None, differentiate=False)
@@ -246,8 +247,6 @@ class Trial:
             bounds: notes the bounds that are met.
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
-        if cut is not None and cut.order is not None:
-            samples = [[cut.order[sample] for sample in part] for part in samples]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
         in_pieces = numbers is None and not self._is_shared
         kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)

@@ -306,6 +306,62 @@ def test_a_largest_value_so_far_is_refused_whichever_micro_batch_has_it(seed: in
         anybatch.backward(net(), LargestSoFar(), batch, micro_batch_size=5)
 
 
+class EveryFourth(nn.Module):
+    """Does something in every fourth call: another loss, or only a note of it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.calls, self.noted = factor, 0, torch.zeros(())
+
+    def forward(self, model: Any, batch: Batch) -> torch.Tensor:
+        self.calls += 1
+        loss = of_each(model, batch).mean()
+        if self.calls % 4:
+            return loss
+        self.noted = loss.detach()
+        return self.factor * loss
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_counter_is_refused_that_matters_only_in_a_later_call(size: int) -> None:
+    with pytest.raises(anybatch.NotSplittable, match=r"`self\.calls` of EveryFourth was counted"):
+        anybatch.backward(net(), EveryFourth(0.5), batch_of(), micro_batch_size=size)
+    proof = anybatch.backward(net(), EveryFourth(1.0), batch_of(), micro_batch_size=size).proof
+    assert proof is not None
+    assert (proof.outcome, proof.by, proof.note) == ("exact", "comparison", "")
+
+
+@pytest.mark.parametrize("loss_fn", [EveryFourth(0.5), EveryFourth(1.0), all_by_the_largest, each_by_its_own])
+def test_a_plan_compares_as_many_losses_as_it_has_room_for(loss_fn: Any) -> None:
+    model, batch = net(1 if loss_fn in (all_by_the_largest, each_by_its_own) else 4), noisy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    most = anybatch.plan(model, loss_fn, batch, optimizer, memory="1GiB")
+    step = anybatch.TrainStep(
+        model, loss_fn, optimizer, memory=most.smallest_bytes + (most.peak_bytes - most.smallest_bytes) // 4
+    )
+    if loss_fn is all_by_the_largest or getattr(loss_fn, "factor", 1.0) < 1:
+        with pytest.raises(anybatch.NotSplittable):
+            step(batch)
+    else:
+        assert (out := step(batch)).proof is not None
+        assert out.micro_batches > 1
+        assert out.proof.exact
+
+
+def test_pairs_are_not_parted_to_count_further() -> None:
+    calls = []
+
+    def counted_pairs(model: Any, batch: Batch) -> torch.Tensor:
+        calls.append(len(batch["x"]))
+        return neighbours(model, batch)
+
+    batch = {name: value[:24] for name, value in batch_of().items()}
+    proof = anybatch.backward(net(), counted_pairs, batch, micro_batch_size=12).proof
+    assert proof is not None
+    assert proof.exact
+    assert calls == [12, 12]  # nothing of the proof is left
+
+
 def by_class(model: Any, batch: Batch) -> torch.Tensor:
     counts = torch.bincount(batch["y"], minlength=4).clamp(min=1)
     return F.cross_entropy(model(batch["x"]), batch["y"], weight=1 / counts)
