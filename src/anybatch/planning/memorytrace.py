@@ -30,7 +30,6 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, micro_batches_of, run_for_real, settings_for, undisturbed
 from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
-from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import is_scripted, modules_of
@@ -133,7 +132,6 @@ class Tracer:
         self._may_probe = may_probe
         self._is_warm = False
         self._left: list[str] = []
-        self._remembered = Remembered()
 
     def trace(
         self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None,
@@ -170,7 +168,7 @@ class Tracer:
         device = self._subject.settings.device
         try:
             for _ in range(_TRACES):
-                fakes = Fakes(self._remembered)
+                fakes = Fakes()
                 trace = run(fakes)
                 kept, self._left = clear_away(fakes, device) if trace.leaves_fakes else (0, [])
                 if not kept or self._left:
