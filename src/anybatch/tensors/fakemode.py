@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.torch_private import refuse_pointers, warn_of_pointers
@@ -71,8 +72,8 @@ class Constants:
         """Logs an operation if all its arguments are constants."""
         if self.is_off:
             return
-        given = [one for one in tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
-        known = [place for one in given if (place := vars(one).get(NAME)) is not None]
+        given = [one for one in tensors_in((*args, *kwargs.values()) if kwargs else args) if type(one) is fake]
+        known = [vars(one)[NAME] for one in given if NAME in vars(one)]
         if given and not known:
             return
         written = _written(func, args)
@@ -229,6 +230,18 @@ class QuickFakeMode(FakeTensorMode):
         self._note(func, args, kwargs or {}, result)
         return result
 
+    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives that comes to this mode next; one that is known takes no way through torch."""
+        kind = "" if self.is_over else _kind_of(func)
+        key = self._key(func, args, kwargs) if kind else None
+        if key is not None:
+            with no_dispatch():
+                known = self._known(kind, key, args)
+            if known is not _UNKNOWN:
+                self._note(func, args, kwargs, known)
+                return known
+        return func(*args, **kwargs)
+
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         for one in result if type(result) in (list, tuple) else (result,):
             if type(one) is FakeTensor:
@@ -259,7 +272,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """The cache key; ``None`` if the result depends on more than layouts."""
-        if not args or type(args[0]) not in (FakeTensor, list, tuple):
+        if not args:
             return None
         parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._describe(args, parts):
