@@ -5,6 +5,7 @@ and counts each storage once, from the operation that made it until nothing refe
 allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
 """
 
+import functools
 import math
 import sys
 import weakref
@@ -12,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
 from anybatch.tensors.fakemode import Fake, QuickFakeMode
@@ -318,13 +318,9 @@ class Recording(TorchDispatchMode):
         if self._current + near <= limit or makes_none or self._device_type not in (None, device.type):
             return
         try:
-            own = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
-            on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
-            made = func(*own, **{**kwargs, **on_meta})
+            expected = self._current + _bytes_made(func, _layouts(args), _layouts(kwargs.items()))
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
-        results = _tensors_in(made if isinstance(made, (tuple, list)) else (made,))
-        expected = self._current + sum(one.nbytes for one in results if one.is_meta)
         if expected > limit:
             raise OverBudget(expected)
 
@@ -446,6 +442,41 @@ class Recording(TorchDispatchMode):
             return Memory(total, total, at_end, at_end)
         peak = max(range(len(live)), key=live.__getitem__)
         return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
+
+
+class _Layout(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _layouts(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments of an operation as far as they decide what it makes; numbers with their type, since 1 equals 1.0."""
+    return tuple(
+        _Layout(tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor)
+        else _layouts(one) if isinstance(one, (list, tuple)) else (type(one), one)
+        for one in values
+    )  # fmt: skip
+
+
+def _on_meta(layouts: tuple[Any, ...]) -> list[Any]:
+    return [
+        torch.empty_strided(*one[:2], dtype=one.dtype, device="meta") if isinstance(one, _Layout)
+        else one[1] if len(one) == 2 and isinstance(one[0], type) else _on_meta(one)
+        for one in layouts
+    ]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=2**12)
+def _bytes_made(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> int:
+    """The bytes of the results of an operation, by shapes alone; a loop over time steps asks the same again and again."""
+    options = dict(_on_meta(kwargs))
+    if any(one.name == "device" for one in func._schema.arguments):
+        options["device"] = "meta"
+    made = func(*_on_meta(args), **options)
+    return sum(one.nbytes for one in _tensors_in(made if isinstance(made, (tuple, list)) else (made,)) if one.is_meta)
 
 
 def _caller() -> FrameType | None:

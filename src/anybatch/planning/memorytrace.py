@@ -83,6 +83,11 @@ class PassTrace:
     taken: int = 0
     weights: tuple[tuple[int, int], ...] = ()
 
+    def held_the_same(self, other: "PassTrace") -> bool:
+        """Whether another trace has the same operations and the same bytes."""
+        own, others = ([(a.born, a.died, a.back, a.size) for a in one.allocations] for one in (self, other))
+        return self.operations == other.operations and own == others
+
     def with_more(self, more: Sequence[int], granularity: int) -> "PassTrace":
         """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up."""
         allocations = [copy.copy(one) for one in self.allocations]
