@@ -471,7 +471,7 @@ def _on_meta(layouts: tuple[Any, ...]) -> list[Any]:
 
 @functools.lru_cache(maxsize=2**12)
 def _bytes_made(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> int:
-    """The bytes of the results of an operation, by shapes alone; a loop over time steps asks the same again and again."""
+    """The bytes of what an operation gives, by shapes alone, which a loop over time steps asks again and again."""
     options = dict(_on_meta(kwargs))
     if any(one.name == "device" for one in func._schema.arguments):
         options["device"] = "meta"
