@@ -7,7 +7,7 @@ polynomial of the size and the length.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +69,13 @@ class Size:
         return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
 
 
-def _features(size: Size, count: int) -> list[float]:
-    m, t = float(size.samples), float(size.length)
-    total, squares = size.sums or (m * t, m * t * t)
-    return [1.0, m] if count == 2 else [1.0, m, t, total, squares]
+def _features(sizes: Iterable[Size], count: int) -> torch.Tensor:
+    """The numbers that bytes are linear in, a row for each size."""
+    rows = []
+    for size in sizes:
+        m, t = float(size.samples), float(size.length)
+        rows.append([1.0, m, t, *(size.sums or (m * t, m * t * t))][:count])
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 class Fit:
@@ -93,9 +96,7 @@ class Fit:
         self._granularity = granularity
         _check_aligned(traces)
         self._count = count = len(traces)
-        features = torch.tensor(
-            [_features(size, count)[:count] for size, _ in traces], dtype=torch.float64, device="cpu"
-        )
+        features = _features((size for size, _ in traces), count)
 
         def line_of(values: list[Any]) -> torch.Tensor:
             found: torch.Tensor = torch.linalg.solve(
@@ -118,8 +119,7 @@ class Fit:
         self._costs = line_of([trace.costs for _, trace in traces]) if self.trace.costs else None
 
     def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
-        exact = (features @ coefficients).round().clamp(min=0).long()
+        exact = (_features([size], self._count)[0] @ coefficients).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
     @unseen
@@ -147,8 +147,7 @@ class Fit:
         """
         if self._costs is None:
             return None
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
-        return (features @ self._costs).view(self._end, 2).clamp(min=0)
+        return (_features([size], self._count)[0] @ self._costs).view(self._end, 2).clamp(min=0)
 
     @unseen
     def live(self, size: Size, *, first: bool = False) -> list[int]:

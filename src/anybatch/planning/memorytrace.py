@@ -159,13 +159,14 @@ class Tracer:
             OverBudget: the real run was stopped, since it would take more.
             LossError: it can be traced in neither way.
         """
-        if not self.is_fake:
-            return self._for_real(parts, recipe, split, limit, like)
-
-        def run(fakes: Fakes) -> PassTrace:
-            return _Run(self._subject, parts, recipe, self._blocks, split, like).on_fakes(self._kind, fakes)
-
-        return self._on_fakes(run)
+        run = functools.partial(_Run, self._subject, parts, recipe, self._blocks, split, like)
+        if self.is_fake:
+            return self._on_fakes(lambda fakes: run().on_fakes(self._kind, fakes))
+        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
+            for _ in range(_JIT_RUNS):
+                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
+        self._is_warm = True
+        return self._for_real(run(), limit)
 
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
@@ -198,15 +199,8 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(
-        self, parts: Sequence[Part], recipe: Recipe, split: bool, limit: int | None, like: dict[int, int] | None
-    ) -> PassTrace:
-        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
-            for _ in range(_JIT_RUNS):
-                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
-        self._is_warm = True
+    def _for_real(self, run: "_Run", limit: int | None) -> PassTrace:
         try:
-            run = _Run(self._subject, parts, recipe, self._blocks, split, like)
             return run.for_real(self._kind, limit)
         except Exception as error:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):

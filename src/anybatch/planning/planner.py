@@ -228,16 +228,12 @@ class Planner:
         return found
 
     def _finalist(self, search: Search, row: PlanRow, budget: int) -> list[Finalist]:
-        traced = self._traced_within(search, row, budget)
-        return [] if traced is None else [(search, *traced)]
-
-    def _traced_within(self, search: Search, row: PlanRow, budget: int) -> tuple[PlanRow, Peak] | None:
         """A row as it would run; with more memory optimizations if a trace showed more bytes than were predicted."""
         wanted: PlanRow | None = row
         goal = budget
         for _ in range(_ATTEMPTS):
             if wanted is None:
-                return None
+                break
             try:
                 exact, peak = search.traced(wanted)
             except NotRecomputable as error:
@@ -245,17 +241,13 @@ class Planner:
                 search.exclude(error.block)
             except (AnyBatchError, TooLarge) as error:
                 logger.info("not taken: %s (%s)", wanted, error)
-                return None
+                break
             else:
                 if exact.needed_bytes <= budget:
-                    return exact, peak
+                    return [(search, exact, peak)]
                 goal -= exact.needed_bytes - budget
-            wanted = self._smaller(search, row, goal)
-        return None
-
-    def _smaller(self, search: Search, row: PlanRow, budget: int) -> PlanRow | None:
-        """The same splitting with more memory optimizations, since a trace showed more bytes than were predicted."""
-        return search.row(Recipe.of(row).plain, search.splitting_of(row), budget)
+            wanted = search.row(Recipe.of(row).plain, search.splitting_of(row), goal)  # with more of them
+        return []
 
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
