@@ -5,7 +5,7 @@
 #
 # exactness and overhead beside a hand-written loop and Accelerate; the frontier under emulated 8, 12 and 24 GB; plans in
 # allocated and reserved bytes beside what the allocator did, for models of the size of GPT-2 and ResNet-50 and an LSTM;
-# copies hidden behind computation; torch.compile and CUDA graphs; the doctor's cost and its waits; and the tests.
+# copies hidden behind computation; torch.compile and CUDA graphs; the doctor's cost and its waits; and tests.
 #
 # --dry runs every part small, on the CPU and on the test accelerator, to try the script itself (FOLDER: a new one).
 # PYTHON names the interpreter (default: python3). EXACTNESS_ARGS, OVERHEAD_ARGS, GPU_ARGS and PYTEST_ARGS are handed on.
@@ -57,9 +57,16 @@ for one in plans offload compile doctor; do
     # shellcheck disable=SC2086
     part "$one" 600 "$python" benchmarks/gpu.py --part "$one" --machine "$machine" ${dry[@]+"${dry[@]}"} ${GPU_ARGS:-} -o "$folder"
 done
+# Those that are marked, and those of the engine with the device as the default one.
+marked=$(grep -rl 'mark\.gpu' tests) engine="-p accelerator.suite --dist loadfile"
+[ "$device" = cuda ] || marked="" engine=""
 # shellcheck disable=SC2086
-part tests 320 "$python" benchmarks/suite.py --device "$device" --limit 300 --workers 8 -o "$(table tests).md" \
-    -- ${PYTEST_ARGS:-}
+part tests 120 "$python" benchmarks/suite.py --device "$device" --limit 110 --workers 8 -o "$(table tests).md" \
+    -- -m "gpu or not gpu" $marked ${PYTEST_ARGS:-}
+# shellcheck disable=SC2086
+PYTHONPATH="tests:$PYTHONPATH" ANYBATCH_TEST_DEVICE=$device \
+    part engine 420 "$python" benchmarks/suite.py --device "$device" --limit 400 --workers 8 -o "$(table engine).md" \
+    -- $engine ${PYTEST_ARGS:-}
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf 'failed: %s\n' "${failed[@]}" >&2

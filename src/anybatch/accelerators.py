@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 HOST = frozenset({"cpu", "meta"})
 """Device types without memory of their own."""
@@ -125,14 +126,14 @@ def segments_of(device: torch.device) -> list[TakenSegment] | None:
 
 
 @contextlib.contextmanager
-def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None]:
-    """Limits the bytes that a device's allocator may reserve in this block, where torch supports it; resets peaks.
+def reserving_at_most(budget: int | None, device: torch.device, *, until_update: bool = False) -> Iterator[None]:
+    """Limits the bytes that a device's allocator may reserve in this block, where torch supports it.
 
     Args:
         budget: bytes; ``None`` for all memory of the device.
+        until_update: whether an optimizer that steps ends it, since an update that runs out can't be taken back.
     """
     module = module_of(device)
-    forget_peaks(device)
     limit = getattr(module, "set_per_process_memory_fraction", None)
     total = capacity_of(device)[1]
     if limit is None or not total:
@@ -142,10 +143,12 @@ def reserving_at_most(budget: int | None, device: torch.device) -> Iterator[None
     before = 1.0 if known is None else known(device)
     # Rounded up, so that a segment that ends exactly at the budget is allowed.
     limit(min(before, math.nextafter((budget or total) / total, 2.0)), device)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(limit, before, device)
+        if until_update:
+            hook = register_optimizer_step_pre_hook(lambda *_: limit(before, device))
+            stack.callback(hook.remove)
         yield
-    finally:
-        limit(before, device)
 
 
 @functools.cache

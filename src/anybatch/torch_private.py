@@ -101,6 +101,13 @@ in_transform: Callable[[], bool] = _named(
 )
 """Whether ``torch.func.grad``, ``vmap`` or another transform runs in this thread."""
 
+clear_workspaces: Callable[[], None] = _named(
+    "_C._cuda_clearCublasWorkspaces",
+    "a budget leaves no room for the workspaces of cuBLAS that are there already",
+    lambda: None,
+)
+"""Frees the workspaces of cuBLAS, which it makes anew with its next product."""
+
 
 def has_compiled() -> bool:
     """Whether this process used ``torch.compile``; an active mode would make it compile again."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.accelerators import current_stream, has_streams, running_in, side_stream
+from anybatch.accelerators import current_stream, has_streams, is_accelerator, running_in, side_stream
 from anybatch.batch.layout import home_of, moves_itself
 from anybatch.batch.trees import leaves, map_leaves
 
@@ -44,7 +44,7 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
             return leaf
         if pin and leaf.device.type == "cpu" and leaf.layout is torch.strided:
             leaf = leaf if leaf.is_pinned() else leaf.contiguous().pin_memory()
-        return leaf.to(device, non_blocking=True)
+        return leaf.to(device, non_blocking=is_accelerator(device))
 
     return batch if _is_there(batch, device) else map_leaves(move, batch)
 

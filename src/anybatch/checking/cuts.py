@@ -104,7 +104,7 @@ def cuts_inside(
     units = [list(range(start, start + group)) for start in range(0, rows - group + 1, group)]
     first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
     yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
         drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
         yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])

@@ -360,7 +360,7 @@ class Examination(Case):
     def _rounding(self, unit: float) -> float:
         """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""
         before = [parameter.data for parameter in self.rig.parameters]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         try:
             for parameter in self.rig.parameters:
                 signs = (

@@ -23,9 +23,9 @@ from anybatch.checking.beginnings import announced, in_place_of
 from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
-from anybatch.checking.standins import DOUBLE, Draw, StandIns, Turns
+from anybatch.checking.standins import DOUBLE, StandIns, Turns
 from anybatch.checking.visits import Visits
-from anybatch.errors import CountError, LossError
+from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import Evaluation, LossFunction, is_nothing, unless_nothing
 from anybatch.loss.pieces import InPieces
@@ -129,6 +129,7 @@ class Rig:
         stack.enter_context(self.isolation)
         stack.enter_context(self.visits.attached())
         self._random = RandomState([self.device])
+        stack.callback(self._random.restore)  # which kernels that nothing stands in for may have moved
         only = self.task.settings.inputs
         for prefix, root in self.roots.items():
             for name, parameter in root.named_parameters():
@@ -174,14 +175,10 @@ class Rig:
         return _with_each(self.task.loss_fn, look)
 
     def _prepare_for_cudnn(self) -> None:
-        """Puts the copied weights of recurrent networks in one chunk, and takes off dropout that cuDNN draws."""
-        for name, module in self.modules.items():
-            if not isinstance(module, torch.nn.RNNBase) or not has_cudnn(self.device):
-                continue
-            module.flatten_parameters()
-            if module.training and module.dropout > 0 and self.stand_ins is not None:
-                module.dropout = 0.0
-                self.stand_ins.draws[Draw("dropout", name)] = None
+        """Puts the copied weights of recurrent networks in one chunk."""
+        for module in self.modules.values():
+            if isinstance(module, torch.nn.RNNBase) and has_cudnn(self.device):
+                module.flatten_parameters()
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if not any(parameter is known for known in self.parameters):
@@ -484,6 +481,8 @@ def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[li
     for parts in found:
         if len(parts) > 1 and all([p.samples for p in parts] != [p.samples for p in one] for one in candidates):
             candidates.append(parts)
+    if not candidates:
+        raise BatchError(f"got a batch of {rows} samples; expected at least two, to split it")
     other = next((parts for parts in candidates[1:] if len(parts) != len(candidates[0])), None)
     return [candidates[0], *([other] if other else candidates[1:2])]
 

@@ -98,6 +98,10 @@ class Draw(NamedTuple):
     where: str
 
 
+_RECURRENT = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"})
+"""Kernels that drop out between layers by themselves; no numbers can stand in for theirs, so they run without."""
+
+
 class StandIns(Mode):
     """Replaces the precision and the random numbers of operations while it is entered.
 
@@ -123,6 +127,8 @@ class StandIns(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in _RECURRENT and self.drawn is None:
+            args, kwargs = self._without_dropout(func, args, kwargs)
         if self._wider is None and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         # In single precision a gradient has the precision of what it is of.
@@ -141,6 +147,15 @@ class StandIns(Mode):
             if any(isinstance(arg, torch.Tensor) and arg.dtype in DOUBLE.values() for arg in args):
                 self.lowered.add(func.overloadpacket.__name__)
         return result
+
+    def _without_dropout(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a recurrent kernel, with no dropout between its layers, and notes that there was some."""
+        if draws(func, args, kwargs) and not in_backward():
+            self.draws[Draw("dropout", self._where())] = None
+        place = [argument.name for argument in func._schema.arguments].index("dropout")
+        if place < len(args):
+            return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "dropout": 0.0}
 
     def hold_constant(self, is_constant: bool) -> None:
         """One number stands in for all of a draw, whatever sample it is of; or each sample has its own again."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from anybatch.accelerators import is_accelerator
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.gradwatch import GradientWatch
@@ -161,7 +162,7 @@ class Accumulation:
                 self._beside.absorb_(parameter, other._beside, copy, factor)
             gradient, copy.grad = copy.grad, None
             if gradient is not None:
-                moved = gradient.to(parameter.device, non_blocking=True)
+                moved = gradient.to(parameter.device, non_blocking=is_accelerator(parameter.device))
                 add_gradient_(parameter, moved if factor == 1 else moved * factor)
 
     def close(self) -> Sums:

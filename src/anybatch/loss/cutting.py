@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from anybatch.accelerators import is_accelerator
 from anybatch.batch.trees import map_leaves
 from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError, NotSplittable
 from anybatch.loss.norms import total_norm
@@ -83,7 +84,7 @@ class LossGradients:
         found = [total_norm([_flat(gradient, scale) for gradient in row.values()]) for row in self._rows]
         norms = torch.empty(len(found), dtype=self._dtype(), device=device)
         for target, norm in zip(norms, found, strict=True):
-            target.copy_(norm, non_blocking=True)
+            target.copy_(norm, non_blocking=is_accelerator(device))
         return norms
 
     def weighted(

@@ -130,7 +130,7 @@ class ModelCopy:
         known = before.get(id(tensor))
         copy = None if known is None or known[0] is not tensor else known[1]
         if copy is not None and copy.shape == tensor.shape and copy.dtype == tensor.dtype:
-            copy.detach().copy_(tensor.detach(), non_blocking=True)
+            copy.detach().copy_(tensor.detach(), non_blocking=is_accelerator(self.device))
         else:
             copy = tensor.detach().to(self.device, copy=True)
             if isinstance(tensor, torch.nn.Parameter):

@@ -108,13 +108,13 @@ def _begun(smallest: PlanRow, budget: int, needed: int, usable: Callable[[int], 
     text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
     text += format_bytes(smallest.peak_bytes + beside)
     if smallest.reserved_bytes:
-        text += f" of tensors, for which the allocator reserves {format_bytes(smallest.reserved_bytes)}"
+        text += f" of tensors, for which the allocator reserves {format_bytes(smallest.reserved_bytes + beside)}"
     return text if needed == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(needed)} at least"
 
 
 def _listed(at_peak: dict[str, int], beside: int) -> str:
     """What holds the bytes, the most first."""
-    found = {**at_peak, "buckets for the sum over ranks": beside}
+    found = {**at_peak, "buckets and workspaces of libraries": beside}
     return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(found.items(), key=lambda i: -i[1]) if n)
 
 

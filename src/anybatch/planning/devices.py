@@ -1,5 +1,7 @@
 """The device that is planned for, and the budget that a user asks for on it."""
 
+import contextlib
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -7,9 +9,10 @@ from typing import Any
 
 import torch
 
-from anybatch.accelerators import capacity_of, is_accelerator, memory_of
+from anybatch.accelerators import capacity_of, is_accelerator, memory_of, synchronize
 from anybatch.errors import BatchError
 from anybatch.records.plans import Confidence
+from anybatch.torch_private import clear_workspaces
 from anybatch.units import parse_bytes, read_budget
 
 logger = logging.getLogger(__name__)
@@ -170,6 +173,30 @@ def segments_expand(target: Target) -> bool:
     """Whether the device's allocator was told to let its segments grow, which the environment says before it starts."""
     said = " ".join(os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("CUDA_", "HIP_", ""))
     return target.is_present and "expandable_segments:true" in said.lower().replace(" ", "")
+
+
+@functools.cache
+def workspace_bytes(device: torch.device) -> int:
+    """What the library for matrix products keeps of a device's memory from its first products on.
+
+    cuBLAS has a workspace for each thread and stream, and a backward has a thread of its own. How large they are
+    depends on the card and the environment, so a product and its backward are made and the allocator is asked.
+
+    Args:
+        device: on which a step runs.
+    """
+    if not is_accelerator(device):
+        return 0
+    clear_workspaces()
+    before = memory_of(device).allocated
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # devices without some precision
+                weight = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+                torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
+                del weight
+    synchronize(device)
+    return max(0, memory_of(device).allocated - before)
 
 
 def usable_bytes(

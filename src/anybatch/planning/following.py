@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.accelerators import is_accelerator, memory_of, release_cache, reserving_at_most
+from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, release_cache, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
@@ -282,6 +282,7 @@ class Follower:
         """
         self._pool.clear()
         self._hand_over(halved=True)
+        self._confirmed = 0  # the next steps find blocks of other sizes
         if self.plan is None or self._planner is None or self._splittable is None:
             return None
         is_other = self._splittable.is_collated or self._is_varied
@@ -308,7 +309,7 @@ class Follower:
     def first_plan_again(self) -> None:
         """Returns to the first plan after a quiet while."""
         if self._first is not None and self.plan is not self._first:
-            self.plan = self._first
+            self.plan, self._confirmed = self._first, 0
             self._hand_over()
             logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
 
@@ -330,19 +331,23 @@ class Follower:
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
-        """Runs the first steps of a plan within its budget, and learns how much the allocator reserves."""
-        if not is_accelerator(device) or self._memory is None or self._planner is None or self._confirmed >= _CONFIRMED:
+        """Runs steps within the budget of the plan, and learns from the first ones how much the allocator reserves."""
+        if not is_accelerator(device) or self._memory is None or self._planner is None:
             yield
             return
         places = [device] if devices is None else [placement.device for placement in devices.placements]
         budget = self._first.budget + self._planner.others if self._first is not None else None
+        learns = self._confirmed < _CONFIRMED
         with contextlib.ExitStack() as stack:
             for place in places:
-                stack.enter_context(reserving_at_most(budget, place))
+                if learns:
+                    forget_peaks(place)
+                stack.enter_context(reserving_at_most(budget, place, until_update=True))
             yield
-        self._confirmed += 1
-        if budget is not None:
-            self._learn(max(memory_of(place).peak_reserved for place in places), budget)
+        if learns:
+            self._confirmed += 1
+            if budget is not None:
+                self._learn(max(memory_of(place).peak_reserved for place in places), budget)
 
     def _learn(self, reserved: int, budget: int) -> None:
         if self.plan is None or self._planner is None or not self.plan.peak_bytes:
@@ -361,6 +366,8 @@ class Follower:
         except DoesNotFit as error:
             logger.warning("the allocator reserves more than the budget, and no plan is small enough: %s", error)
         else:
+            release_cache()  # of blocks of other sizes
+            self._confirmed = 0
             self._take(self._first)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Keeps a step whose model lies in parts within a budget, by what its own steps were seen to take.
 
 What FSDP2 does in a forward and a backward can't be traced on fake tensors: it communicates. So the first logical batch
-runs in micro-batches of two samples and its peak is measured. What a step takes on top of what was there before is at
-most proportional to the samples of a micro-batch, so no later step is predicted too low, and the size comes nearer to
-the largest one that fits with each measured step.
+runs in small micro-batches and its peak is measured: of two samples, or in 64 where the device refuses what is over the
+budget, so that they are halved. What a step takes on top of what was there before is at most proportional to the
+samples of a micro-batch, so no later step is predicted too low, and the size comes nearer to the largest one that fits
+with each measured step.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.accelerators import is_accelerator, memory_of, reserving_at_most
+from anybatch.accelerators import forget_peaks, is_accelerator, memory_of, reserving_at_most
 from anybatch.batch.batches import Splittable
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
@@ -34,6 +35,7 @@ from anybatch.update.weakmethods import Owner
 logger = logging.getLogger(__name__)
 
 FIRST = 2  # samples; other operations may run for one sample alone
+_MOST_AT_FIRST = 64  # micro-batches of the first logical batch on a device that refuses what is over the budget
 _FASTEST = 4.0  # times that micro-batches grow from one logical batch to the next
 _UNCHANGED = 2  # measured steps without a change, after which nothing is measured any more
 
@@ -177,7 +179,8 @@ class Observing:
     def _choose_size(self, subject: Subject, target: Target) -> None:
         held, splittable, seen = _before(subject), subject.splittable, self._seen
         gradients = sum(p.numel() * p.element_size() for p in subject.parameters if p.requires_grad)
-        size = FIRST
+        is_limited = is_accelerator(subject.settings.device)
+        size = max(FIRST, -(-splittable.rows // _MOST_AT_FIRST)) if is_limited else FIRST
         if seen is not None:
             size = seen.size(self._usable - held, splittable.rows, gradients)
             if not size:
@@ -206,7 +209,8 @@ class Observing:
             return
         before = _before(self._subject)
         if is_accelerator(device):
-            with reserving_at_most(self._budget, device):
+            forget_peaks(device)
+            with reserving_at_most(self._budget, device, until_update=True):
                 yield
             peak = memory_of(device).peak_allocated
         else:

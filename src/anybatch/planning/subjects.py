@@ -16,6 +16,7 @@ from anybatch.loss.losses import LossFunction
 from anybatch.loss.weights import FORWARD, Count
 from anybatch.memory.meter import held_by
 from anybatch.parallel.devices import Devices
+from anybatch.planning.devices import workspace_bytes
 from anybatch.tensors.modules import is_scripted, modules_behind
 from anybatch.tensors.optimizers import state_tensors
 from anybatch.tensors.precision import LOW_PRECISION, needs_float32
@@ -147,8 +148,9 @@ class Subject:
 
     @property
     def bytes_beside(self) -> int:
-        """The bytes that summing gradients over ranks takes beside the step."""
-        return self.settings.reducer.bytes_beside(self.roots, self.parameters)
+        """The bytes beside the step: for summing gradients over ranks, and workspaces of libraries."""
+        workspaces = workspace_bytes(self.settings.device) if self.is_present else 0
+        return self.settings.reducer.bytes_beside(self.roots, self.parameters) + workspaces
 
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
         """The subject as it is, and at the lower precisions that may be tried.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from anybatch.accelerators import synchronize
+from anybatch.accelerators import is_accelerator, synchronize
 from anybatch.batch.batches import Part
 from anybatch.memory.meter import Recording, held_by
 from anybatch.planning.curve import Fit, Peak, Size
@@ -108,17 +108,27 @@ def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]
 def measured_grid(
     subject: Subject, grid: Sequence[Part], recipe: Recipe, blocks: Sequence[str], patience: float
 ) -> Times:
-    """Measures micro-batches from small sizes to large ones, and again from the large ones while there is time."""
+    """Measures micro-batches of several sizes, as often as there is time.
+
+    On the CPU from small sizes to large ones and back. On an accelerator small ones take as long as their launches,
+    from which nothing follows for large ones, and the first run of each shape loads kernels: there each is measured
+    twice, the largest first.
+    """
     known: dict[float, Timed] = {}
     if grid and measured(subject, grid[0], recipe, blocks, repeats=1) is None:  # the first run loads kernels
         return Times(known)
     began = time.perf_counter()
-    for part in [*grid, *reversed(grid), *grid]:
-        last = known.get(part.cost) or (known[max(known)] if known else None)
-        expected = last.seconds * (1 if part.cost in known else 2) if last else 0.0
-        if known and expected > patience - (time.perf_counter() - began):
+    down = [*reversed(grid)]
+    is_queued = is_accelerator(subject.settings.device)
+    order = [*(one for one in down for _ in range(2)), *grid] if is_queued else [*grid, *down, *grid]
+    for number, part in enumerate(order):
+        nearest = min(known, key=lambda cost: abs(cost - part.cost), default=part.cost)
+        expected = known[nearest].seconds * max(1.0, part.cost / nearest) if known else 0.0
+        if number > 1 and expected > patience - (time.perf_counter() - began):
             continue
         timed = measured(subject, part, recipe, blocks, repeats=1)
+        if timed is None and is_queued:
+            continue
         if timed is None:
             break
         if part.cost not in known or timed.seconds < known[part.cost].seconds:

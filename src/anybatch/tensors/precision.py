@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import torch
 
+from anybatch.accelerators import is_accelerator
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 ACCUMULATED_AFTER = 8
 
@@ -108,7 +110,7 @@ class GradientSums:
         """Moves the sum for a copy of a parameter, on any device, to this one."""
         found = other._sums.pop(id(copy), None)
         if found is not None:
-            moved = found.to(parameter.device, non_blocking=True)
+            moved = found.to(parameter.device, non_blocking=is_accelerator(parameter.device))
             self._add(parameter, moved if factor == 1 else moved * factor)
 
     def give_(self, scale: float | None = None) -> None:

@@ -113,6 +113,7 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
         lambda model, batch: anybatch.Mean((model["weight"] * batch).sum(), 1 / 512),
         torch.full((512, 1), 2.0**-8, dtype=torch.bfloat16),
         micro_batch_size=1,
+        verify="off",  # the count is chosen for the sum of many small gradients
     )
     assert weight.grad is not None
     assert weight.grad.item() == 2.0

@@ -101,6 +101,31 @@ def test_on_a_gpu_dropout_in_kernels_is_held_or_taken_off() -> None:
     assert torch.equal(state, torch.cuda.get_rng_state())
 
 
+class Kernel:
+    """Stands for a recurrent kernel of a GPU: has its schema and gives the dropout that it is called with."""
+
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def __init__(self, name: str) -> None:
+        self.overloadpacket = getattr(torch.ops.aten, name)
+        self._schema = self.overloadpacket.default._schema
+        self.place = [argument.name for argument in self._schema.arguments].index("dropout")
+
+    def __call__(self, *args: Any) -> Any:
+        return args[self.place]
+
+
+@pytest.mark.parametrize("name", ["_cudnn_rnn", "_cudnn_rnn_backward"])
+def test_recurrent_kernels_run_without_their_own_dropout(name: str) -> None:
+    kernel, stand_ins = Kernel(name), StandIns(where=lambda: "recurrent")
+    names = [argument.name for argument in kernel._schema.arguments]
+    args = tuple({"dropout": 0.5, "train": True}.get(one) for one in names)
+    assert stand_ins.__torch_dispatch__(kernel, (), args) == 0.0
+    assert list(stand_ins.draws) == [("dropout", "recurrent")]
+    stand_ins.drawn = []  # where numbers are really drawn
+    assert kernel(*args) == 0.5
+
+
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand": lambda x: torch.rand(x.shape),
     "randn": lambda x: torch.randn(len(x), 3),

@@ -398,14 +398,25 @@ def _has_rows(table: torch.Tensor, batches: Sequence[torch.Tensor]) -> bool:
     return bool((torch.cdist(rows, table).min(1).values <= between / 2).float().mean() > 0.5)
 
 
-@unseen
 def mark(tensor: torch.Tensor) -> Any:
     """What tells the values of a tensor from others."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_numbers(tensor)
-    if not is_plain or not tensor.numel() or tensor.is_complex():
-        return tuple(tensor.shape)
-    some = _some(tensor, 64).cpu().double()
-    return tuple(tensor.shape), float((some * torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")).sum())
+    return _marks_of([tensor])[0]
+
+
+@unseen
+def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The same of several, with one wait for each precision and device."""
+    found, kinds = [tuple[Any, ...](one.shape) for one in tensors], dict[Any, list[tuple[int, torch.Tensor]]]()
+    for position, one in enumerate(tensors):
+        is_plain = type(one) in (torch.Tensor, torch.nn.Parameter) and has_numbers(one)
+        if is_plain and one.numel() and not one.is_complex():
+            kinds.setdefault((one.dtype, one.device), []).append((position, _some(one, 64)))
+    for group in kinds.values():
+        flat = torch.cat([some for _, some in group]).cpu().double()
+        for (position, _), some in zip(group, flat.split([some.numel() for _, some in group]), strict=True):
+            weights = torch.linspace(1, 2, some.numel(), dtype=some.dtype, device="cpu")
+            found[position] = found[position], float((some * weights).sum())
+    return found
 
 
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
@@ -420,11 +431,11 @@ def _versions(module: torch.nn.Module) -> dict[str, Any]:
     return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
 
 
-@unseen
 def marks(module: torch.nn.Module) -> dict[str, Any]:
     """For each parameter and buffer what tells its values from others."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: mark(one) for name, one in tensors if one.layout is torch.strided and not one.is_meta}
+    known = {name: one for name, one in tensors if one.layout is torch.strided and not one.is_meta}
+    return dict(zip(known, _marks_of([*known.values()]), strict=True))
 
 
 def _same_memory(one: torch.Tensor, other: Any) -> bool:

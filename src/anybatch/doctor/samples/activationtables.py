@@ -65,7 +65,8 @@ def _figures_of(samples: torch.Tensor) -> torch.Tensor:
     flat = samples.flatten(1)
     size, mean = flat.abs(), flat.mean(1, keepdim=True)
     ordered = flat[:, :: -(-flat.shape[1] // _ORDERED)].sort(1).values
-    percentiles = ordered[:, [round((ordered.shape[1] - 1) * percent / 100) for percent in PERCENTILES]]
+    places = [round((ordered.shape[1] - 1) * percent / 100) for percent in PERCENTILES]
+    percentiles = torch.stack([ordered[:, place] for place in places], 1)  # a list of places would be waited for
     deviation = (flat - mean).square_().mean(1).sqrt_()
     spread = (samples - samples.mean(1, keepdim=True)).square_().mean(1).sqrt_().mean(1) / size.mean(1)
     shares = [one.double().mean(1) for one in (flat == 0, size > 1 - _NEAR, size < _NEAR)]

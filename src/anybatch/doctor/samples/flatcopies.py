@@ -72,7 +72,10 @@ class Layout:
         self.scales = [math.sqrt(numel / size) for numel, size in zip(numels, self._sizes, strict=True)]
         self.large = [position for position, stride in enumerate(strides) if stride > 1]
         self._order = sorted(range(len(tensors)), key=self._sizes.__getitem__)
-        self._places = sorted(range(len(tensors)), key=self._order.__getitem__)
+        places = sorted(range(len(tensors)), key=self._order.__getitem__)
+        # On the device, since a list would be copied there and waited for each time.
+        self._places = torch.tensor(places, device=self._device)
+        self._large = torch.tensor(self.large, dtype=torch.int64, device=self._device)
         self._counts = Counter(self._sizes[position] for position in self._order)
         self._zeros = tensors[0].new_zeros(max(self._sizes))
 
@@ -108,7 +111,7 @@ class Layout:
         parts = flat.split([size * count for size, count in self._counts.items()])
         sizes = self._counts.items()
         found = [figure(part.view(count, size)) for part, (size, count) in zip(parts, sizes, strict=True)]
-        return torch.cat(found)[self._places]
+        return torch.cat(found).index_select(0, self._places)
 
     def changed(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """The share of the entries of each tensor that are not bitwise equal in two copies."""
@@ -123,6 +126,17 @@ class Layout:
         """The 2-norm of the entries of each tensor."""
         wide = torch.float64 if self._dtype is torch.float64 else torch.float32
         return self.of_each(flat, lambda rows: torch.linalg.vector_norm(rows, dim=1, dtype=wide))
+
+    def whole_norms(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The norms of tensors: of their copies, and of the whole where only some entries were copied."""
+        found = self.norms(flat)
+        large = [tensors[position] for position in self.large]
+        known = [one for one in large if one is not None]
+        if len(known) == len(large) and known:
+            return found.index_copy_(0, self._large, norms(known))
+        if known:
+            found[[place for place, one in zip(self.large, large, strict=True) if one is not None]] = norms(known)
+        return found
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ class _Bucket:
     before_versions: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     graded: list[bool] = field(default_factory=list)  # whether each has a dense gradient
+    compared: list[int] = field(default_factory=list)  # numbers of those whose rows of the gradient were compared
     figures: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -103,7 +104,7 @@ class NormSampler:
                 bucket.parameters = [reference() for reference in bucket.references]
                 bucket.views = layout.fitting(bucket.parameters)
                 bucket.before = layout.copy(bucket.views)
-                bucket.figures = {"weight": _norms(layout, bucket.before, bucket.views)}
+                bucket.figures = {"weight": layout.whole_norms(bucket.before, bucket.views)}
                 if bucket.after is not None:
                     bucket.figures["moved"] = layout.changed(bucket.after, bucket.before)
                 bucket.before_versions = _versions(bucket.parameters)
@@ -195,11 +196,13 @@ class NormSampler:
         bucket.graded = [view is not None for view in dense]
         if any(bucket.graded):
             flat = layout.copy(dense)
-            bucket.figures["grad"] = _norms(layout, flat, dense)
+            bucket.figures["grad"] = layout.whole_norms(flat, dense)
             bucket.figures["zeros"] = layout.zeros(flat)
             bucket.figures["largest"] = flat.abs().amax()[None]
-            equal = [place for place in bucket.begins_equal if (one := dense[place]) is not None and _rows_equal(one)]
-            bucket.figures["equal"] = torch.tensor(equal, dtype=torch.float32, device=flat.device)
+            pairs = [(place, one) for place in bucket.begins_equal if (one := dense[place]) is not None]
+            bucket.compared = [bucket.numbers[place] for place, _ in pairs]
+            if pairs:
+                bucket.figures["equal"] = torch.stack([_rows_equal(one) for _, one in pairs]).float()
 
     def _state_before(self, plan: _Plan, optimizer: Any) -> None:
         tensors = self._states(plan, optimizer)
@@ -253,7 +256,7 @@ class NormSampler:
                 if number in plan.sparse:
                     found[0][position], found[4][position], top = plan.sparse[number]
                     largest.append(top)
-            equal += [bucket.numbers[int(place)] for place in values.get("equal", ())]
+            equal += [number for number, same in zip(bucket.compared, values.get("equal", ()), strict=False) if same]
             now = _versions(bucket.parameters)
             self._since(plan, bucket, values.get("moved", []), found[3], now, since, silent)
             bucket.versions = now
@@ -297,18 +300,11 @@ class NormSampler:
                     silent.append(number)
 
 
-def _rows_equal(grad: torch.Tensor) -> bool:
-    """Whether a matrix has equal rows that are not zero; mostly its ends tell."""
-    return torch.equal(grad[0], grad[-1]) and bool((grad[1:] == grad[:1]).all() & (grad[0] != 0).any())
-
-
-def _norms(layout: Layout, flat: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The norms of tensors by position: of the copies, and of the whole where only some entries were copied."""
-    found = layout.norms(flat)
-    large = [(position, one) for position in layout.large if (one := tensors[position]) is not None]
-    if large:
-        found[[position for position, _ in large]] = norms([one for _, one in large])
-    return found
+def _rows_equal(grad: torch.Tensor) -> torch.Tensor:
+    """Whether a matrix has equal rows that are not zero; on a CPU its ends mostly tell."""
+    if grad.is_cpu and not torch.equal(grad[0], grad[-1]):
+        return torch.tensor(False)
+    return (grad[1:] == grad[:1]).all() & (grad[0] != 0).any()
 
 
 def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
