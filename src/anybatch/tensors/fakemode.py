@@ -26,7 +26,7 @@ _PLAIN = frozenset(
 )
 _MAKES, _WRITES = "makes", "writes"
 _MOST_KNOWN = 2**15
-"""Layouts that are remembered, some 40 MB of them; a plan of a transformer asks about 2,000."""
+"""Layouts that are remembered, at most 30 MB of them; two plans of a transformer ask 1,500."""
 _DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
