@@ -5,21 +5,21 @@ and counts each storage once, from the operation that made it until nothing refe
 allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones hold nothing, unless they are counted.
 """
 
-import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
 from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
-from anybatch.tensors.fakemode import Fake, QuickFakeMode
+from anybatch.tensors.fakemode import Fake, QuickFakeMode, tensors_in
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
 
@@ -210,6 +210,7 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
+        self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
         self.wrote_inputs = self.gave_tangents = self._is_over = False
@@ -257,10 +258,10 @@ class Recording(TorchDispatchMode):
         differentiates = in_backward()
         if differentiates and (number := number_of_node()) != self._node[0]:
             self._node = number, position
-        for value in _tensors_in(args):
+        for value in tensors_in(args):
             self._note_use(value, position, differentiates)
         if kwargs:
-            for value in _tensors_in(kwargs.values()):
+            for value in tensors_in(kwargs.values()):
                 self._note_use(value, position, differentiates)
         if func._schema.is_mutable:
             self._note_writes(func, args)
@@ -275,7 +276,7 @@ class Recording(TorchDispatchMode):
             room = torch.empty(args[0].numel(), dtype=result.dtype, device=result.device)
             result = room.as_strided((), ())
         self.operations.append(func.overloadpacket.__name__)
-        for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+        for value in tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
         if func in _PRODUCTS:
             self._product = position, _calls()
@@ -309,7 +310,7 @@ class Recording(TorchDispatchMode):
         From tensors of one shape it hardly makes more than twice their bytes; from others up to the product of their
         sizes, and from none any number.
         """
-        given = [one for one in _tensors_in(args) if one.layout is torch.strided and not one.is_nested]
+        given = [one for one in tensors_in(args) if one.layout is torch.strided and not one.is_nested]
         near = 2 * sum(one.nbytes for one in given) if given else limit + 1
         if len({one.shape for one in given}) > 1:
             near = max(near, 8 * math.prod(sorted(one.numel() for one in given)[-2:]))
@@ -317,8 +318,11 @@ class Recording(TorchDispatchMode):
         makes_none = any(one.alias_info is not None for one in func._schema.returns)
         if self._current + near <= limit or makes_none or self._device_type not in (None, device.type):
             return
-        try:
-            expected = self._current + _bytes_made(func, _layouts(args), _layouts(kwargs.items()))
+        try:  # a loop over time steps asks the same again and again
+            key = func, _layouts(args), _layouts(kwargs.items())
+            if key not in self._makes:
+                self._makes[key] = _bytes_made(func, args, kwargs)
+            expected = self._current + self._makes[key]
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
         if expected > limit:
@@ -444,39 +448,21 @@ class Recording(TorchDispatchMode):
         return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
 
 
-class _Layout(NamedTuple):
-    """A tensor without its numbers."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _layouts(values: Iterable[Any]) -> tuple[Any, ...]:
     """Arguments of an operation as far as they decide what it makes; numbers with their type, since 1 equals 1.0."""
     return tuple(
-        _Layout(tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor)
+        (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor)
         else _layouts(one) if isinstance(one, (list, tuple)) else (type(one), one)
         for one in values
     )  # fmt: skip
 
 
-def _on_meta(layouts: tuple[Any, ...]) -> list[Any]:
-    return [
-        torch.empty_strided(*one[:2], dtype=one.dtype, device="meta") if isinstance(one, _Layout)
-        else one[1] if len(one) == 2 and isinstance(one[0], type) else _on_meta(one)
-        for one in layouts
-    ]  # fmt: skip
-
-
-@functools.lru_cache(maxsize=2**12)
-def _bytes_made(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> int:
-    """The bytes of what an operation gives, by shapes alone, which a loop over time steps asks again and again."""
-    options = dict(_on_meta(kwargs))
-    if any(one.name == "device" for one in func._schema.arguments):
-        options["device"] = "meta"
-    made = func(*_on_meta(args), **options)
-    return sum(one.nbytes for one in _tensors_in(made if isinstance(made, (tuple, list)) else (made,)) if one.is_meta)
+def _bytes_made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The bytes of what an operation gives, by shapes alone."""
+    own = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
+    on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
+    made = func(*own, **{**kwargs, **on_meta})
+    return sum(one.nbytes for one in tensors_in(made if isinstance(made, (tuple, list)) else (made,)) if one.is_meta)
 
 
 def _caller() -> FrameType | None:
@@ -495,13 +481,3 @@ def _calls() -> list[tuple[object, int]]:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return found
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                if isinstance(inner, torch.Tensor):
-                    yield inner

@@ -134,10 +134,6 @@ class Fit:
         found: list[int] = self._at(self._inputs, size).tolist()
         return found
 
-    def input_bytes(self, size: Size) -> int:
-        """The bytes of the tensors of one micro-batch."""
-        return sum(self.input_sizes(size))
-
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:
         """The arithmetic and the bytes moved of every operation, if they were noted.
@@ -251,11 +247,6 @@ class Constants:
         """How many micro-batches are on the device at once."""
         return min(self.copies, micro_batches * (self.placements if self.copies == ALL else 1))
 
-    @property
-    def kept_buffers(self) -> int:
-        """Bytes of the copies of buffers during a pass: several devices keep a second one, to run it again."""
-        return self.buffers * (1 if self.placements == 1 else 2)
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -315,9 +306,9 @@ class Profile:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         constants, accumulators = self.constants, self.accumulators(self.count)
         return {
-            INPUTS: constants.batch + constants.inputs_at_once(self.count) * self.fit.input_bytes(self.size),
+            INPUTS: constants.batch + constants.inputs_at_once(self.count) * sum(self.fit.input_sizes(self.size)),
             OPTIMIZER: self.update.state,
-            BUFFERS: constants.kept_buffers,
+            BUFFERS: constants.buffers * min(2, constants.placements),  # several devices run a pass again with one more
             GRADIENTS: accumulators or constants.unreached,
             ACTIVATIONS: (self.count - 1) * self.fit.kept_bytes(self.size),
         }

@@ -232,15 +232,12 @@ class QuickFakeMode(FakeTensorMode):
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives that comes to this mode next; one that is known takes no way through torch."""
-        kind = "" if self.is_over else _kind_of(func)
-        key = self._key(func, args, kwargs) if kind else None
-        if key is not None:
-            with no_dispatch():
-                known = self._known(kind, key, args)
-            if known is not _UNKNOWN:
-                self._note(func, args, kwargs, known)
-                return known
-        return func(*args, **kwargs)
+        with no_dispatch():
+            _, known = (None, _UNKNOWN) if self.is_over else self._known(func, args, kwargs)
+        if known is _UNKNOWN:
+            return func(*args, **kwargs)
+        self._note(func, args, kwargs, known)
+        return known
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         for one in result if type(result) in (list, tuple) else (result,):
@@ -249,26 +246,25 @@ class QuickFakeMode(FakeTensorMode):
         self.constants.note(func, args, kwargs, result, FakeTensor)
 
     def _result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        kind = _kind_of(func)
-        key = self._key(func, args, kwargs) if kind else None
-        if key is None:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        known = self._known(kind, key, args)
+        key, known = self._known(func, args, kwargs)
         if known is not _UNKNOWN:
             return known
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if kind == _MAKES:
+        if key is not None and _kind_of(func) == _MAKES:
             self._remember(key, args, kwargs, result)
-        elif result is args[0] and self._key(func, args, kwargs) == key:
+        elif key is not None and result is args[0] and self._key(func, args, kwargs) == key:
             self._make_room()
             self._checked.add(key)
         return result
 
-    def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
-        if kind == _MAKES:
-            known = self._results.get(key)
-            return _UNKNOWN if known is None else self._made(known, args)
-        return args[0] if key in self._checked else _UNKNOWN
+    def _known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """The cache key, ``None`` for what is not cached, and the result as far as it is known."""
+        kind = _kind_of(func)
+        key = self._key(func, args, kwargs) if kind else None
+        if key is None or kind == _WRITES:
+            return key, args[0] if key in self._checked else _UNKNOWN
+        known = self._results.get(key)
+        return key, _UNKNOWN if known is None else self._made(known, args)
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """The cache key; ``None`` if the result depends on more than layouts."""
