@@ -46,6 +46,8 @@ def stepped(name: str, **more: Any) -> tuple[Any, list[torch.Tensor]]:
     if "memory" not in options:
         options["micro_batch_size"] = 6
     model = net(dtype, rate)
+    if more.get("plan") is not None:
+        del options["memory"]
     step = anybatch.TrainStep(model, loss_fn, torch.optim.AdamW(model.parameters()), **{**options, **more})
     torch.manual_seed(3)
     out = step(batch_of(dtype))
@@ -60,7 +62,8 @@ def test_a_legal_step_is_let_through_and_nothing_is_left_of_it(name: str) -> Non
         pytest.skip("it fits as a whole")
     assert out.proof is not None
     assert out.proof.by == "comparison", str(out.proof)
-    _, expected = stepped(name, count=anybatch.count_tokens("y"), verify="off")
+    # The same plan: another one may be the faster one the second time.
+    _, expected = stepped(name, count=anybatch.count_tokens("y"), verify="off", plan=out.plan)
     assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
 
 
