@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch.memory.application import apply_optimizations
-from anybatch.memory.hostpool import HostPool
+from anybatch.memory.offloading import HostPool
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -6,8 +6,8 @@ import torch
 
 from anybatch.errors import BatchError
 from anybatch.memory.checkpointing import recompute as recompute_blocks
-from anybatch.memory.hostpool import HostPool
 from anybatch.memory.losschunks import Applied, chunk_loss
+from anybatch.memory.offloading import HostPool
 from anybatch.memory.offloading import offload as offload_blocks
 from anybatch.memory.places import Handle
 

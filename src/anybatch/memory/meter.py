@@ -8,7 +8,7 @@ allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,8 +18,8 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import TorchDispatchMode
-from anybatch.tensors.fakemode import Fake
+from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
+from anybatch.tensors.fakemode import Fake, QuickFakeMode, tensors_in
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
 
@@ -210,6 +210,7 @@ class Recording(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
+        self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
         self.operations: list[str] = []
         self.allocations: list[Allocation] = []
         self.wrote_inputs = self.gave_tangents = self._is_over = False
@@ -257,10 +258,10 @@ class Recording(TorchDispatchMode):
         differentiates = in_backward()
         if differentiates and (number := number_of_node()) != self._node[0]:
             self._node = number, position
-        for value in _tensors_in(args):
+        for value in tensors_in(args):
             self._note_use(value, position, differentiates)
         if kwargs:
-            for value in _tensors_in(kwargs.values()):
+            for value in tensors_in(kwargs.values()):
                 self._note_use(value, position, differentiates)
         if func._schema.is_mutable:
             self._note_writes(func, args)
@@ -275,7 +276,7 @@ class Recording(TorchDispatchMode):
             room = torch.empty(args[0].numel(), dtype=result.dtype, device=result.device)
             result = room.as_strided((), ())
         self.operations.append(func.overloadpacket.__name__)
-        for value in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+        for value in tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             self._see(value, position, ACTIVATIONS)
         if func in _PRODUCTS:
             self._product = position, _calls()
@@ -309,7 +310,7 @@ class Recording(TorchDispatchMode):
         From tensors of one shape it hardly makes more than twice their bytes; from others up to the product of their
         sizes, and from none any number.
         """
-        given = [one for one in _tensors_in(args) if one.layout is torch.strided and not one.is_nested]
+        given = [one for one in tensors_in(args) if one.layout is torch.strided and not one.is_nested]
         near = 2 * sum(one.nbytes for one in given) if given else limit + 1
         if len({one.shape for one in given}) > 1:
             near = max(near, 8 * math.prod(sorted(one.numel() for one in given)[-2:]))
@@ -317,19 +318,19 @@ class Recording(TorchDispatchMode):
         makes_none = any(one.alias_info is not None for one in func._schema.returns)
         if self._current + near <= limit or makes_none or self._device_type not in (None, device.type):
             return
-        try:
-            own = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
-            on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
-            made = func(*own, **{**kwargs, **on_meta})
+        try:  # a loop over time steps asks the same again and again
+            key = func, _layouts(args), _layouts(kwargs.items())
+            if key not in self._makes:
+                self._makes[key] = _bytes_made(func, args, kwargs)
+            expected = self._current + self._makes[key]
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
-        results = _tensors_in(made if isinstance(made, (tuple, list)) else (made,))
-        expected = self._current + sum(one.nbytes for one in results if one.is_meta)
         if expected > limit:
             raise OverBudget(expected)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        below = current_mode()
+        return below.result_of(func, args, kwargs) if type(below) is QuickFakeMode else func(*args, **kwargs)
 
     def _note_writes(self, func: Any, args: Sequence[Any]) -> None:
         """Notes what was there before and is written to, also through ``.data``, which counts no version."""
@@ -447,6 +448,23 @@ class Recording(TorchDispatchMode):
         return Memory(live[peak], sum(at_end.values()), self.by_category(peak), at_end, self.operations[peak])
 
 
+def _layouts(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments of an operation as far as they decide what it makes; numbers with their type, since 1 equals 1.0."""
+    return tuple(
+        (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, torch.Tensor)
+        else _layouts(one) if isinstance(one, (list, tuple)) else (type(one), one)
+        for one in values
+    )  # fmt: skip
+
+
+def _bytes_made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The bytes of what an operation gives, by shapes alone."""
+    own = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, [*args])
+    on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
+    made = func(*own, **{**kwargs, **on_meta})
+    return sum(one.nbytes for one in tensors_in(made if isinstance(made, (tuple, list)) else (made,)) if one.is_meta)
+
+
 def _caller() -> FrameType | None:
     """Who called an operation; ``None`` for a thread of torch's own."""
     frame: FrameType | None = sys._getframe()
@@ -463,13 +481,3 @@ def _calls() -> list[tuple[object, int]]:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return found
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                if isinstance(inner, torch.Tensor):
-                    yield inner

@@ -7,7 +7,7 @@ polynomial of the size and the length.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +69,13 @@ class Size:
         return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
 
 
-def _features(size: Size, count: int) -> list[float]:
-    m, t = float(size.samples), float(size.length)
-    total, squares = size.sums or (m * t, m * t * t)
-    return [1.0, m] if count == 2 else [1.0, m, t, total, squares]
+def _features(sizes: Iterable[Size], count: int) -> torch.Tensor:
+    """The numbers that bytes are linear in, a row for each size."""
+    rows = []
+    for size in sizes:
+        m, t = float(size.samples), float(size.length)
+        rows.append([1.0, m, t, *(size.sums or (m * t, m * t * t))][:count])
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 class Fit:
@@ -93,9 +96,7 @@ class Fit:
         self._granularity = granularity
         _check_aligned(traces)
         self._count = count = len(traces)
-        features = torch.tensor(
-            [_features(size, count)[:count] for size, _ in traces], dtype=torch.float64, device="cpu"
-        )
+        features = _features((size for size, _ in traces), count)
 
         def line_of(values: list[Any]) -> torch.Tensor:
             found: torch.Tensor = torch.linalg.solve(
@@ -118,8 +119,7 @@ class Fit:
         self._costs = line_of([trace.costs for _, trace in traces]) if self.trace.costs else None
 
     def _at(self, coefficients: torch.Tensor, size: Size) -> torch.Tensor:
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
-        exact = (features @ coefficients).round().clamp(min=0).long()
+        exact = (_features([size], self._count)[0] @ coefficients).round().clamp(min=0).long()
         return (exact + self._granularity - 1).div(self._granularity, rounding_mode="floor") * self._granularity
 
     @unseen
@@ -134,10 +134,6 @@ class Fit:
         found: list[int] = self._at(self._inputs, size).tolist()
         return found
 
-    def input_bytes(self, size: Size) -> int:
-        """The bytes of the tensors of one micro-batch."""
-        return sum(self.input_sizes(size))
-
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:
         """The arithmetic and the bytes moved of every operation, if they were noted.
@@ -147,8 +143,7 @@ class Fit:
         """
         if self._costs is None:
             return None
-        features = torch.tensor(_features(size, self._count)[: self._count], dtype=torch.float64, device="cpu")
-        return (features @ self._costs).view(self._end, 2).clamp(min=0)
+        return (_features([size], self._count)[0] @ self._costs).view(self._end, 2).clamp(min=0)
 
     @unseen
     def live(self, size: Size, *, first: bool = False) -> list[int]:
@@ -252,11 +247,6 @@ class Constants:
         """How many micro-batches are on the device at once."""
         return min(self.copies, micro_batches * (self.placements if self.copies == ALL else 1))
 
-    @property
-    def kept_buffers(self) -> int:
-        """Bytes of the copies of buffers during a pass: several devices keep a second one, to run it again."""
-        return self.buffers * (1 if self.placements == 1 else 2)
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -316,9 +306,9 @@ class Profile:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         constants, accumulators = self.constants, self.accumulators(self.count)
         return {
-            INPUTS: constants.batch + constants.inputs_at_once(self.count) * self.fit.input_bytes(self.size),
+            INPUTS: constants.batch + constants.inputs_at_once(self.count) * sum(self.fit.input_sizes(self.size)),
             OPTIMIZER: self.update.state,
-            BUFFERS: constants.kept_buffers,
+            BUFFERS: constants.buffers * min(2, constants.placements),  # several devices run a pass again with one more
             GRADIENTS: accumulators or constants.unreached,
             ACTIVATIONS: (self.count - 1) * self.fit.kept_bytes(self.size),
         }

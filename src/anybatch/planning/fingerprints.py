@@ -144,10 +144,7 @@ def outgrown(planned: dict[str, Shape], here: dict[str, Shape]) -> str:
 
 
 def _of_whole(value: Any, label: str) -> Iterator[tuple[str, Shape]]:
-    for place, _, leaf in leaves(value, label):
-        shape = getattr(_data_of(leaf), "shape", None)
-        if shape:
-            yield place + _WHOLE, tuple(shape)
+    return ((place + _WHOLE, shape) for place, shape in _of_leaves(value, label) if shape)
 
 
 def _of_rows(value: Any, label: str) -> Iterator[tuple[str, Shape]]:
@@ -168,16 +165,14 @@ def _of_rows(value: Any, label: str) -> Iterator[tuple[str, Shape]]:
 
 def _of_item(item: Any, label: str) -> Iterator[tuple[str, Shape]]:
     """A sample in a list: all are in one place, whatever their number."""
-    if isinstance(item, PLAIN):
-        return
     if isinstance(item, (list, tuple)) and all(isinstance(one, PLAIN) for one in item):
         yield label, (len(item),)
-        return
-    for place, _, leaf in leaves(item, label):
-        shape = getattr(_data_of(leaf), "shape", None)
+    elif not isinstance(item, PLAIN):
+        yield from _of_leaves(item, label)
+
+
+def _of_leaves(value: Any, label: str) -> Iterator[tuple[str, Shape]]:
+    for place, _, leaf in leaves(value, label):
+        shape = getattr(leaf.data if isinstance(leaf, PackedSequence) else leaf, "shape", None)
         if shape is not None:
             yield place, tuple(shape)
-
-
-def _data_of(leaf: Any) -> Any:
-    return leaf.data if isinstance(leaf, PackedSequence) else leaf

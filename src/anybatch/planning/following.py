@@ -13,7 +13,7 @@ from anybatch.errors import DoesNotFit
 from anybatch.interception import unobserved
 from anybatch.loss.accumulate import Settings
 from anybatch.memory.application import apply_optimizations
-from anybatch.memory.hostpool import HostPool
+from anybatch.memory.offloading import HostPool
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import Target, target_of
 from anybatch.planning.entrance import budget_for, refuse_joined

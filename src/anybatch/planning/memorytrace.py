@@ -30,7 +30,6 @@ from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, micro_batches_of, run_for_real, settings_for, undisturbed
 from anybatch.planning.subjects import Subject, sparse_error
 from anybatch.records.memory import BUFFERS, GRADIENTS, INPUTS, PARAMETERS
-from anybatch.tensors.fakemode import Remembered
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import is_scripted, modules_of
@@ -84,6 +83,11 @@ class PassTrace:
     taken: int = 0
     weights: tuple[tuple[int, int], ...] = ()
 
+    def held_the_same(self, other: "PassTrace") -> bool:
+        """Whether another trace has the same operations and the same bytes."""
+        own, others = ([(a.born, a.died, a.back, a.size) for a in one.allocations] for one in (self, other))
+        return self.operations == other.operations and own == others
+
     def with_more(self, more: Sequence[int], granularity: int) -> "PassTrace":
         """The trace with what so many more micro-batches of each kind would hold at the same time, each rounded up."""
         allocations = [copy.copy(one) for one in self.allocations]
@@ -133,7 +137,6 @@ class Tracer:
         self._may_probe = may_probe
         self._is_warm = False
         self._left: list[str] = []
-        self._remembered = Remembered()
 
     def trace(
         self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None,
@@ -156,13 +159,14 @@ class Tracer:
             OverBudget: the real run was stopped, since it would take more.
             LossError: it can be traced in neither way.
         """
-        if not self.is_fake:
-            return self._for_real(parts, recipe, split, limit, like)
-
-        def run(fakes: Fakes) -> PassTrace:
-            return _Run(self._subject, parts, recipe, self._blocks, split, like).on_fakes(self._kind, fakes)
-
-        return self._on_fakes(run)
+        run = functools.partial(_Run, self._subject, parts, recipe, self._blocks, split, like)
+        if self.is_fake:
+            return self._on_fakes(lambda fakes: run().on_fakes(self._kind, fakes))
+        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
+            for _ in range(_JIT_RUNS):
+                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
+        self._is_warm = True
+        return self._for_real(run(), limit)
 
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
@@ -170,7 +174,7 @@ class Tracer:
         device = self._subject.settings.device
         try:
             for _ in range(_TRACES):
-                fakes = Fakes(self._remembered)
+                fakes = Fakes()
                 trace = run(fakes)
                 kept, self._left = clear_away(fakes, device) if trace.leaves_fakes else (0, [])
                 if not kept or self._left:
@@ -195,15 +199,8 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(
-        self, parts: Sequence[Part], recipe: Recipe, split: bool, limit: int | None, like: dict[int, int] | None
-    ) -> PassTrace:
-        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
-            for _ in range(_JIT_RUNS):
-                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
-        self._is_warm = True
+    def _for_real(self, run: "_Run", limit: int | None) -> PassTrace:
         try:
-            run = _Run(self._subject, parts, recipe, self._blocks, split, like)
             return run.for_real(self._kind, limit)
         except Exception as error:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):

@@ -188,12 +188,18 @@ class ChunkLengths:
     Args:
         subject: what is planned, with a loss over time.
         target: the device.
+        like: the same of a step that differs in its optimizers only, if there is one.
     """
 
-    def __init__(self, subject: Subject, target: Target) -> None:
+    def __init__(self, subject: Subject, target: Target, like: "ChunkLengths | None") -> None:
+        self._predictors: dict[tuple[int, ...], Predictor] = {} if like is None else {**like._predictors}
         self._subject, self._over_time, self._target = subject, cast(OverTime, subject.loss_fn), target
         self._rows = subject.splittable.rows
         self._state_bytes = 0
+
+    def forget(self) -> None:
+        """Lets go of the traces, and with them of the logical batch."""
+        self._predictors.clear()
 
     def chunks_of(self, length: int | None, *, splits: bool) -> InChunks:
         """The loss in chunks of a length; where it splits, micro-batches leave losses behind."""
@@ -246,10 +252,12 @@ class ChunkLengths:
     def _held(self, length: int, most: int, budget: int, *, rows: int) -> tuple[int, Profile]:
         """The bytes of a pass with some chunks, traced at that very size, and its profile."""
         single, count = rows == self._rows, -(-self._rows // rows)
-        predictor = Predictor(
-            replace(self._subject, loss_fn=InChunks(self._over_time, length, self._state_bytes, most))
-        )
+        key = length, self._state_bytes, most
+        predictor = Predictor(replace(self._subject, loss_fn=InChunks(self._over_time, *key)))
         predictor.extrapolates = False
+        if key in self._predictors:
+            predictor.share(self._predictors[key])
+        self._predictors[key] = predictor
         predictor.stay_within(budget)
         profile = predictor.traced(Recipe(), Part(range(rows), rows), single=single)
         profile = profile.at(profile.size, count)

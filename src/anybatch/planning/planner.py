@@ -46,6 +46,7 @@ class Planner:
         patience: seconds that may go into measuring times.
         times: what was measured before, for each precision; ``None`` to measure.
         budget: bytes, for a plan that was made before.
+        like: the planner of a step that differs in its optimizers only, whose traces are good here, too.
 
     Attributes:
         rows: samples of the logical batch that is planned for.
@@ -60,12 +61,15 @@ class Planner:
         patience: float = 1.5,
         times: Sequence[Times | None] | None = None,
         budget: int = 0,
+        like: "Planner | None" = None,
     ) -> None:
         self.subject = subject
         self.target = target
         self.rows = subject.splittable.rows
         self._patience, self._allow, self._may_try = patience, allow, True
-        self._lengths = ChunkLengths(subject, target) if isinstance(subject.loss_fn, OverTime) else None
+        self._like, self._lengths = like, None
+        if isinstance(subject.loss_fn, OverTime):
+            self._lengths = ChunkLengths(subject, target, None if like is None else like._lengths)
         self._made: dict[tuple[object, ...], list[Search]] = {}
         self._searches = self._searches_for(
             None if self._lengths is None else self._lengths.chunks_of(None, splits=False)
@@ -85,6 +89,9 @@ class Planner:
             with random_state_kept(subject.parameters):
                 precisions = subject.at_precisions(self._allow)
                 self._made[key] = [kind(one, self.target, self._allow, name) for one, name in precisions]
+            others = [] if self._like is None else self._like._made.get(key, [])
+            for search, other in zip(self._made[key], others, strict=False):
+                search.share(other)
         return self._made[key]
 
     def _usable_of(self, budget: int) -> int:
@@ -108,6 +115,8 @@ class Planner:
         self.subject.attend(splittable)
         for search in itertools.chain(*self._made.values()):
             search.attend(splittable)
+        if self._lengths is not None:
+            self._lengths.forget()
 
     def outgrown_parts(self, splittable: Splittable, limit: float | None, row: PlanRow) -> str:
         """Says which micro-batch of raw samples would need more than the budget; empty if none would."""
@@ -219,16 +228,12 @@ class Planner:
         return found
 
     def _finalist(self, search: Search, row: PlanRow, budget: int) -> list[Finalist]:
-        traced = self._traced_within(search, row, budget)
-        return [] if traced is None else [(search, *traced)]
-
-    def _traced_within(self, search: Search, row: PlanRow, budget: int) -> tuple[PlanRow, Peak] | None:
         """A row as it would run; with more memory optimizations if a trace showed more bytes than were predicted."""
         wanted: PlanRow | None = row
         goal = budget
         for _ in range(_ATTEMPTS):
             if wanted is None:
-                return None
+                break
             try:
                 exact, peak = search.traced(wanted)
             except NotRecomputable as error:
@@ -236,17 +241,13 @@ class Planner:
                 search.exclude(error.block)
             except (AnyBatchError, TooLarge) as error:
                 logger.info("not taken: %s (%s)", wanted, error)
-                return None
+                break
             else:
                 if exact.needed_bytes <= budget:
-                    return exact, peak
+                    return [(search, exact, peak)]
                 goal -= exact.needed_bytes - budget
-            wanted = self._smaller(search, row, goal)
-        return None
-
-    def _smaller(self, search: Search, row: PlanRow, budget: int) -> PlanRow | None:
-        """The same splitting with more memory optimizations, since a trace showed more bytes than were predicted."""
-        return search.row(Recipe.of(row).plain, search.splitting_of(row), budget)
+            wanted = search.row(Recipe.of(row).plain, search.splitting_of(row), goal)  # with more of them
+        return []
 
     def _raced(self, finalists: list[Finalist], rows: list[Row], budget: int) -> list[Finalist]:
         """The finalists by their measured times; as they are where nothing can be measured."""
@@ -311,10 +312,8 @@ class Planner:
 
     def _remedies(self, holders: Sequence[ModuleShare], needed: int, budget: int, peak: Peak) -> str:
         def least(subject: Subject) -> int:
-            planner = type(self)(subject, self.target, allow=self._allow)
-            if subject.optimizers is not self.subject.optimizers:  # nothing else differs then
-                for other, own in zip(planner._searches, self._searches, strict=True):
-                    other.share(own)
+            same = subject.optimizers is not self.subject.optimizers  # nothing else differs then
+            planner = type(self)(subject, self.target, allow=self._allow, like=self if same else None)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
         may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real

@@ -15,7 +15,7 @@ from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.planning.blocks import blocks_of, runs_of
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
-from anybatch.planning.lengths import Extents, Known, Lengths, lengths_of
+from anybatch.planning.lengths import Known, Lengths, lengths_of
 from anybatch.planning.memorytrace import NotFake, PassTrace, Tracer
 from anybatch.planning.microbatches import bytes_to_collate, takes_memory
 from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
@@ -141,7 +141,8 @@ class Predictor:
         # torch.jit compiled keeps what it learned from fake tensors and fails with real ones.
         is_real = recurrent or any(is_scripted(module) for module in modules_of(*subject.roots))
         self._tracer = Tracer(subject, self.blocks, kind, is_fake=on_meta or not is_real, may_probe=not on_meta)
-        self._traces: dict[tuple[Recipe, bool, Size, tuple[Extents, ...]], PassTrace] = {}
+        self._traces: dict[tuple[Recipe, bool, Any], PassTrace] = {}
+        self._settled: set[tuple[Recipe, bool, Any]] = set()  # run for real twice, with the same bytes
         self._profiles: dict[tuple[Recipe, Size | None, bool], Profile] = {}
         self._unaligned: set[Recipe] = set()
         self._varies = False
@@ -228,6 +229,7 @@ class Predictor:
     def forget_lengths(self) -> None:
         """The next batch has other samples, which may be counted in another way."""
         self._lengths = self._count_bytes = None
+        self._settled.clear()
 
     def size_of(self, part: Part) -> Size:
         """What a part looks like to the model: its samples, and the length that they are padded to if it varies."""
@@ -391,11 +393,14 @@ class Predictor:
     def _trace(self, part: Part, recipe: Recipe, single: bool) -> PassTrace:
         if takes_memory(self.subject) and not self.may_collate(part):
             raise TooLarge(self.size_of(part))
-        if not self.is_fake or self.subject.splittable.has_lists:
-            return self._traced_now(part, recipe, split=not single)
-        key = (recipe, single, self.size_of(part), self.lengths.in_order(part))
-        if key not in self._traces:
-            self._traces[key] = self._traced_now(part, recipe, split=not single)
+        has_own = not self.is_fake or self.subject.splittable.has_lists  # bytes of its own, whatever its size
+        look = (tuple(part.samples), self._limit) if has_own else (self.size_of(part), self.lengths.in_order(part))
+        key = (recipe, single, look)
+        known = self._traces.get(key)
+        if known is None or (has_own and key not in self._settled):
+            trace = self._traces[key] = self._traced_now(part, recipe, split=not single)
+            if known is not None and known.held_the_same(trace):  # a first run may fill a cache
+                self._settled.add(key)
         return self._traces[key]
 
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
@@ -438,6 +443,7 @@ class Predictor:
     def _forget(self) -> None:
         self._profiles.clear()
         self._traces.clear()
+        self._settled.clear()
         self.taken = 0
         self._real = RealRuns(self.subject)
 

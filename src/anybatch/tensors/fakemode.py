@@ -4,13 +4,15 @@ Torch's mode has a cache, too, but a lookup there takes longer than most operati
 torch's private module for fake tensors.
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.torch_private import refuse_pointers, warn_of_pointers
@@ -23,6 +25,8 @@ _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 _MAKES, _WRITES = "makes", "writes"
+_MOST_KNOWN = 2**15
+"""Layouts that are remembered, at most 30 MB of them; two plans of a transformer ask 1,500."""
 _DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -68,8 +72,8 @@ class Constants:
         """Logs an operation if all its arguments are constants."""
         if self.is_off:
             return
-        given = [one for one in tensors_in((args, tuple(kwargs.values()))) if type(one) is fake]
-        known = [place for one in given if (place := vars(one).get(NAME)) is not None]
+        given = [one for one in tensors_in((*args, *kwargs.values()) if kwargs else args) if type(one) is fake]
+        known = [vars(one)[NAME] for one in given if NAME in vars(one)]
         if given and not known:
             return
         written = _written(func, args)
@@ -161,37 +165,25 @@ class _Known(NamedTuple):
     aliases: bool
 
 
-class Remembered:
-    """The cache: outputs of operations by the layouts of their inputs. Modes may share one."""
-
-    def __init__(self) -> None:
-        self.results: dict[tuple[Any, ...], tuple[type | None, tuple[_Known | None, ...]]] = {}
-        self.checked: set[tuple[Any, ...]] = set()
-        self._kinds: dict[Any, str] = {}
-
-    def kind_of(self, func: Any) -> str:
-        """What may be cached of an operation, see ``_kind_of``."""
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
-        return kind
-
-
 class QuickFakeMode(FakeTensorMode):
     """Torch's ``FakeTensorMode``, asked only once about each operation on the same layouts.
 
     Cached are aten operations that depend only on the layouts of their arguments, write to none of them, and return new
     tensors or views of the first argument; and operations that write to their first argument and return it. All others
-    go to torch each time.
+    go to torch each time. What is known holds no tensors and is the same for every mode, so that all modes of a process
+    share it: the next plan, or one for another budget, begins with what this one asked.
 
     Attributes:
         is_over: whether operations on tensors of this mode raise, as the trace has ended.
     """
 
+    _results: ClassVar[dict[tuple[Any, ...], tuple[type | None, tuple["_Known | None", ...]]]] = {}
+    _checked: ClassVar[set[tuple[Any, ...]]] = set()
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.cache_enabled = False  # torch's own, which takes longer than it saves where this one has missed
         self.is_over = False
-        self.remembered = Remembered()
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self.constants = Constants()
         self._is_within = False
@@ -238,6 +230,15 @@ class QuickFakeMode(FakeTensorMode):
         self._note(func, args, kwargs or {}, result)
         return result
 
+    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives that comes to this mode next; one that is known takes no way through torch."""
+        with no_dispatch():
+            _, known = (None, _UNKNOWN) if self.is_over else self._known(func, args, kwargs)
+        if known is _UNKNOWN:
+            return func(*args, **kwargs)
+        self._note(func, args, kwargs, known)
+        return known
+
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         for one in result if type(result) in (list, tuple) else (result,):
             if type(one) is FakeTensor:
@@ -245,29 +246,29 @@ class QuickFakeMode(FakeTensorMode):
         self.constants.note(func, args, kwargs, result, FakeTensor)
 
     def _result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        kind = self.remembered.kind_of(func)
-        key = self._key(func, args, kwargs) if kind else None
-        if key is None:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        known = self._known(kind, key, args)
+        key, known = self._known(func, args, kwargs)
         if known is not _UNKNOWN:
             return known
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if kind == _MAKES:
+        if key is not None and _kind_of(func) == _MAKES:
             self._remember(key, args, kwargs, result)
-        elif result is args[0] and self._key(func, args, kwargs) == key:
-            self.remembered.checked.add(key)
+        elif key is not None and result is args[0] and self._key(func, args, kwargs) == key:
+            self._make_room()
+            self._checked.add(key)
         return result
 
-    def _known(self, kind: str, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
-        if kind == _MAKES:
-            known = self.remembered.results.get(key)
-            return _UNKNOWN if known is None else self._made(known, args)
-        return args[0] if key in self.remembered.checked else _UNKNOWN
+    def _known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """The cache key, ``None`` for what is not cached, and the result as far as it is known."""
+        kind = _kind_of(func)
+        key = self._key(func, args, kwargs) if kind else None
+        if key is None or kind == _WRITES:
+            return key, args[0] if key in self._checked else _UNKNOWN
+        known = self._results.get(key)
+        return key, _UNKNOWN if known is None else self._made(known, args)
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         """The cache key; ``None`` if the result depends on more than layouts."""
-        if not args or type(args[0]) not in (FakeTensor, list, tuple):
+        if not args:
             return None
         parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._describe(args, parts):
@@ -348,7 +349,13 @@ class QuickFakeMode(FakeTensorMode):
                 return
             new.add(storage)
             made.append(_Known(*layout, one.dtype, one.fake_device, aliases))
-        self.remembered.results[key] = (type(result) if type(result) in (list, tuple) else None, tuple(made))
+        self._make_room()
+        self._results[key] = (type(result) if type(result) in (list, tuple) else None, tuple(made))
+
+    def _make_room(self) -> None:
+        if len(self._results) + len(self._checked) >= _MOST_KNOWN:
+            self._results.clear()
+            self._checked.clear()
 
     def _is_plain_result(self, one: Any) -> bool:
         if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
@@ -356,6 +363,7 @@ class QuickFakeMode(FakeTensorMode):
         return not (one.requires_grad or one.is_conj() or one.is_neg())
 
 
+@functools.cache
 def _kind_of(func: Any) -> str:
     """``_MAKES`` or ``_WRITES`` for an aten operation that can be cached, else an empty text."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":

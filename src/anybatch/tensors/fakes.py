@@ -11,24 +11,19 @@ from typing import Any
 import torch
 
 from anybatch.tensors.dispatch import unwatched
-from anybatch.tensors.fakemode import Fake, QuickFakeMode, Remembered
+from anybatch.tensors.fakemode import Fake, QuickFakeMode
 from anybatch.tensors.modules import modules_of
 
 
 class Fakes:
     """Makes fake tensors: one per tensor, on one storage per storage.
 
-    Args:
-        remembered: results of operations on earlier fake tensors; ``None`` to start without.
-
     Attributes:
         mode: the fake mode in which to run operations on them; it makes other tensors fake, too.
     """
 
-    def __init__(self, remembered: Remembered | None = None) -> None:
+    def __init__(self) -> None:
         self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
-        if remembered is not None:
-            self.mode.remembered = remembered
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.hostpool import HostPool, Layout, size_class
-from anybatch.memory.offloading import offload
+from anybatch.memory.offloading import HostPool, Layout, offload, size_class
 from optimizations_models import (
     Language,
     assert_same,

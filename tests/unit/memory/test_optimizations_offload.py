@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.memory.checkpointing import recompute
-from anybatch.memory.hostpool import HostPool
-from anybatch.memory.offloading import offload
+from anybatch.memory.offloading import HostPool, offload
 from optimizations_models import (
     Images,
     Language,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch.memory.application import apply_optimizations
-from anybatch.memory.hostpool import HostPool
+from anybatch.memory.offloading import HostPool
 from anybatch.tensors.fakes import Fakes, swapped
 from diagonals import diagonals
 from faults import CtrlCAt, OutOfMemoryAt, different, facts, quick_collections

@@ -202,7 +202,6 @@ def test_what_can_not_be_is_refused_however_often() -> None:
 
 def test_modes_share_what_is_remembered_and_no_tensors() -> None:
     one, other = QuickFakeMode(allow_non_fake_inputs=True), QuickFakeMode(allow_non_fake_inputs=True)
-    other.remembered = one.remembered
     for mode in (one, other):
         with mode:
             x = torch.empty(4, 4)
