@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from anybatch.doctor.ask.keeping import _some
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.alongside import BufferSampler, TieSampler, memory
 from anybatch.doctor.samples.inputs import look
+from anybatch.records.lines import from_line, to_line
+from anybatch.records.lossfacts import Probed
 from anybatch.records.samples import InputSample
 
 
@@ -191,3 +194,19 @@ def test_a_tensor_of_a_class_of_the_users_is_read_too() -> None:
         pass
 
     assert one(torch.randn(8, 5).as_subclass(Odd)).mean is not None
+
+
+@pytest.mark.parametrize("side", [8, 16, 28])
+@pytest.mark.parametrize("samples", [200, 1000, 1797])
+def test_what_is_read_of_pictures_is_of_all_their_columns(side: int, samples: int) -> None:
+    """Their first column is dark, as in handwritten digits, and a step of a row's length would read no other one."""
+    pictures = torch.rand(samples, 1, side, side)
+    pictures[..., 0] = 0
+    found = one(pictures)
+    assert found.mean == pytest.approx(float(pictures.mean()), rel=0.1)
+    assert float(_some(pictures, 4096).mean()) == pytest.approx(float(pictures.mean()), rel=0.1)
+
+
+def test_a_probed_answer_that_is_infinite_is_a_number_again() -> None:
+    probed = Probed(probe="rate", evidence={"after": math.inf, "steps": 3, "how": "inf. of all"})
+    assert from_line(to_line(probed)) == probed

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Operation, Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.samples.inputs import across
 from anybatch.doctor.samples.safefollowing import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
@@ -422,7 +423,7 @@ def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """Evenly spaced entries of a tensor; all of a small one."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // most)][:most]
+    return flat[:: across(tensor, flat.numel() // most)][:most]
 
 
 def _versions(module: torch.nn.Module) -> dict[str, Any]:

@@ -107,7 +107,15 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.shape[0]
     kept = tensor[:: max(1, rows // 256)] if tensor.dim() > 1 else tensor
     flat = kept.reshape(kept.shape[0], -1) if kept.is_contiguous() or kept.dim() < 3 else kept.flatten(1)
-    return flat[:, :: max(1, kept.numel() // _HASHED)].reshape(-1) if tensor.dim() > 1 else tensor[:: rows // _HASHED]
+    if tensor.dim() == 1:
+        return tensor[:: rows // _HASHED]
+    return flat[:, :: across(tensor, kept.numel() // _HASHED)].reshape(-1)
+
+
+def across(tensor: torch.Tensor, step: int) -> int:
+    """A step through entries, at least as long, that does not meet the same columns of a sample again and again."""
+    size = math.prod(tensor.shape[1:])
+    return next((one for one in range(max(1, step), max(1, step) + size) if math.gcd(one, size) == 1), max(1, step))
 
 
 def _hash(some: torch.Tensor, tensor: torch.Tensor) -> str:
