@@ -282,7 +282,6 @@ class Follower:
         """
         self._pool.clear()
         self._hand_over(halved=True)
-        self._confirmed = 0  # the next steps find blocks of other sizes
         if self.plan is None or self._planner is None or self._splittable is None:
             return None
         is_other = self._splittable.is_collated or self._is_varied
@@ -309,7 +308,7 @@ class Follower:
     def first_plan_again(self) -> None:
         """Returns to the first plan after a quiet while."""
         if self._first is not None and self.plan is not self._first:
-            self.plan, self._confirmed = self._first, 0
+            self.plan = self._first
             self._hand_over()
             logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
 
@@ -367,7 +366,6 @@ class Follower:
             logger.warning("the allocator reserves more than the budget, and no plan is small enough: %s", error)
         else:
             release_cache()  # of blocks of other sizes
-            self._confirmed = 0
             self._take(self._first)
 
     def state_dict(self) -> dict[str, Any]:
