@@ -79,9 +79,7 @@ class ForwardHooks:
     def follow(self, module: torch.nn.Module) -> None:
         """Makes sure that calls of a root are seen from now on."""
         cls = type(module)
-        # Of torch's own classes single modules, but whole networks: an average that is evaluated is a copy of one.
-        is_layer = cls.__module__.startswith("torch.") and cls is not torch.nn.Sequential
-        self._chosen.add(id(module) if is_layer else cls)
+        self._chosen.add(id(module) if cls.__module__.startswith("torch.") else cls)
         call = type(module).__call__
         if call not in (torch.nn.Module.__call__, *self._calls):
             self._calls.add(call)
