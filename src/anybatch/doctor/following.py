@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.graphs import Graph
-from anybatch.doctor.sites import Running, Site, custom_forward, distribution_drawing, user_line
+from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing, user_line
 from anybatch.doctor.values import (
     NOTHING,
     Departure,
@@ -228,6 +228,11 @@ class Follower(TorchFunctionMode):
         op, inside, note, context = _NUMBERS.get(name, name), "", "", None
         if drawing := distribution_drawing():
             op, note = "sample", f"{drawing}.sample() draws without a gradient."
+        elif name in ("detach", "data") and (copy := copying()):
+            op, note = (
+                copy,
+                "The copy has parameters of its own, which take the gradient; those of the model have no part in the loss.",
+            )
         elif not torch.is_grad_enabled() and name not in ("detach", "detach_", "data"):
             forward = custom_forward()
             if forward is not None:

@@ -430,6 +430,8 @@ class Doctor:
         recording.sampled_all = sampling.wants_all(step)
         recording.looks = recording.sampled or self._samplers.is_following
         self._forward.search(recording.sampled)
+        if step == FIRST:
+            self._forward.follow_copies()
         if (was and step <= FIRST) or self._journal.due():  # what kills a process often does so in its first steps
             self._write()
         self._gradients.arrange()

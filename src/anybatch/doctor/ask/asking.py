@@ -19,6 +19,7 @@ from anybatch.doctor.ask import (
     masks,
     mixing,
     negatives,
+    overlaps,
     relating,
     rows,
     schedules,
@@ -69,6 +70,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for number, tape in sorted(kept.tapes.items()):
         for name, of_tape in OF_A_STEP:
             yield _answer(name, until, of_tape, tape, optimizer=number)
+        yield _answer("overlap", until, overlaps.apart, kept, tape, optimizer=number)
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("only agreeing", until, agreeing.only_agreeing, tape, number, run, modules, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)

@@ -42,11 +42,7 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
 
     def gained(factor: float) -> float:
         nonlocal first
-        start = {
-            slot: kept.initial.get(id(one), one).detach().clone().requires_grad_()
-            for slot, one in tape.parameters.items()
-            if isinstance(one, torch.nn.Parameter) and one.requires_grad
-        }
+        start = kept.first_of(tape)
         first, last, counts[factor] = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
         gains[factor] = first - last if math.isfinite(last) else -math.inf
         return gains[factor]

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.functions import Function, functions_of
-from anybatch.doctor.ask.tape import Operation, Tape
+from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.inputs import across
 from anybatch.doctor.samples.safefollowing import FUSED
@@ -324,6 +324,14 @@ class Kept:
         for state in self.states.values():
             if (module := state.module()) is not None:
                 state.last = marks(module)
+
+    def first_of(self, tape: Tape) -> dict[Slot, torch.Tensor]:
+        """Copies of the trained parameters of a step as they were before the first one that was written down."""
+        return {
+            slot: self.initial.get(id(one), one).detach().clone().requires_grad_()
+            for slot, one in tape.parameters.items()
+            if isinstance(one, torch.nn.Parameter) and one.requires_grad
+        }
 
     def stop(self) -> None:
         """Ends what is going on."""

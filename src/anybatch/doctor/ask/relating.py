@@ -100,7 +100,8 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
         "apart": [_same(tape, one, term) for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
-                  and terms & set(tape.operations[one.index].outs)],
+                  and terms & set(tape.operations[one.index].outs)
+                  and not slots_of(tape, replace(loss, slot=one.slot)) & tape.parameters.keys()],  # of a net as it was
     }  # fmt: skip
     return told("related", operation, answer=answer, **evidence)
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.doctor.recording.arguments import without_graph
 from anybatch.doctor.recording.describing import kind_of, rows_of
 from anybatch.doctor.recording.holdings import parameters_in
+from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import hidden
 from anybatch.doctor.recording.recordings import Recording
@@ -84,6 +85,13 @@ class ForwardHooks:
         if call not in (torch.nn.Module.__call__, *self._calls):
             self._calls.add(call)
             self._recording.patches.wrap(type(module), "__call__", self._wrapped)
+
+    def follow_copies(self) -> None:
+        """Has calls seen of modules of torch's own classes that look like a root, such as averages of one."""
+        known = [_shapes(module) for called in self._known.values() if (module := called.module()) is not None]
+        for module in modules_in_sight():
+            if type(module).__module__.startswith("torch.") and _shapes(module) in known:
+                self._chosen.add(id(module))
 
     def _wrapped(self, original: Any) -> Callable[..., Any]:
         """It asks first what a single call tells, since a model may have hundreds of modules."""
@@ -231,6 +239,10 @@ class ForwardHooks:
 
 
 hidden(ForwardHooks._within)  # so that warnings name the caller's line
+
+
+def _shapes(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(one.shape) for one in module.parameters()]
 
 
 def _has_modes(module: torch.nn.Module) -> bool:

@@ -104,7 +104,8 @@ def _same_value(run: Run, least: float) -> Iterator[Found]:
 
 @rule(
     "AB606", "LOSS_SIGN", "warning",
-    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH"),
+    explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH",
+              "INPUT_IGNORED"),
 )  # fmt: skip
 def loss_sign(
     run: Run, *, faster: float = Limit(100, "times its first value, for one that falls faster and faster"),
@@ -189,22 +190,33 @@ def _unbounded(run: Run, faster: float, absurd: float) -> Iterator[Found]:
     values = went.finite
     if len(values) < 20 or went.diverged or went.first < -1:
         return
-    quarter = len(values) // 4
-    means = [fmean(values[part * quarter : (part + 1) * quarter]) for part in range(4)]
-    falls = [before - after for before, after in itertools.pairwise(means)]
-    speeds_up = 0 < falls[0] < falls[1] < falls[2]
-    if means[-1] > min(-(faster if speeds_up else absurd) * max(1.0, abs(went.first)), means[0]):
+    sums = [0.0, *itertools.accumulate(values)]
+    deep, count, speeds_up = -max(1.0, abs(went.first)), len(values), False
+    first, *_, last = _quarters(sums, count)
+    while count >= 20 and not speeds_up:  # until it met a bound, as that of saturated units
+        means = _quarters(sums, count)
+        falls = [before - after for before, after in itertools.pairwise(means)]
+        speeds_up = 0 < falls[0] < falls[1] < falls[2] and max(means[-1], last) <= faster * deep
+        count = count * 9 // 10
+    if not speeds_up and last > min(absurd * deep, first):
         return
     yield Found(
-        text=f"The loss goes from {went.first:.4g} to {went.last:.4g}{', and falls faster and faster' * speeds_up}: "
-        "nothing bounds it from below.",
+        text=f"The loss goes from {went.first:.4g} to {last:.4g}{', and falls faster and faster' * speeds_up}: nothing "
+        "bounds it from below.",
         fix="print each term of the loss, and turn the sign of the one that falls; "
-        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean()",
-        cause="A term that should become small has the wrong sign, so that it is made as large as possible.",
+        "kl = -0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(1).mean(); or give it a bound, as by .clamp(min=0)",
+        cause="A term that should become small has the wrong sign, or lacks a bound, so that it is made as large as "
+        "possible.",
         since=next(one for one in run.of(Backward) if one.at == went.ats[0]),
         step=went.steps[len(values) // 2],
-        evidence={"loss_first": went.first, "loss_last": went.last},
+        evidence={"loss_first": went.first, "loss_last": last},
     )
+
+
+def _quarters(sums: list[float], count: int) -> list[float]:
+    """The means of the quarters of the first so many values, of which the sums from the first one on are known."""
+    size = count // 4
+    return [(sums[(part + 1) * size] - sums[part * size]) / size for part in range(4)]
 
 
 @rule(

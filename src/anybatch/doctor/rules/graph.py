@@ -9,7 +9,7 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.measures import followed, unused_names
+from anybatch.doctor.views.measures import COPIES, followed, unused_names
 from anybatch.doctor.views.naming import (
     Names,
     at_line,
@@ -32,10 +32,16 @@ from anybatch.records.samples import Activations, Norms
 
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
 _MODES = frozenset({"no_grad", "inference_mode"})
+_FUNCTIONAL = (
+    "torch.func.functional_call(model, weights, (x,)) instead of a copy{line}, with the model's own weights or with "
+    "what is computed of them"
+)
 REMEDIES = {
     "detach": "remove .detach(){line}",
     "detach_": "remove .detach_(){line}",
     "data": "use the tensor itself instead of .data{line}",
+    "deepcopy": _FUNCTIONAL,
+    "state_dict": _FUNCTIONAL,
     "item": "keep the tensor instead of the number of .item(){line}",
     "numpy": "compute with torch instead of numpy{line}",
     "tensor": "torch.stack([...]) of the tensors instead of torch.tensor([...]){line}",
@@ -94,12 +100,18 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
         line = f" in {PurePath(file).name}:{number}" if file else ""
         fix = REMEDIES.get(stop.op, "use a differentiable operation instead of {op}{line}")
         meant = stop.op in _MODES and _evaluating(run, cut.numbers)
+        copied = stop.op in COPIES
+        way = (
+            f"the loss is computed on a copy that {stop.op} makes"
+            if copied
+            else f"the way to the loss is cut by {stop.op}"
+        )
         yield Found(
-            text=f"{names} {names:gets|get} no gradient in any of {counted(count, 'backward')}: the way to the loss is "
-            f"cut by {stop.op}{f' in {stop.module}' if stop.module else ''}{at_line(file, number)}.",
+            text=f"{names} {names:gets|get} no gradient in any of {counted(count, 'backward')}: {way.format(stop.op)}"
+            f"{f' in {stop.module}' if stop.module else ''}{at_line(file, number)}.",
             fix=fix.format(op=stop.op, line=line),
             cause=stop.message or f"What {stop.op} gives has no graph behind it, so that nothing before it is trained.",
-            since=cut.at,
+            since=passes(run)[0].fact if copied else cut.at,
             step=cut.step,
             where=(file, number),
             parameters=cut.numbers,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.measures import copied_shapes
 from anybatch.doctor.views.naming import (
     Names,
     counted,
@@ -36,6 +37,7 @@ def _in_no_group(run: Run) -> list[int]:
         if (one := run.parameters.get(number)) is not None
         and not one.is_input
         and (one.requires_grad or number not in first)  # it was frozen at first, and is not any more
+        and one.shape not in copied_shapes(run)  # GRAPH_CUT says it of what they are copies of
     ]
 
 

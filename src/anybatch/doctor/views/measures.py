@@ -30,6 +30,9 @@ BEGAN_SMALL = 0.1
 NO_SPREAD = 1e-6
 """Outputs that differ less than this over a batch, as a share of their size, are the same in float32."""
 
+COPIES = frozenset({"deepcopy", "state_dict"})
+"""What makes other parameters with the same values."""
+
 SQUASHING = {"Sigmoid", "Tanh", "Softsign", "Hardsigmoid", "Hardtanh", "LogSigmoid"}
 """Activations that are flat at both ends, or at one that is not zero."""
 
@@ -230,6 +233,17 @@ def rounded(value: float) -> float:
     power = 10.0 ** math.floor(math.log10(value))
     lead = max((step for step in (1, 2, 3, 5) if step * power <= value * (1 + 1e-9)), default=1)
     return float(f"{lead * power:.3g}")
+
+
+@remembered
+def copied_shapes(run: Run) -> frozenset[tuple[int, ...]]:
+    """The shapes of parameters of which copies take part in the loss, and get their gradient.
+
+    Args:
+        run: the facts.
+    """
+    names = {name for _, paths in followed(run) for name, stop in paths.stopped.items() if stop.op in COPIES}
+    return frozenset(one.shape for one in run.parameters.values() if names.intersection(one.names))
 
 
 @remembered
