@@ -229,10 +229,7 @@ class Follower(TorchFunctionMode):
         if drawing := distribution_drawing():
             op, note = "sample", f"{drawing}.sample() draws without a gradient."
         elif name in ("detach", "data") and (copy := copying()):
-            op, note = (
-                copy,
-                "The copy has parameters of its own, which take the gradient; those of the model have no part in the loss.",
-            )
+            op, note = copy, "A copy has parameters of its own: they take the gradient, and those of the model do not."
         elif not torch.is_grad_enabled() and name not in ("detach", "detach_", "data"):
             forward = custom_forward()
             if forward is not None:

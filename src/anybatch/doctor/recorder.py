@@ -111,7 +111,7 @@ class Doctor:
             scaling,
             ClippingHooks(recording, self._gradients, scaling),
             ScheduleHooks(recording, self._optimizers),
-            LoaderHooks(recording),
+            LoaderHooks(recording, self._samplers.kept.loader),
             LoadingHooks(recording, self._optimizers),
         )
         recording.threads.taken = self._forward.forget_running

@@ -67,6 +67,11 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "punished": {"kind": "probability of", "terms": 1, "beside": 0},
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
+    "overlap": {"apart": 30, "pairs": 32},
+    "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "own_share": 0.5, "share": 0.97},
+    "worst kept": {"name": "val_acc", "keeps": "lowest"},
+    "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
+    "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "tenth": 0.1},
     "blank": {"blank": 0, "blanks": 12, "too_long": 0, "rows": 16},
 }
 
@@ -305,6 +310,39 @@ def test_target_trained_fires_and_names_the_optimizer() -> None:
 
 def test_target_trained_is_quiet_without_an_answer() -> None:
     both("only agreeing", "TARGET_TRAINED")
+
+
+def test_positives_mispaired_fires_and_says_what_is_alike() -> None:
+    found = fires(asked("mispaired", "yes").run(), "POSITIVES_MISPAIRED", "warning")
+    assert "targets = (i + n // 2) % n" in found.fix
+
+
+def test_positives_mispaired_is_quiet_without_an_answer() -> None:
+    both("mispaired", "POSITIVES_MISPAIRED")
+
+
+def test_worst_state_kept_fires_and_turns_the_comparison() -> None:
+    assert "if val_acc > best" in fires(asked("worst kept", "yes").run(), "WORST_STATE_KEPT", "warning").fix
+
+
+def test_worst_state_kept_is_quiet_without_an_answer() -> None:
+    both("worst kept", "WORST_STATE_KEPT")
+
+
+def test_loss_sign_fires_on_boxes_that_lie_apart() -> None:
+    assert "30 of 32 overlaps" in fires(asked("overlap", "yes").run(), "LOSS_SIGN", "warning").message
+    both("overlap", "LOSS_SIGN")
+
+
+@pytest.mark.parametrize(("probe", "name", "severity"), [
+    ("collate", "LABELS_UNRELATED", "error"), ("start", "INITIAL_LOSS", "warning"),
+])  # fmt: skip
+def test_what_only_a_run_that_learned_nothing_shows_is_the_cause_of_that(probe: str, name: str, severity: str) -> None:
+    training = asked(probe, "yes")
+    training.steps, training.loss, training.call = 150, flat, call(items=64, guess=2.3, value=2.3)
+    found = fires(training.run(), name, severity)
+    assert "13 samples, 7 have" in found.message or "user.weight and item.weight" in found.message
+    quiet(asked(probe, "no").run(), name)
 
 
 def test_entries_pass_fires_and_counts_them() -> None:

@@ -275,6 +275,14 @@ def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(d
         silent(training.run(), "LOSS_SIGN")
 
 
+def test_loss_sign_fires_on_a_loss_that_fell_faster_and_faster_until_it_met_a_bound() -> None:
+    training = Training(steps=200, loss=lambda step: 1 - min(1.2**step, 9e3), call=None)
+    assert "falls faster and faster" in fires(training.run(), "LOSS_SIGN", "warning").message
+    rises_again = Training(steps=200, loss=lambda step: 1 - (min(1.2**step, 9e3) if step < 90 else 0), call=None)
+    silent(rises_again.run(), "LOSS_SIGN")
+    silent(Training(steps=200, loss=lambda step: 90 - min(step, 60) * 3.0, call=None).run(), "LOSS_SIGN")  # a density
+
+
 def test_loss_sign_is_quiet_for_densities_and_policies() -> None:
     silent(Training(loss=lambda step: -1.0 - step, call=None).run(), "LOSS_SIGN")  # REINFORCE, Gaussian NLL
     silent(Training(call=call("gaussian_nll_loss", value=-3.0)).run(), "LOSS_SIGN")

@@ -9,6 +9,7 @@ from anybatch.doctor.ask import (
     agreeing,
     arguments,
     axes,
+    collating,
     copies,
     edges,
     fitting,
@@ -20,10 +21,13 @@ from anybatch.doctor.ask import (
     mixing,
     negatives,
     overlaps,
+    pairing,
     relating,
     rows,
     schedules,
+    selecting,
     source,
+    starting,
     uncounted,
     weighing,
 )
@@ -38,7 +42,7 @@ OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
-    uncounted.about_ends,
+    uncounted.about_ends, selecting.about_best, collating.about_collates,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
@@ -71,6 +75,8 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         for name, of_tape in OF_A_STEP:
             yield _answer(name, until, of_tape, tape, optimizer=number)
         yield _answer("overlap", until, overlaps.apart, kept, tape, optimizer=number)
+        yield _answer("mispaired", until, pairing.mispaired, kept, tape, optimizer=number)
+        yield _answer("start", until, starting.too_large, kept, tape, run, optimizer=number)
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("only agreeing", until, agreeing.only_agreeing, tape, number, run, modules, optimizer=number)
         yield _answer("related", until, relating.related, tape, number, until, optimizer=number)

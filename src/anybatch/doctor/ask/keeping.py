@@ -31,6 +31,7 @@ _SOME = 16  # rows that are looked for
 _LEAST_TABLE, _MOST_TABLE, _ROUNDED = 20, 1 << 22, 1e-4  # rows and entries of a table, and how exact its numbers are
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
+_MOST_COLLATES = 2
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
 
@@ -120,6 +121,7 @@ class Kept:
         plateaus: by the ``id`` of the scheduler.
         own: states that were loaded into the module that they belong to.
         functions: of the user's own, with what their forwards left.
+        collates: the sets of loaders with a collate function of the user's own, and that function.
     """
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
@@ -134,6 +136,7 @@ class Kept:
         self.plateaus: dict[int, Plateau] = {}
         self.own: list[Own] = []
         self.functions: list[Function] = []
+        self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._left: list[Tape] = []  # whose modes are still on, and do nothing
@@ -252,6 +255,13 @@ class Kept:
             place = user_place(3)
             known = self.written.setdefault((root, module.training), {})
             known.update(dict.fromkeys(changed, place))
+
+    def loader(self, loader: Any) -> None:
+        """Is shown a loader when it is first gone through."""
+        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+        is_own = callable(collate) and not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
+        if self.on and is_own and len(self.collates) < _MOST_COLLATES and hasattr(dataset, "__getitem__"):
+            self.collates.append((dataset, collate))
 
     # steps
 

@@ -13,8 +13,24 @@ from anybatch.records.lossfacts import Probed
 _TIMES = frozenset({"mul", "__mul__", "__rmul__", "prod"})
 _MINUS = frozenset({"sub", "__sub__"})
 _LEAST, _MOST = frozenset({"min", "minimum", "fmin"}), frozenset({"max", "maximum", "fmax"})
-_SAME = frozenset({"__getitem__", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape", "stack", "cat", "chunk",
-                   "split", "narrow", "T", "flatten", "permute", "transpose", "add", "__add__"})  # fmt: skip
+_SAME = frozenset(
+    (
+        *(
+            "__getitem__",
+            "unbind",
+            "select",
+            "squeeze",
+            "unsqueeze",
+            "view",
+            "reshape",
+            "stack",
+            "cat",
+            "chunk",
+            "split",
+        ),
+        *("narrow", "T", "flatten", "permute", "transpose", "add", "__add__"),
+    )
+)
 
 
 def apart(kept: Kept, tape: Tape) -> Probed:

@@ -90,10 +90,15 @@ def _is_first_step() -> bool:
 
 
 class LoaderHooks:
-    """Wraps the beginning of every ``DataLoader`` and the giving of its batches."""
+    """Wraps the beginning of every ``DataLoader`` and the giving of its batches.
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    Args:
+        recording: of the run.
+        seen: is shown each loader once.
+    """
+
+    def __init__(self, recording: Recording, seen: Callable[[Any], None]) -> None:
+        self._recording, self._seen = recording, seen
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._given: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._count = 0
@@ -135,6 +140,7 @@ class LoaderHooks:
         if number is None:
             number = self._numbers[loader] = self._count
             self._count += 1
+            self._seen(loader)
             if number < _MOST_SETS:
                 self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
         self._given[iterator] = [number, 0]

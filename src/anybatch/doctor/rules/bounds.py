@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from statistics import fmean
 
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from statistics import fmean
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.losses import by_line
@@ -26,6 +27,7 @@ def labels_unrelated(
     run: Run, *, flat: float = Limit(0.95, "of a constant guess, in the first pass over the data")
 ) -> Iterator[Found]:
     """Labels of other inputs."""
+    yield from say(run, "AB656")
     yield from _terms_apart(run)
     for probed in answers(run, "labels"):
         word = outcome(run).word

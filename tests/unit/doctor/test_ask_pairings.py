@@ -1,0 +1,213 @@
+"""Pairs of views, collate functions, overlaps of boxes and large first weights: yes where it is so, and no where not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Tensor = torch.Tensor
+N = 24
+
+
+def train(net: nn.Module, loss: Callable[[], Tensor], count: int = 3) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def contrast(one: Tensor, two: Tensor, pair: Callable[[Tensor], Tensor], *, turns: bool) -> Tensor:
+    """The loss of pairs, whose views lie in turns or one behind the other."""
+    z = F.normalize(torch.stack([one, two], 1).flatten(0, 1) if turns else torch.cat([one, two]), dim=1)
+    scores = (z @ z.t() / 0.2).masked_fill(torch.eye(2 * N, dtype=torch.bool), -1e9)
+    return F.cross_entropy(scores, pair(torch.arange(2 * N)))
+
+
+def by_hand(one: Tensor, two: Tensor, pair: Callable[[Tensor], Tensor]) -> Tensor:
+    z = F.normalize(torch.cat([one, two]), dim=1)
+    scores, rows = torch.exp(torch.mm(z, z.t()) / 0.5), torch.arange(2 * N)
+    return -(scores[rows, pair(rows)] / (scores.sum(1) - scores.diagonal())).log().mean()
+
+
+def across(one: Tensor, two: Tensor) -> Tensor:
+    scores = F.normalize(one, dim=1) @ F.normalize(two, dim=1).t() / 0.2
+    return (F.cross_entropy(scores, torch.arange(N)) + F.cross_entropy(scores.t(), torch.arange(N))) / 2
+
+
+def of_classes(one: Tensor, two: Tensor) -> Tensor:
+    """Several positives for each row."""
+    z, y = F.normalize(torch.cat([one, two]), dim=1), torch.arange(2 * N) % 4
+    same = (y[:, None] == y).float() - torch.eye(2 * N)
+    return -((z @ z.t()).log_softmax(1) * same).sum(1).mean()
+
+
+def behind(rows: Tensor) -> Tensor:
+    return (rows + N) % (2 * N)
+
+
+def in_turns(rows: Tensor) -> Tensor:
+    return rows ^ 1
+
+
+@pytest.mark.parametrize(("loss", "expected"), [
+    (lambda a, b: contrast(a, b, in_turns, turns=False), "yes"),
+    (lambda a, b: contrast(a, b, behind, turns=True), "yes"),
+    (lambda a, b: by_hand(a, b, in_turns), "yes"),
+    (lambda a, b: across(a, b.flip(0)), "yes"),
+    (lambda a, b: contrast(a, b, behind, turns=False), "no"),
+    (lambda a, b: contrast(a, b, in_turns, turns=True), "no"),
+    (lambda a, b: by_hand(a, b, behind), "no"),
+    (across, "no"),
+    (of_classes, "unknown"),
+    (lambda a, b: F.mse_loss(a, b.detach()), "unknown"),
+])  # fmt: skip
+def test_pairs_of_another_order_are_told(loss: Callable[[Tensor, Tensor], Tensor], expected: str) -> None:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def step() -> Tensor:
+        x = torch.randn(N, 16)
+        return loss(net(x + 0.1 * torch.randn(N, 16)), net(x + 0.1 * torch.randn(N, 16)))
+
+    assert answer(lambda: train(net, step), "mispaired") == expected
+
+
+def test_two_kinds_of_input_that_no_pairing_fits_at_first_are_no_wrong_pairs() -> None:
+    net, other = nn.Linear(16, 8), nn.Linear(5, 8)
+    both = nn.ModuleList([net, other])
+    step = lambda: across(net(torch.randn(N, 16)), other(torch.randn(N, 5)))  # noqa: E731
+    assert answer(lambda: train(both, step), "mispaired") == "no"
+
+
+Collate = Callable[[list[tuple[Tensor, int]]], Any]
+
+
+def padded(some: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(some, batch_first=True)
+
+
+def sorted_apart(batch: list[tuple[Tensor, int]]) -> Any:
+    lengths, order = torch.tensor([len(x) for x, _ in batch]).sort(descending=True)
+    return padded([batch[i][0] for i in order]), lengths, torch.tensor([y for _, y in batch])
+
+
+def by_mean(batch: list[tuple[Tensor, int]]) -> Any:
+    x = torch.stack([x[:4] for x, _ in batch])
+    return {"x": x[x.mean(1).argsort()], "y": torch.tensor([y for _, y in batch])}
+
+
+def sorted_together(batch: list[tuple[Tensor, int]]) -> Any:
+    return sorted_apart(sorted(batch, key=lambda one: -len(one[0])))
+
+
+def with_the_order(batch: list[tuple[Tensor, int]]) -> Any:
+    order = torch.tensor([len(x) for x, _ in batch]).sort(descending=True).indices
+    return padded([batch[i][0] for i in order]), torch.tensor([y for _, y in batch]), order.argsort()
+
+
+def as_they_come(batch: list[tuple[Tensor, int]]) -> Any:
+    x = padded([x for x, _ in batch])
+    return x, x != 0, torch.tensor([y for _, y in batch])
+
+
+def mixed(batch: list[tuple[Tensor, int]]) -> Any:
+    x, y = as_they_come(batch)[0], torch.tensor([float(y) for _, y in batch])
+    share, order = torch.rand(()), torch.randperm(len(x))
+    return share * x + (1 - share) * x[order], share * y + (1 - share) * y[order]
+
+
+@pytest.mark.parametrize(("collate", "expected"), [
+    (sorted_apart, "yes"), (by_mean, "yes"),
+    (sorted_together, "no"), (with_the_order, "no"), (as_they_come, "no"), (mixed, ""), (None, ""),
+])  # fmt: skip
+def test_collate_functions_that_tear_samples_apart_are_told(collate: Collate | None, expected: str) -> None:
+    data = [(1 + torch.rand(length), length % 2) for length in torch.randint(4, 30, (60,)).tolist()]
+    if collate is None:
+        data = [(x[:4], y) for x, y in data]
+    net = nn.Linear(1, 1)
+
+    def run() -> None:
+        for _ in DataLoader(data, batch_size=12, collate_fn=collate):  # type: ignore[arg-type]
+            train(net, lambda: net(torch.ones(4, 1)).mean(), 1)
+
+    assert answer(run, "collate") == expected
+
+
+def sides(a: Tensor, b: Tensor) -> Tensor:
+    return torch.min(a[:, 2:], b[:, 2:]) - torch.max(a[:, :2], b[:, :2])
+
+
+def area(a: Tensor) -> Tensor:
+    return (a[:, 2:] - a[:, :2]).prod(1)
+
+
+@pytest.mark.parametrize(("overlap", "expected"), [
+    (lambda a, b: sides(a, b)[:, 0] * sides(a, b)[:, 1], "yes"),
+    (lambda a, b: sides(a, b).prod(1), "yes"),
+    (lambda a, b: sides(a, b).clamp(min=0).prod(1), "no"),
+    (lambda a, b: sides(a, b).relu()[:, 0] * sides(a, b).relu()[:, 1], "no"),
+    (lambda a, b: sides(a, b).prod(1) * (sides(a, b) > 0).all(1), "no"),
+    (lambda a, b: area(a), "no"),  # sides of a box itself
+], ids=["product", "prod", "clamped", "relu", "masked", "own area"])  # fmt: skip
+def test_overlaps_of_boxes_that_lie_apart_are_told(overlap: Callable[[Tensor, Tensor], Tensor], expected: str) -> None:
+    net = nn.Linear(6, 4)
+
+    def step() -> Tensor:
+        corner, size, given = torch.rand(32, 2), torch.rand(32, 2) / 5, net(torch.randn(32, 6)).sigmoid()
+        truth = torch.cat([corner, corner + size], 1)
+        boxes = torch.cat([given[:, :2], given[:, :2] + given[:, 2:] / 5], 1)
+        inner = overlap(boxes, truth)
+        return (1 - inner / (area(boxes) + area(truth) - inner + 1e-6)).mean()
+
+    assert answer(lambda: train(net, step), "overlap") == expected
+
+
+class Tables(nn.Module):
+    """Scores of users and items as products of two rows."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(40, 64), nn.Embedding(40, 64)
+        for one in (self.user, self.item):
+            nn.init.normal_(one.weight, std=std)
+
+    def forward(self, u: Tensor, i: Tensor) -> Tensor:
+        return (self.user(u) * self.item(i)).sum(-1)
+
+
+def wide(std: float) -> nn.Module:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
+    nn.init.normal_(net[2].weight, std=std)
+    return net
+
+
+@pytest.mark.parametrize(("std", "expected"), [(1.0, "yes"), (0.05, "no")])
+def test_tables_that_begin_too_large_are_told(std: float, expected: str) -> None:
+    torch.manual_seed(0)
+    net = Tables(std)
+    step = lambda: F.binary_cross_entropy_with_logits(  # noqa: E731
+        net(torch.randint(0, 40, (64,)), torch.randint(0, 40, (64,))), torch.randint(0, 2, (64,)).float()
+    )
+    assert answer(lambda: train(net, step), "start") == expected
+
+
+@pytest.mark.parametrize(("std", "scale", "expected"), [(3.0, 1.0, "yes"), (0.1, 1.0, "no"), (0.1, 200.0, "no")])
+def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: float, scale: float, expected: str) -> None:
+    torch.manual_seed(0)
+    net = wide(std)
+    step = lambda: F.cross_entropy(net(scale * torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
+    assert answer(lambda: train(net, step), "start") == expected
+
+
+def test_large_targets_are_no_large_weights() -> None:
+    net = wide(0.1)
+    step = lambda: F.mse_loss(net(torch.randn(64, 16))[:, 0], 50 + torch.randn(64))  # noqa: E731
+    assert answer(lambda: train(net, step), "start") == "no"
