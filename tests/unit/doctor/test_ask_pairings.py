@@ -1,4 +1,4 @@
-"""Pairs of views, collate functions, overlaps of boxes and large first weights: yes where it is so, and no where not."""
+"""Pairs of views, collate functions, overlaps of boxes and large weights: yes where it is so, else no."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +76,18 @@ def test_pairs_of_another_order_are_told(loss: Callable[[Tensor, Tensor], Tensor
     def step() -> Tensor:
         x = torch.randn(N, 16)
         return loss(net(x + 0.1 * torch.randn(N, 16)), net(x + 0.1 * torch.randn(N, 16)))
+
+    assert answer(lambda: train(net, step), "mispaired") == expected
+
+
+@pytest.mark.parametrize(("pair", "expected"), [(in_turns, "yes"), (behind, "no")])
+def test_pairs_in_one_input_are_those_that_are_alike(pair: Callable[[Tensor], Tensor], expected: str) -> None:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def step() -> Tensor:
+        x = torch.randn(N, 16)
+        one, two = net(torch.cat([x, x + 0.1 * torch.randn(N, 16)])).chunk(2)
+        return contrast(one, two, pair, turns=False)
 
     assert answer(lambda: train(net, step), "mispaired") == expected
 

@@ -68,7 +68,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "overlap": {"apart": 30, "pairs": 32},
-    "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "own_share": 0.5, "share": 0.97},
+    "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n"},
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
     "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "tenth": 0.1},

@@ -10,11 +10,11 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _RISES = re.compile(
-    r"(^|_|\.)(acc|accuracy|f1|auc|auroc|iou|miou|dice|bleu|rouge|psnr|ssim|r2|recall|ndcg)(_|$|\b)", re.I
+    r"(?<![a-z])(acc|accuracy|f1|auc|auroc|iou|miou|dice|bleu|rouge|psnr|ssim|r2|recall|ndcg)(?![a-z])", re.I
 )
-_FALLS = re.compile(r"(^|_|\.)\w*?(loss|mse|mae|rmse|nll|perplexity|ppl)(_|$|\b)", re.I)
+_FALLS = re.compile(r"(loss|mse|mae|rmse|nll|perplexity|ppl)(?![a-z])", re.I)
 _NOT_AS_NAMED = re.compile(r"neg|minus|inv|adv|attack|-|1 ?/", re.I)
-_WORST = re.compile(r"worst|lowest|highest", re.I)
+_LOW, _HIGH = re.compile(r"worst|low|min", re.I), re.compile(r"worst|high|max", re.I)
 _WAITS = re.compile(r"wait|patien|counter|stale|bad|no_improv|since", re.I)
 _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 
@@ -59,7 +59,8 @@ def worse_kept(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
                 is_less = isinstance(test.ops[0], _LESS) == (ast.unparse(test.left) == value)
                 lower = is_less != turned
                 known = isinstance(test.ops[0], (*_LESS, *_MORE)) and not _NOT_AS_NAMED.search(value)
-                if known and (_RISES if lower else _FALLS).search(value) and not _WORST.search(ast.unparse(test)):
+                meant = (_LOW if lower else _HIGH).search(ast.unparse(test))
+                if known and not meant and (_RISES if lower else _FALLS).search(value):
                     yield value, one.lineno, "lowest" if lower else "highest"
 
 

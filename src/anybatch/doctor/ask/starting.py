@@ -12,7 +12,7 @@ from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 
 _FAR = 2.0  # times the loss of a constant guess
-_NEAR = 1.25
+_NEAR = 1.5
 _SMALLER = 0.1
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
