@@ -1,5 +1,6 @@
 """One iteration that is followed where something was missing, in a run that does not change by it."""
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_what_cuts_a_graph_has_a_name_and_a_line(cut: Callable[[torch.Tensor], t
     assert paths.stopped["spare.weight"].op == "unused"
     assert set(found[0].unused) == {"spare.weight", "spare.bias"}
     assert set(paths.reached) == {"decoder.weight", "decoder.bias"}
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    other = Cut()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(("copied", "op"), [(copy.deepcopy, "deepcopy"), (loaded, "state_dict")])
+def test_a_loss_on_a_copy_of_the_model_is_cut_by_what_makes_the_copy(
+    copied: Callable[[nn.Module], nn.Module], op: str
+) -> None:
+    model = Cut()
+    found, _ = loop(model, lambda step: copied(model)(X).pow(2).mean())
+    stop = Paths.from_dict(found[0].paths).stopped["encoder.weight"]
+    assert stop.op == op
+    assert stop.message.startswith("A copy has parameters of its own")
 
 
 def test_a_healthy_run_is_never_followed() -> None:

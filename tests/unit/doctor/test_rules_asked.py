@@ -68,7 +68,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "overlap": {"apart": 30, "pairs": 32},
-    "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n"},
+    "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
     "start": {"loss": 3.2, "guess": 0.69, "smaller": 0.7, "names": ["user.weight", "item.weight"], "tenth": 0.1},
@@ -319,6 +319,8 @@ def test_positives_mispaired_fires_and_says_what_is_alike() -> None:
 
 def test_positives_mispaired_is_quiet_without_an_answer() -> None:
     both("mispaired", "POSITIVES_MISPAIRED")
+    by_likeness = answered("mispaired", EVIDENCE["mispaired"] | {"by": "likeness"})
+    quiet(Training(after=(by_likeness,)).run(), "POSITIVES_MISPAIRED")  # in a run that learned
 
 
 def test_worst_state_kept_fires_and_turns_the_comparison() -> None:
@@ -341,7 +343,7 @@ def test_what_only_a_run_that_learned_nothing_shows_is_the_cause_of_that(probe: 
     training = asked(probe, "yes")
     training.steps, training.loss, training.call = 150, flat, call(items=64, guess=2.3, value=2.3)
     found = fires(training.run(), name, severity)
-    assert "13 samples, 7 have" in found.message or "user.weight and item.weight" in found.message
+    assert "13 samples, 7 have" in found.message or "user.weight, item.weight" in found.message
     quiet(asked(probe, "no").run(), name)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.records.events import Crashed, Warned
+from anybatch.records.events import Backward, Crashed, Warned
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Leaf, Paths, Stop, Term
 from anybatch.records.samples import Activations, InputSample, ModuleSample
@@ -54,6 +54,15 @@ def test_graph_cut_fires_without_a_line_where_the_first_modules_are_cold() -> No
     (one,) = findings(built, "GRAPH_CUT")
     assert one.severity == "warning"
     assert one.evidence["last_with_graph"] == "encoder"
+
+
+@pytest.mark.parametrize("op", ["deepcopy", "state_dict"])
+def test_graph_cut_fires_on_a_loss_of_a_copy_from_the_first_backward_on(op: str) -> None:
+    built = cut(Stop(op, "", FILE, 12))
+    (one,) = findings(built, "GRAPH_CUT")
+    assert f"the loss is computed on a copy that {op} makes (train.py:12)" in one.message
+    assert one.at == min(fact.at for fact in built.run.of(Backward))
+    assert "functional_call" in one.fix
 
 
 @pytest.mark.parametrize("op", ["unused", "left out", "unknown", "requires_grad"])

@@ -78,7 +78,7 @@ def _of_sources(
     named = _pairings(len(given), given)
     other = next((name for name, one in named.items() if all(int(one[row]) == column for row, column in pairs[0])), "")
     is_named = next((name for name, one in named.items() if bool((one == given).all())), "of another order")
-    seen = {"rows": len(given), "given": is_named, "other": other or "the row of the same sample"}
+    seen = {"rows": len(given), "given": is_named, "other": other or "the row of the same sample", "by": "inputs"}
     return told("mispaired", tape.operations[index], answer=answer, **seen)
 
 
@@ -92,8 +92,11 @@ def _without(one: torch.Tensor, row: int) -> torch.Tensor:
 def _place(change: torch.Tensor) -> tuple[int, int]:
     """The row and the column of a matrix that change; -1 where none does more than others."""
     size = change.double().nan_to_num().abs()
-    ends = (size.sum(1), size.sum(0))
-    return tuple(int(one.argmax()) if float(one.max()) > _MOST_OF_IT * float(size.sum()) > 0 else -1 for one in ends)  # type: ignore[return-value]
+    return _largest(size.sum(1)), _largest(size.sum(0))
+
+
+def _largest(size: torch.Tensor) -> int:
+    return int(size.argmax()) if float(size.max()) > _MOST_OF_IT * float(size.sum()) > 0 else -1
 
 
 def _pairings(count: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -117,7 +120,8 @@ def _compared(operation: Operation, alike: torch.Tensor, given: torch.Tensor) ->
               if name != named and (crosses or not bool((one == here).any()))}  # fmt: skip
     own, best = _share(alike, given), max(shares, key=lambda name: shares[name])
     answer = "yes" if own < _BY_CHANCE and shares[best] > _SURELY else "no"
-    seen = {"rows": count, "given": named or "of another order", "other": best, "own_share": own, "share": shares[best]}
+    seen = {"rows": count, "given": named or "of another order", "other": best, "by": "likeness"}
+    seen |= {"own_share": own, "share": shares[best]}
     return told("mispaired", operation, answer=answer, **seen)
 
 
