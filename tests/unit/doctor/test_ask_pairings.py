@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from test_doctor_ask import answer, nothing_was_compiled
+from test_doctor_ask import answer, asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -78,6 +78,13 @@ def test_pairs_of_another_order_are_told(loss: Callable[[Tensor, Tensor], Tensor
         return loss(net(x + 0.1 * torch.randn(N, 16)), net(x + 0.1 * torch.randn(N, 16)))
 
     assert answer(lambda: train(net, step), "mispaired") == expected
+
+
+@pytest.mark.parametrize(("pair", "turns", "other"), [(in_turns, False, "(i + n // 2) % n"), (behind, True, "i ^ 1")])
+def test_the_right_order_of_the_pairs_is_named(pair: Callable[[Tensor], Tensor], turns: bool, other: str) -> None:
+    net = nn.Linear(16, 32)
+    step = lambda: contrast(net(torch.randn(N, 16)), net(torch.randn(N, 16)), pair, turns=turns)  # noqa: E731
+    assert asked(lambda: train(net, step), "mispaired")[-1].evidence["other"] == other
 
 
 @pytest.mark.parametrize(("pair", "expected"), [(in_turns, "yes"), (behind, "no")])

@@ -6,6 +6,7 @@ tells which belong together. Where both views are one input, they are those that
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -75,10 +76,11 @@ def _of_sources(
         return None
     right = [[int(given[row]) == column for row, column in one] for one in pairs]
     answer = "no" if any(map(any, right)) else "yes"
-    named = _pairings(len(given), given)
-    other = next((name for name, one in named.items() if all(int(one[row]) == column for row, column in pairs[0])), "")
-    is_named = next((name for name, one in named.items() if bool((one == given).all())), "of another order")
-    seen = {"rows": len(given), "given": is_named, "other": other or "the row of the same sample", "by": "inputs"}
+    named, both = _pairings(len(given), given), [pair for one in pairs for pair in one]
+    given_name = next((name for name, one in named.items() if bool((one == given).all())), "of another order")
+    other = next((name for name, one in named.items() if all(int(one[row]) == column for row, column in both)), "")
+    seen: dict[str, Any] = {"rows": len(given), "given": given_name, "by": "inputs"}
+    seen |= {"other": other or "the row of the same sample"}
     return told("mispaired", tape.operations[index], answer=answer, **seen)
 
 
@@ -120,7 +122,7 @@ def _compared(operation: Operation, alike: torch.Tensor, given: torch.Tensor) ->
               if name != named and (crosses or not bool((one == here).any()))}  # fmt: skip
     own, best = _share(alike, given), max(shares, key=lambda name: shares[name])
     answer = "yes" if own < _BY_CHANCE and shares[best] > _SURELY else "no"
-    seen = {"rows": count, "given": named or "of another order", "other": best, "by": "likeness"}
+    seen: dict[str, Any] = {"rows": count, "given": named or "of another order", "other": best, "by": "likeness"}
     seen |= {"own_share": own, "share": shares[best]}
     return told("mispaired", operation, answer=answer, **seen)
 
