@@ -83,7 +83,11 @@ def test_pairs_of_another_order_are_told(loss: Callable[[Tensor, Tensor], Tensor
 @pytest.mark.parametrize(("pair", "turns", "other"), [(in_turns, False, "(i + n // 2) % n"), (behind, True, "i ^ 1")])
 def test_the_right_order_of_the_pairs_is_named(pair: Callable[[Tensor], Tensor], turns: bool, other: str) -> None:
     net = nn.Linear(16, 32)
-    step = lambda: contrast(net(torch.randn(N, 16)), net(torch.randn(N, 16)), pair, turns=turns)  # noqa: E731
+
+    def step() -> Tensor:
+        one, two = torch.randn(2, N, 16)
+        return contrast(net(one), net(two), pair, turns=turns)
+
     assert asked(lambda: train(net, step), "mispaired")[-1].evidence["other"] == other
 
 

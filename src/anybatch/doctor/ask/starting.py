@@ -1,5 +1,6 @@
 """Does a loss start far above that of a constant guess since weights began too large? With smaller ones on a copy."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,7 @@ _GAIN = 3.0  # by which a layer makes its input larger; He has 1.4
 def too_large(kept: Kept, tape: Tape, run: Run) -> Probed:
     """Whether a loss that starts far above a constant guess starts near it where some weights are smaller."""
     rows_of(tape)
-    guess = next((one.guess for one in run.of(LossCall) if one.guess and one.reduction == "mean"), None)
+    guess = next((known for one in run.of(LossCall) if one.reduction == "mean" and (known := _guess(one))), None)
     if guess is None:
         raise Unknown("no loss whose constant guess is known was seen")
     held = kept.first_of(tape)
@@ -43,6 +44,11 @@ def too_large(kept: Kept, tape: Tape, run: Run) -> Probed:
         names=[name for name, _ in told_of],
         tenth=_SMALLER * max(float(held[slot].detach().std()) for slot in blamed),
     )  # fmt: skip
+
+
+def _guess(call: LossCall) -> float | None:
+    is_of_classes = call.function == "cross_entropy" and call.classes > 1
+    return call.guess or (math.log(call.classes) if is_of_classes else None)
 
 
 def _value(tape: Tape, held: Mapping[Slot, torch.Tensor]) -> float:
