@@ -27,9 +27,10 @@ def labels_unrelated(
     run: Run, *, flat: float = Limit(0.95, "of a constant guess, in the first pass over the data")
 ) -> Iterator[Found]:
     """Labels of other inputs."""
-    yield from say(run, "AB656")
+    torn = list(say(run, "AB656"))
+    yield from torn
     yield from _terms_apart(run)
-    for probed in answers(run, "labels"):
+    for probed in answers(run, "labels") if not torn else ():
         word = outcome(run).word
         if (word == "learning" and not _at_first(run) > flat) or (
             probed.evidence.get("fresh") and word != "not learning"
