@@ -40,7 +40,7 @@ def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:
     if len(apart) < len(left):
         raise Unknown("a part of the batch is in an order of its own")
     code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
-    place = {"file": getattr(code, "co_filename", ""), "line": getattr(code, "co_firstlineno", 0)}
+    place: dict[str, Any] = {"file": getattr(code, "co_filename", ""), "line": getattr(code, "co_firstlineno", 0)}
     name = getattr(collate, "__name__", type(collate).__name__)
     moved = sum(row != sample for row, sample in enumerate(orders[0]))
     answer = "yes" if apart else "no"
@@ -66,7 +66,7 @@ def _fits(row: torch.Tensor, own: torch.Tensor) -> bool:
     if row.shape == own.shape:
         return bool(torch.equal(row, own))
     ends = (tuple(slice(0, size) for size in own.shape), tuple(slice(-size, None) for size in own.shape))
-    return any(bool(torch.equal(row[end], own)) and _is_padded(row, end) for end in ends if row[end].shape == own.shape)
+    return any(torch.equal(row[end], own) and _is_padded(row, end) for end in ends if row[end].shape == own.shape)
 
 
 def _is_padded(row: torch.Tensor, end: tuple[slice, ...]) -> bool:

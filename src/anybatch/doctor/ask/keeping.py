@@ -259,8 +259,9 @@ class Kept:
     def loader(self, loader: Any) -> None:
         """Is shown a loader when it is first gone through."""
         dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-        is_own = callable(collate) and not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
-        if self.on and is_own and len(self.collates) < _MOST_COLLATES and hasattr(dataset, "__getitem__"):
+        is_own = not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
+        has_room = self.on and len(self.collates) < _MOST_COLLATES
+        if callable(collate) and is_own and has_room and hasattr(dataset, "__getitem__"):
             self.collates.append((dataset, collate))
 
     # steps

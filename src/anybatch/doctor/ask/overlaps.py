@@ -43,10 +43,12 @@ def apart(kept: Kept, tape: Tape) -> Probed:
     products = [
         one for one in products if one.grad and (sides := _factors(one)) and all(_is_side(made, slot) for slot in sides)
     ]
-    run = replayed(tape, loss, lambda one: one, held=kept.first_of(tape)) if products else None
-    for one in products if run is not None else ():
-        sides = [run.values[slot] for slot in _factors(one)]
-        negative = (sides[0] < 0).any(-1) if one.name == "prod" else (sides[0] < 0) | (sides[1] < 0)
+    if not products:
+        return told("overlap", answer="no")
+    run = replayed(tape, loss, lambda one: one, held=kept.first_of(tape))
+    for one in products:
+        values = [run.values[slot] for slot in _factors(one)]
+        negative = (values[0] < 0).any(-1) if one.name == "prod" else torch.logical_or(values[0] < 0, values[1] < 0)
         product = run.values[one.outs[0]]
         if not product.requires_grad or negative.shape != product.shape or not bool(negative.any()):
             continue
