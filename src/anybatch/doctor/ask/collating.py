@@ -72,7 +72,7 @@ def _fits(row: torch.Tensor, own: torch.Tensor) -> bool:
 def _is_padded(row: torch.Tensor, end: tuple[slice, ...]) -> bool:
     outside = torch.ones(row.shape, dtype=torch.bool)
     outside[end] = False
-    return row[outside].unique().numel() <= 1
+    return bool(row[outside].unique().numel() <= 1)
 
 
 def _order(field: list[list[bool]]) -> list[int] | None:
