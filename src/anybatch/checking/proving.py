@@ -31,17 +31,11 @@ _DEPTH = 3
 
 
 class Proofs:
-    """Proves once for each layout of batches that a step may split them.
-
-    Args:
-        verify: ``"first"`` to refuse what is not exact, ``"warn"`` to warn of it, ``"off"`` to prove nothing.
-
-    Attributes:
-        latest: what was proved of the layout of the last batch; ``None`` as long as nothing was split.
-    """
+    """Proves once for each layout of batches that a step may split them."""
 
     def __init__(self, verify: Verify) -> None:
         self.verify = verify
+        # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
 
@@ -56,14 +50,6 @@ class Proofs:
         update: int | None = None,
     ) -> None:
         """Proves a split before it is made, if that was not done.
-
-        Args:
-            task: the logical batch and how to go through it.
-            parts: how it is split.
-            parameters: that get a gradient.
-            optimizations: gives the memory optimizations of a plan.
-            clear: takes gradients off that nobody needs any more.
-            update: how many updates were applied before.
 
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
@@ -136,9 +122,6 @@ class Proofs:
 def layout_key(splittable: Splittable) -> Hashable:
     """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
 
-    Args:
-        splittable: the logical batch.
-
     Example:
         >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))
         >>> layout_key(one) == layout_key(other)
@@ -177,11 +160,6 @@ def proofs_of(verify: Verify, model: torch.nn.Module, *others: Any) -> Proofs:
 
     ``anybatch.backward`` is a function and is called in a loop, often with a loss that is written there as a lambda. So
     what it has proved hangs on the model, by weak reference: it goes with it, and nothing else is kept alive.
-
-    Args:
-        verify: see ``Proofs``.
-        model: the model.
-        *others: what else the split depends on: the loss first.
     """
     mine = _of_models.get(model)
     given = (verify, *others)

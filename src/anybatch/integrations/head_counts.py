@@ -73,11 +73,7 @@ def _count_spans(batch: Mapping[str, Any]) -> Any:
 
 
 def check_head(trainer: Any) -> None:
-    """Refuses a head whose loss is a sum; warns of one with a balancing loss of experts, which is no mean.
-
-    Raises:
-        BatchError: the loss is a sum over the batch.
-    """
+    """Refuses a head whose loss is a sum; warns of one with a balancing loss of experts, which is no mean."""
     config = getattr(_model_of(trainer), "config", None)
     name = type(_model_of(trainer)).__name__
     if name.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", "mean") == "sum":

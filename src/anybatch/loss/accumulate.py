@@ -73,7 +73,6 @@ class Accumulation:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
         places: the position of each micro-batch, for a loss function in pieces.
-        modules: all modules of the loss; searched if they are not given.
     """
 
     def __init__(
@@ -125,10 +124,6 @@ class Accumulation:
 
         Returns:
             The sums; gradients are in ``.grad``, scaled if there is a scaler.
-
-        Raises:
-            LossError: the loss function broke its contract.
-            CountError: counts of ``Mean`` s are missing, or differ from ``count=``.
         """
         self.collect(micro_batches)
         return self.close()

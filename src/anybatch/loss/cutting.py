@@ -27,13 +27,10 @@ class LossGradients:
 
     Nested backwards, as of a reentrant checkpoint, belong to the outer call. A backward that fails, or reaches no leaf,
     has no row.
-
-    Attributes:
-        name: of the loss that is differentiated now; empty if it is not known.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self.name = ""
+        self.name = ""  # of the loss that is differentiated now; empty if it is not known
         self.names: list[str] = []
         self._rows: list[dict[int, torch.Tensor]] = []
         self._parts: dict[int, dict[int, torch.Tensor]] = {}  # by the number of the backward, then by the leaf

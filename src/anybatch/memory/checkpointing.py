@@ -128,14 +128,6 @@ class Checkpoint:
 
         Raises:
             NotRecomputable: the block can't run twice, as it has lazy parameters or changed what is read again.
-
-        Example:
-            >>> drop = torch.nn.Dropout()
-            >>> with torch.no_grad(), Checkpoint("encode", [drop]).first() as again:
-            ...     before = drop(torch.ones(8))
-            >>> with again():
-            ...     print(torch.equal(drop(torch.ones(8)), before))
-            True
         """
         if self.is_lazy:
             raise NotRecomputable(

@@ -45,11 +45,7 @@ _ROOMY = (
 
 
 class OverBudget(Exception):  # not an error of the user's: whoever set the limit takes another way
-    """More would be alive than is allowed.
-
-    Args:
-        needed: bytes that would be alive at least.
-    """
+    """More would be alive than is allowed: so many bytes at least."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
@@ -62,10 +58,6 @@ class LiveBytes(TorchDispatchMode):
     Args:
         tensors: what is alive already and counts, such as weights and the batch.
 
-    Attributes:
-        current: bytes that are alive now.
-        peak: the most that were alive after any operation.
-
     Example:
         >>> with LiveBytes() as live:
         ...     _ = torch.zeros(1000) + 1.0
@@ -75,8 +67,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0
-        self.peak = 0
+        self.current = 0  # bytes that are alive now
+        self.peak = 0  # the most that were alive after any operation
         self._alive: dict[int, list[Any]] = {}
         for tensor in tensors:
             self._add(tensor)
@@ -121,9 +113,6 @@ class LiveBytes(TorchDispatchMode):
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages that hold a tensor's numbers.
 
-    Args:
-        tensor: dense, sparse, or of a subclass that is made of other tensors.
-
     Example:
         >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
         [12]
@@ -158,23 +147,14 @@ def held_by(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A storage, from the operation that made it to the first one after which it was gone.
+    """A storage, from the operation that made it to the first one after which it was gone."""
 
-    Args:
-        born: the position of the operation; ``BEFORE`` for what was there.
-        size: bytes.
-        category: one of ``records.memory.CATEGORIES``.
-        is_fixed: whether its bytes are what was said, and not what the storage says.
-        died: the position of the first operation after which it was gone; ``None`` while it is alive.
-        back: the position of the first operation of a backward that read it; ``None`` if none did.
-    """
-
-    born: int
-    size: int
-    category: str
-    is_fixed: bool = False
-    died: int | None = None
-    back: int | None = None
+    born: int  # the position of the operation; ``BEFORE`` for what was there
+    size: int  # bytes
+    category: str  # one of ``records.memory.CATEGORIES``
+    is_fixed: bool = False  # whether its bytes are what was said, and not what the storage says
+    died: int | None = None  # the position of the first operation after which it was gone; ``None`` while it is alive
+    back: int | None = None  # the position of the first operation of a backward that read it; ``None`` if none did
 
 
 class Recording(TorchDispatchMode):
@@ -187,11 +167,6 @@ class Recording(TorchDispatchMode):
         limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
 
     Attributes:
-        operations: the names of the operations, in order.
-        allocations: the storages, in the order in which they were first seen.
-        accumulated: what a backward added to each gradient that was there, in the order in which it did.
-        made_dense: those gradients that were dense, and to which it added a sparse one.
-        sums: what was added to, and the sum, where torch adds in place as long as no mode is on.
         most: the most bytes that were alive at any moment.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
@@ -211,12 +186,14 @@ class Recording(TorchDispatchMode):
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
         self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
-        self.operations: list[str] = []
-        self.allocations: list[Allocation] = []
+        self.operations: list[str] = []  # the names of the operations, in order
+        self.allocations: list[Allocation] = []  # the storages, in the order in which they were first seen
         self.wrote_inputs = self.gave_tangents = self._is_over = False
         self._written: dict[int, Allocation] = {}
+        # what a backward added to each gradient that was there, in the order in which it did
         self.accumulated: list[tuple[Allocation, Allocation]] = []
-        self.made_dense: list[Allocation] = []
+        self.made_dense: list[Allocation] = []  # those gradients that were dense, and to which it added a sparse one
+        # what was added to, and the sum, where torch adds in place as long as no mode is on
         self.sums: list[tuple[Allocation, Allocation]] = []
         self._product: tuple[int, list[Any]] = (BEFORE, [])  # the last one, and where it was called
         self._node = (-1, BEFORE)  # the one of a backward that runs, and where its operations begin

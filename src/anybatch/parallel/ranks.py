@@ -77,11 +77,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuses models whose own communication can't be disabled.
-
-    Raises:
-        AnyBatchError: it is sharded, or its wrapper counts backwards.
-    """
+    """Refuses models whose own communication can't be disabled."""
     for module in modules_of(model):
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:

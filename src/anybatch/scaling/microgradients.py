@@ -38,11 +38,7 @@ class _Nodes(torch.autograd.Function):
 
 
 class Unmeasured(Watch):
-    """Only reports that an attempt at a logical batch succeeded.
-
-    Args:
-        take: called after the update with the measurement, or the reason why there is none.
-    """
+    """Only reports that an attempt at a logical batch succeeded."""
 
     def __init__(self, take: Take) -> None:
         self._take = take

@@ -67,10 +67,6 @@ def spreads_of(
     Args:
         norms: |a_i| of each micro-batch.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
-
-    Example:
-        >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
-        [13.0, 2, 2]
     """
     first = list(next(iter(columns.values()))) if columns else None
     is_known = first is not None and all(in_proportion(first, other) for other in (columns or {}).values())
@@ -102,11 +98,6 @@ def pool(told: Sequence[Any], total: torch.Tensor | None) -> tuple[Measurement |
 
     Returns:
         The measurement, ``None`` with fewer than two micro-batches with items; and the reason if it failed.
-
-    Example:
-        >>> told = [{"trouble": "", **spreads_of([norm / 2], {"loss": [1]}, [1])} for norm in (5.0, 13.0)]
-        >>> round(pool(told, torch.tensor(80.0).sqrt())[0].estimate().trace, 4)
-        34.0
     """
     for rank, one in enumerate(told):
         if one is None:

@@ -31,7 +31,6 @@ class Boundary:
 
     Attributes:
         is_committed: whether the optimizers have begun to change anything, so that nothing may be rolled back any more.
-        takes_closure: whether an optimizer may evaluate the gradient itself.
     """
 
     def __init__(
@@ -48,6 +47,7 @@ class Boundary:
         self._optimizers = optimizers
         self._steps = [StepCall(optimizer, closure) for optimizer in optimizers]
         self._takes_long = any(step.is_needed for step in self._steps)
+        # whether an optimizer may evaluate the gradient itself
         self.takes_closure = any(step.is_given for step in self._steps)
         self._scaler = scaler
         self._clip_norm = clip_norm

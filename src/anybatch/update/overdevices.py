@@ -81,18 +81,14 @@ def _now() -> RandomState:
 
 
 class DeviceDraws:
-    """The generator of an accelerator, which no other thread uses.
-
-    Attributes:
-        drew: whether anything was drawn from it.
-    """
+    """The generator of an accelerator, which no other thread uses."""
 
     def __init__(self, device: torch.device, seeds: Sequence[int]) -> None:
         self._device = device
         self._seeds = seeds
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._before: Any = None
-        self.drew = False
+        self.drew = False  # whether anything was drawn from it
 
     def begin(self, number: int) -> None:
         """Seeds it for a micro-batch; the device is the current one of its kind."""
