@@ -113,9 +113,7 @@ def cut_as_split(
     Returns:
         The cut; ``None`` if no batch has two micro-batches.
     """
-    start = 0
-    for batch in range(max(1, len(splittable.layouts))):
-        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+    for batch, own in _own_rows(splittable, parts):
         if len(own) > 1:
             order, largest = list(range(len(own))), max(map(len, own))
             full = [number for number in order if len(own[number]) == largest]
@@ -129,8 +127,15 @@ def cut_as_split(
                     usual = [row for row in usual if row in rows]
                 rows = [*usual[:half], *usual[half - len(rows) :]]
             return Cut(splittable.chosen(rows, batch), sizes, is_free)
-        start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
+
+
+def _own_rows(splittable: Splittable, parts: Sequence[Part]) -> Iterator[tuple[int, list[list[int]]]]:
+    """The rows of the first micro-batches of each batch, counted within the batch."""
+    start = 0
+    for batch in range(max(1, len(splittable.layouts))):
+        yield batch, [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+        start += splittable.layouts[batch].rows if splittable.layouts else 0
 
 
 def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> list[int]:
@@ -143,15 +148,12 @@ def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> li
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
     """Two of the step's own micro-batches of one batch; none if no batch has two."""
-    start = 0
-    for batch in range(max(1, len(splittable.layouts))):
-        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+    for batch, own in _own_rows(splittable, parts):
         units = [unit for unit in own if 2 * len(unit) <= most]
         if len(units) > 1:
             columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)
             yield from _cuts(splittable, batch, units, _choices(columns, units, 1, 1))
             return
-        start += splittable.layouts[batch].rows if splittable.layouts else 0
 
 
 Units = Sequence[list[int]]

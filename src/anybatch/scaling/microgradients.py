@@ -1,7 +1,6 @@
 """Norms of each micro-batch's gradient, measured while gradients are accumulated, without a buffer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,9 +89,7 @@ class MicroGradients(Watch):
             self._handles.append((node, node.register_prehook(self._watch(id(parameter)))))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for _, handle in self._handles:
             handle.remove()
         for held in (self._handles, self._kept, self._waiting):
