@@ -1,14 +1,13 @@
 """Facts about losses and their autograd graphs, from sampled steps and from probes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from anybatch.records.lines import Fact, fact
 
 
 @fact("walk")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Walk(Fact):
     """A traversal of the graph of a loss, before its backward."""
 
@@ -51,7 +50,6 @@ class Walk(Fact):
 
 
 @fact("followed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Followed(Fact):
     """One iteration was traced operation by operation because something was missing in the graph."""
 
@@ -62,7 +60,6 @@ class Followed(Fact):
 
 
 @fact("loss")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall(Fact):
     """A loss function of torch was called with autograd enabled; on sampled steps its values were examined too."""
 
@@ -106,7 +103,6 @@ class LossCall(Fact):
 
 
 @fact("probed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Fact):
     """The result of one probe, an experiment on a copy of a root after the script has ended."""
 
@@ -129,7 +125,6 @@ class Probed(Fact):
 
 
 @fact("replicas")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas(Fact):
     """How a model is distributed over processes."""
 
@@ -141,7 +136,6 @@ class Replicas(Fact):
 
 
 @fact("evaluated")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Fact):
     """Losses without a gradient from a model in evaluation mode, between two steps of its training."""
 

@@ -13,7 +13,6 @@ from anybatch.records.lines import Fact, fact
 
 
 @fact("started")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Fact):
     """The header of a record."""
 
@@ -51,7 +50,6 @@ class ModuleFacts:
 
 
 @fact("root")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Root(Fact):
     """A model: a module that the user's code calls itself."""
 
@@ -68,7 +66,6 @@ class Root(Fact):
 
 
 @fact("parameter")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts(Fact):
     """A parameter, or another leaf that is optimized or that a loss reaches."""
 
@@ -109,7 +106,6 @@ class GroupFacts:
 
 
 @fact("optimizer")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts(Fact):
     """An optimizer; recorded again if a group is added or its parameters change."""
 
@@ -126,7 +122,6 @@ class OptimizerFacts(Fact):
 
 
 @fact("scheduler")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFacts(Fact):
     """A learning rate scheduler."""
 
