@@ -49,9 +49,6 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     Args:
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
 
-    Raises:
-        BatchError: a name is unknown or names what can't be called; nothing is changed.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
         >>> with recompute(model, ["0:2"]):

@@ -32,9 +32,6 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "Applied":
     Returns:
         A handle that removes the optimization and counts its uses.
 
-    Raises:
-        BatchError: the head is no plain ``torch.nn.Linear``, or ``chunks`` is below 1; nothing is changed.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1000))
         >>> with chunk_loss(model, "1", 8) as handle:
