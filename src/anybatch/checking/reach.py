@@ -19,11 +19,6 @@ def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
 
     Returns:
         The modules by how they are written in code next to the loss; the model has the empty name.
-
-    Example:
-        >>> model, criterion = torch.nn.Linear(3, 1), torch.nn.MSELoss()
-        >>> list(modules_of(model, lambda model, batch: criterion(model(batch), batch)))
-        ['', 'criterion']
     """
     found: dict[str, torch.nn.Module] = {}
     inside: set[int] = set()

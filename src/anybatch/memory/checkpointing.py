@@ -358,11 +358,6 @@ def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None =
 
     cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
     and https://github.com/pytorch/pytorch/issues/104697.
-
-    Example:
-        >>> lstm = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1)
-        >>> hidden_dropout([lstm]), hidden_dropout([lstm], on_cuda=True) == [lstm]
-        ([], True)
     """
     found = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.training and m.dropout and m.num_layers > 1]
     if on_cuda is None:

@@ -111,12 +111,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages that hold a tensor's numbers.
-
-    Example:
-        >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
-        [12]
-    """
+    """The storages that hold a tensor's numbers."""
     # The type is asked, since looking in vain for an attribute of a tensor is slow; also of a type, so that of fake
     # tensors, of which there are most, it is known.
     kind = type(tensor)

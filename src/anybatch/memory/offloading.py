@@ -55,12 +55,6 @@ class HostPool:
     Attributes:
         bytes: in all buffers that were made.
         used: bytes in those that are taken now.
-
-    Example:
-        >>> pool, x = HostPool(), torch.ones(3)
-        >>> host = pool.out(x)
-        >>> pool.back(host, Layout(x.size(), x.stride(), x.dtype, x.device))[0], pool.used
-        (tensor([1., 1., 1.]), 4096)
     """
 
     def __init__(self) -> None:

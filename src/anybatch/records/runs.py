@@ -24,14 +24,7 @@ _ = _draws, _events, _lossfacts, _samples
 
 @dataclass(slots=True)
 class Run:
-    """The facts of one run.
-
-    Example:
-        >>> from anybatch.records.events import Forward, Stepped
-        >>> run = Run([Forward(root=0, at=1), Stepped(optimizer=0, at=2), Forward(root=0, at=3, step=1)])
-        >>> [fact.at for fact in run.of(Forward)], run.steps
-        ([1, 3], 1)
-    """
+    """The facts of one run."""
 
     facts: list[Fact]  # the facts, in order
     damaged: tuple[str, ...] = ()  # for each line that could not be read, its number and the reason
@@ -97,10 +90,6 @@ def read_run(lines: Iterable[str | bytes]) -> Run:
     """Reads the lines of a record.
 
     Damaged lines are left out and listed in ``damaged``. A last line that was cut off in writing is left out silently.
-
-    Example:
-        >>> read_run(['{"kind": "stepped", "optimizer": "first"}', '{"kind": "stepped", "opt']).damaged
-        ("line 1: ['optimizer'] is 'first', expected an integer",)
     """
     found: list[Fact] = []
     damaged: list[str] = []

@@ -26,10 +26,6 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
     q = sum (n_i/n) |g_i|^2 has the expectation |G|^2 + S N/n, and |g|^2 has |G|^2 + S/n. So S = (q - |g|^2) n/(N - 1)
     and |G|^2 = |g|^2 - S/n. For equal sizes these are the estimators of McCandlish et al. 2018, "An Empirical Model of
     Large-Batch Training", appendix A.1.
-
-    Example:
-        >>> estimate([3**2 + 4**2, 5**2 + 12**2], [1, 1], (8 / 2) ** 2 + (16 / 2) ** 2)
-        Estimate(trace=34.0, signal=63.0)
     """
     total = math.fsum(counts)
     spread = math.fsum(count / total * norm_sq for norm_sq, count in zip(norms_sq, counts, strict=True))
