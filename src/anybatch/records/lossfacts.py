@@ -158,7 +158,6 @@ class Evaluated(Fact):
 
 
 @fact("printed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Printed(Fact):
     """Numbers that one line of the script printed in the course of the run: at most 65, the last one among them."""
 
