@@ -84,8 +84,8 @@ class Case:
         """Runs a split, or the whole batch at once; a failure where the whole batch ran is an answer too."""
         try:
             return self.rig.run(parts, **options)
-        except BaseException as error:
-            if not isinstance(error, Exception) or is_out_of_memory(error):
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
             return error.with_traceback(None)
 

@@ -91,11 +91,9 @@ def _opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
             rig = Rig(task, dtype, substitutes=substitutes)
             try:
                 whole = rig.open(trial)
-            except BaseException as error:
+            except Exception as error:
                 is_last = (dtype, substitutes) == _PRECISIONS[-1]
-                if is_last or not isinstance(error, Exception) or isinstance(error, AnyBatchError):
-                    raise
-                if is_out_of_memory(error):
+                if is_last or isinstance(error, AnyBatchError) or is_out_of_memory(error):
                     raise
                 refused = refused or f"{type(error).__name__}: {error}"
                 continue

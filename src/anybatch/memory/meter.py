@@ -8,7 +8,7 @@ allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -401,14 +401,15 @@ class Recording(TorchDispatchMode):
     def by_category(self, position: int | None = None) -> dict[str, int]:
         """The bytes that were alive after an operation, by what they are for."""
         found: dict[str, int] = {}
-        for one in self.allocations:
-            if position is None:
-                alive = one.died is None
-            else:
-                alive = one.born <= position and (one.died is None or one.died > position)
-            if alive and one.size:
-                found[one.category] = found.get(one.category, 0) + one.size
+        for one in self.alive_after(len(self.operations) if position is None else position):
+            found[one.category] = found.get(one.category, 0) + one.size
         return found
+
+    def alive_after(self, position: int) -> Iterator[Allocation]:
+        """What had bytes after an operation."""
+        for one in self.allocations:
+            if one.size and one.born <= position and (one.died is None or one.died > position):
+                yield one
 
     def memory(self) -> Memory:
         """What was alive at the peak and is alive now."""

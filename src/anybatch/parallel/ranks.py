@@ -5,7 +5,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -99,35 +99,25 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def bucket_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """The bytes of the buckets that every DistributedDataParallel takes when it is made."""
-    wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
-    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
-
-
-@contextlib.contextmanager
-def apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Disables the communication of DistributedDataParallel, in forward and backward."""
-    with ExitStack() as stack:
-        for module in modules_of(*modules):
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-                # True until the first forward that is not synchronised, which would still send buffers around.
-                stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
-                module.require_forward_param_sync = False
-        yield
-
-
 class Apart(Reducer):
     """One process, with a model that would communicate by itself."""
 
-    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Keeps it from that."""
-        return apart(modules)
+    @contextlib.contextmanager
+    def apart(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Disables the communication of DistributedDataParallel, in forward and backward."""
+        with ExitStack() as stack:
+            for module in modules_of(*modules):
+                if isinstance(module, DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+                    # True until the first forward that is not synchronised, which would still send buffers around.
+                    stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
+                    module.require_forward_param_sync = False
+            yield
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes of its buckets, which nobody uses."""
-        return bucket_bytes(modules)
+        """The bytes of the buckets that DistributedDataParallel takes when it is made, and that nobody uses."""
+        wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
+        return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
 
 
 class Ranks(Apart):
