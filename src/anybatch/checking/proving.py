@@ -54,12 +54,26 @@ class Proofs:
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
-        if task.settings.reducer.is_sharded and not trial.get():
-            self._look_together(task, parts, parameters, optimizations, clear, update)
-            return
-        if self.verify == "off" or len(parts) < 2 or trial.get():
+        reducer, splits = task.settings.reducer, self.verify != "off" and len(parts) > 1
+        if trial.get() or not (splits or reducer.is_sharded):
             return
         key = layout_key(task.splittable)
+        if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
+            self.latest = self._known.get(key)
+
+            def prove_with_others() -> None:
+                from anybatch.checking.together import prove_together
+
+                clear()
+                proof, reason = prove_together(task, parts, parameters, optimizations, update)
+                if self.verify != "off":
+                    self._conclude(proof, reason, task)
+                    self.latest = proof
+                    if splits:
+                        self._known[key] = proof
+
+            reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
+            return
         if key in self._known:
             self.latest = self._known[key]
             return
@@ -90,33 +104,6 @@ class Proofs:
             if self.verify == "first":
                 raise error
             warnings.warn(str(error), AnyBatchWarning, stacklevel=3)
-
-    def _look_together(
-        self,
-        task: Task,
-        parts: Sequence[Part],
-        parameters: Sequence[torch.Tensor],
-        optimizations: Callable[[], AbstractContextManager[Any]],
-        clear: Callable[[], None],
-        update: int | None,
-    ) -> None:
-        """Proves a split of a model in parts once all ranks have begun, if one of them wants it."""
-        key = layout_key(task.splittable)
-        self.latest = self._known.get(key)
-
-        def prove() -> None:
-            from anybatch.checking.together import prove_together
-
-            clear()
-            proof, reason = prove_together(task, parts, parameters, optimizations, update)
-            if self.verify != "off":
-                self._conclude(proof, reason, task)
-                self.latest = proof
-                if len(parts) > 1:
-                    self._known[key] = proof
-
-        wants = self.verify != "off" and len(parts) > 1 and self.latest is None
-        task.settings.reducer.when_begun(prove, is_wanted=wants)
 
 
 def layout_key(splittable: Splittable) -> Hashable:
