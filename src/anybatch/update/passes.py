@@ -232,11 +232,10 @@ def run_pass(
         return weights, Sums()
     reducer = task.settings.reducer
     if task.devices is not None:
-        from anybatch.update.overdevices import run_over_devices
+        from anybatch.update.overdevices import OverDevices
 
-        sums = run_over_devices(
-            task, task.devices, parts, weights, batches(), parameters, progress, differentiate=differentiate
-        )
+        run = OverDevices(task, task.devices, parts, weights, progress, differentiate)
+        sums = run.run(batches(), parameters)
     else:
         with contextlib.ExitStack() as stack:
             stack.enter_context(reducer.apart(task.modules))
