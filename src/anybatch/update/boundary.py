@@ -43,15 +43,12 @@ class Boundary:
         schedulers: Sequence[Any] = (),
         closure: bool | None = None,
     ) -> None:
-        self._model = model
-        self._optimizers = optimizers
+        self._model, self._optimizers = model, optimizers
         self._steps = [StepCall(optimizer, closure) for optimizer in optimizers]
         self._takes_long = any(step.is_needed for step in self._steps)
         # whether an optimizer may evaluate the gradient itself
         self.takes_closure = any(step.is_given for step in self._steps)
-        self._scaler = scaler
-        self._clip_norm = clip_norm
-        self._schedulers = schedulers
+        self._scaler, self._clip_norm, self._schedulers = scaler, clip_norm, schedulers
         self._watches: list[OptimizerWatch] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self.is_committed = self._scales = False
