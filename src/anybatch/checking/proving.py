@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.trees import leaves
-from anybatch.errors import AnyBatchWarning
+from anybatch.errors import warn
 from anybatch.interception import trial
 from anybatch.options import Verify
 from anybatch.tensors.dispatch import has_numbers
@@ -98,12 +97,12 @@ class Proofs:
         from anybatch.checking.proof import refusal
 
         if reason is not None and proof.exact:
-            warnings.warn("\n    ".join((reason.message, *reason.remedies)), AnyBatchWarning, stacklevel=3)
+            warn("\n    ".join((reason.message, *reason.remedies)))
         elif reason is not None:
             error = refusal(proof, reason, type(task.model).__name__)
             if self.verify == "first":
                 raise error
-            warnings.warn(str(error), AnyBatchWarning, stacklevel=3)
+            warn(str(error))
 
 
 def layout_key(splittable: Splittable) -> Hashable:

@@ -1,6 +1,5 @@
 """The counts over which the losses of Transformers' heads are means."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from anybatch.batch.counting import count_samples
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
 
 _IGNORED = -100
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -82,12 +81,10 @@ def check_head(trainer: Any) -> None:
             "expected a mean. Set model.config.ctc_loss_reduction = 'mean'"
         )
     if getattr(config, "output_router_logits", False):
-        warnings.warn(
+        warn(
             f"the loss of {name} has the load balancing of its experts in it (config.output_router_logits=True), a "
             "product of means over the whole batch: that part of the gradient is of micro-batches. Set "
             "model.config.output_router_logits = False, or train in one micro-batch",
-            AnyBatchWarning,
-            stacklevel=3,
         )
 
 

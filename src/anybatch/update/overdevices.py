@@ -4,7 +4,6 @@ import contextlib
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.errors import AnyBatchWarning, BatchError, LossError
+from anybatch.errors import BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
@@ -304,10 +303,8 @@ def _warn_of_buffers(devices: Devices) -> None:
     ]
     if names and not devices.was_warned:
         devices.was_warned = True
-        warnings.warn(
+        warn(
             f"the forward writes to {len(names)} buffers of the copies ({', '.join(names[:3])}): what the other "
             "devices write is lost, as under nn.DataParallel, and only what the micro-batches of the first device "
             "write is kept",
-            AnyBatchWarning,
-            stacklevel=2,
         )
