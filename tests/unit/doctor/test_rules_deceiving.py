@@ -332,3 +332,47 @@ def test_a_share_of_right_answers_is_known_by_its_words(fitted: dict[str, Run], 
 @pytest.mark.parametrize(("text", "word"), [("train mse 0.1, test mse 90", "undecided"), ("test mse 0.2", "learning")])
 def test_so_is_the_error_of_a_regression(fitted: dict[str, Run], text: str, word: str) -> None:
     assert when_printed(fitted["regression"], text).word == word
+
+
+def follow(copied: nn.Module, net: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(copied.parameters(), net.parameters(), strict=True):
+            one.lerp_(other, 0.05)
+
+
+def with_a_copy(targets: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, follows: bool = True) -> Run:
+    """A regression beside a copy of the net, which may follow it, on what it or the data say."""
+
+    def script() -> None:
+        net, copied = small(2), small(2)
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        for step in range(120):
+            x = X[step % 4 :: 4]
+            target = targets(copied, x)
+            optimizer.zero_grad()
+            F.mse_loss(net(x), target).backward()
+            optimizer.step()
+            if follows:
+                follow(copied, net)
+        with torch.no_grad():
+            copied(X)
+
+    return of(script)
+
+
+def bootstrapped(copied: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.add(x[:, :2], copied(x.roll(1, 0)), alpha=0.5)
+
+
+def test_a_small_loss_on_what_a_target_net_says_shows_nothing() -> None:
+    found = outcome(with_a_copy(bootstrapped))
+    assert (found.word, "a copy of the model makes the targets" in found.said) == ("undecided", True)
+
+
+def test_one_on_what_a_fixed_teacher_says_does() -> None:
+    assert outcome(with_a_copy(bootstrapped, follows=False)).word == "learning"
+
+
+def test_so_does_one_on_data_beside_an_average_of_the_weights() -> None:
+    assert outcome(with_a_copy(lambda _, x: x[:, :2] - x[:, 2:4])).word == "learning"

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -13,7 +14,7 @@ from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.draws import Scored
-from anybatch.records.events import Stepped
+from anybatch.records.events import Forward, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
@@ -233,6 +234,8 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return _moved(run, part, steps, "the losses of several optimizers need not fall")
     terms = [term for term in _terms(run, part) if term is not None]
     better = [term for term in terms if term.word == "learning"]
+    if better and all(term.call is not None and not term.call.classes for term in better) and _has_a_target_net(run):
+        return _moved(run, part, steps, "a copy of the model makes the targets, so that their loss says little")
     if better:
         return better[0]
     went = course(run, numbers[0] if numbers else None)
@@ -254,6 +257,20 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         "undecided", f"the loss did not clearly fall: {went.first:.4g} at first, {went.last:.4g} at the end",
         steps=steps,
     )  # fmt: skip
+
+
+def _has_a_target_net(run: Run) -> bool:
+    """Whether a copy of what is trained follows it by hand, and is called without a gradient at most of the steps."""
+    trained = {number for one in run.optimizers for number in groups_of(run, one)} & run.parameters.keys()
+    follows = {number for one in run.of(Norms) for number in one.since} & run.parameters.keys() - trained
+    shapes: dict[tuple[bool, int], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for number in trained | follows:
+        one = run.parameters[number]
+        shapes[number in trained, one.root][one.shape] += 1
+    nets = [own for (is_trained, _), own in shapes.items() if is_trained]
+    copies = {root for (is_trained, root), own in shapes.items() if not is_trained and own in nets}
+    called = sum(1 for one in run.of(Forward) if one.root in copies and not one.grad)
+    return 2 * called >= len(updates(run)) > 0
 
 
 def _weighed(terms: list[Outcome], went: Course, steps: int) -> bool:
