@@ -35,11 +35,7 @@ _WIDTH = 80
 
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
-    """Reads a budget, so that a wrong one is refused before the script runs.
-
-    Returns:
-        A share of the device as a float; a size or ``"free"`` as text; ``None`` if none was given.
-    """
+    """Reads a budget, so that a wrong one is refused before the script runs; a share of the device as a float."""
     if value is None or value == "free":
         return value
     try:

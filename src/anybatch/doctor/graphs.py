@@ -23,20 +23,14 @@ def reentrant(node: Any) -> bool:
 
 @dataclass(slots=True)
 class Graph:
-    """For each node of the graph, the numbered leaves that it leads to, as bits of an integer.
-
-    Attributes:
-        masks: the bits by node; holding the nodes keeps their identity.
-        places: what was running when a node was first seen.
-        others: leaves without a bit.
-    """
+    """For each node of the graph, the numbered leaves that it leads to, as bits of an integer."""
 
     bits: Mapping[int, int]  # of each leaf, by its ``id``
     inside: Callable[[Any], int] = lambda _: 0  # gives the bits that a reentrant checkpoint leads to besides its inputs
     place: Callable[[], str] = lambda: ""  # says what is running, for nodes that are new
-    masks: dict[Any, int] = field(default_factory=dict)
-    places: dict[Any, str] = field(default_factory=dict)
-    others: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[Any, int] = field(default_factory=dict)  # the bits by node; holding the nodes keeps their identity
+    places: dict[Any, str] = field(default_factory=dict)  # what was running when a node was first seen
+    others: dict[int, torch.Tensor] = field(default_factory=dict)  # leaves without a bit
     _accumulates: dict[type, bool] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> int:
@@ -133,13 +127,9 @@ def _passes(kind: str, following: list[Any]) -> bool:
 
 
 def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
-    """What the graph of some tensors keeps in memory; nothing is unpacked, so no checkpoint runs.
+    """What the graph of some tensors keeps in memory beside others; nothing is unpacked, so no checkpoint runs.
 
-    Args:
-        without: tensors whose storage does not count.
-
-    Returns:
-        The bytes; ``None`` if this torch can't tell a saved tensor from one packed by hooks.
+    ``None`` if this torch can't tell a saved tensor from one packed by hooks.
     """
     seen = {_storage(tensor) for tensor in without if tensor.layout is torch.strided}
     saved: list[Saved] = []

@@ -101,12 +101,9 @@ def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
 
 
 def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
-    """The edit of a loop's file.
+    """The edit of a loop's file; without an ``Update`` the loop keeps its own, and calls ``anybatch.backward``.
 
-    Args:
-        update: see ``update_of``; with ``None`` the loop keeps its update, and calls ``anybatch.backward``.
-        memory: the text of ``memory=`` for a ``TrainStep``, and further arguments.
-        plan: the arguments for ``anybatch.backward``.
+    ``memory`` is the text of ``memory=`` for a ``TrainStep``, ``plan`` are the arguments of ``anybatch.backward``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])

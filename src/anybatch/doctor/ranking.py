@@ -19,15 +19,6 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     finding keeps its own severity. A finding is a consequence of another one that explains it, directly or through
     other findings, is not later, and is not merely ``info`` unless both are. That nothing was learned is a consequence
     of any fault.
-
-    Args:
-        explains: for each name of a finding, the names that it may cause.
-
-    Example:
-        >>> first = Finding("too high", at=3, severity="warning", name="LR_TOO_HIGH")
-        >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")
-        >>> [(one.name, one.consequence_of) for one in ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})]
-        [('LR_TOO_HIGH', ''), ('NAN_IN_FORWARD', 'LR_TOO_HIGH')]
     """
     found = sorted(_without_repeats(findings), key=_early)
     parents: dict[int, int] = {}

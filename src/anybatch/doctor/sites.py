@@ -88,17 +88,13 @@ class Running:
 
     Args:
         modules: the modules by qualified name; the first name counts for one that has several.
-
-    Attributes:
-        ran: the names of the modules that were called.
-        name: the name of the innermost running module.
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         self._names = {id(module): name for name, module in reversed(modules.items())}
         self._stack: list[str] = []
-        self.ran: set[str] = set()
-        self.name = ""
+        self.ran: set[str] = set()  # the names of the modules that were called
+        self.name = ""  # the name of the innermost running module
 
     def name_of(self, module: torch.nn.Module | None) -> str:
         """The qualified name of a module, empty if it has none."""

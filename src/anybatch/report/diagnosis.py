@@ -338,9 +338,7 @@ def _from_to(first: float | None, last: float | None) -> str:
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:
     """Lists modules: all parts of a container, and runs of numbered modules, are shown as one entry.
 
-    Args:
-        names: the modules to list; at most 12 entries are shown, the others are counted.
-        among: all modules.
+    At most 12 entries are shown, the others are counted.
     """
     chosen = dict.fromkeys(names)
     there = Counter(part for name in dict.fromkeys(among) for part in _parts(name))

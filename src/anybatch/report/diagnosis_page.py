@@ -131,8 +131,7 @@ def sentence(text: str) -> str:
 def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
     """Heat maps of the gradient norm and of the update-to-weight ratio, layers by steps; empty without samples.
 
-    Args:
-        others: further norms that the range of shades must cover, so that maps can be compared.
+    The range of shades covers ``others``, too, so that maps can be compared.
     """
     if not flow.rows or not flow.steps:
         return []

@@ -77,11 +77,7 @@ def _without_comment(line: str) -> str:
 
 
 def source_of(file: str, names: dict[str, Any] | None = None) -> Source | None:
-    """Reads a file as the traceback would.
-
-    Args:
-        names: globals of a module, through whose loader the source may be had.
-    """
+    """Reads a file as the traceback would, through the loader of its module where need be."""
     lines = linecache.getlines(file, names)
     if not lines:
         return None
@@ -153,11 +149,7 @@ def loads(node: ast.AST | None) -> list[str]:
 
 
 def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
-    """The statements within a node that have no body, and the heads of loops, in order of lines.
-
-    Args:
-        inner: whether those of the functions and classes in it are among them.
-    """
+    """The statements in a node that have no body, and the heads of loops, in order; not of functions by default."""
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = list(ast.iter_child_nodes(node))
     while waiting:
@@ -182,11 +174,7 @@ class Carried:
 
 
 def carried(loop: ast.For | ast.While) -> list[Carried]:
-    """What a loop reads that comes from before the round: from the round before, or from before the loop.
-
-    Returns:
-        The names, in the order in which they are read; those with ``stored`` come from the round before.
-    """
+    """What a loop reads that comes from before the round, in order: those with ``stored`` from the round before."""
     first_read: dict[str, int] = {}
     stored: dict[str, ast.stmt] = {}
     made = set(targets(loop))

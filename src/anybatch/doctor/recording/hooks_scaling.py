@@ -23,15 +23,12 @@ class _Begun(NamedTuple):
 
 
 class ScalingHooks:
-    """Wraps ``GradScaler``.
-
-    Attributes:
-        unscaled: the optimizers whose gradients were unscaled since the last ``update``, by ``id``.
-    """
+    """Wraps ``GradScaler``."""
 
     def __init__(self, recording: Recording, gradients: Gradients, optimizers: OptimizerHooks) -> None:
         self._recording, self._gradients, self._optimizers = recording, gradients, optimizers
         self._losses = recording.scaled
+        # the optimizers whose gradients were unscaled since the last ``update``, by ``id``
         self.unscaled: set[int] = set()
 
     def attach(self) -> None:

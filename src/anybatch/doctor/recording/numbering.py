@@ -112,12 +112,7 @@ class Numbering:
     # parameters
 
     def parameter(self, tensor: torch.Tensor, *, is_input: bool = False, is_tracked: bool = False) -> int:
-        """The number of a parameter or another leaf.
-
-        Args:
-            is_input: whether it came into a model as its input; asked when it is first seen.
-            is_tracked: whether its gradient and its value are followed like those of parameters.
-        """
+        """The number of a parameter or another leaf."""
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
@@ -412,8 +407,7 @@ class Numbering:
     def optimizer(self, optimizer: Any, *, place: tuple[str, int] | None = None, after: int = 0) -> int:
         """The number of an optimizer; records it, and again when its groups have changed.
 
-        Args:
-            after: how many steps others had done with its parameters when it was made.
+        Others had done ``after`` steps with its parameters when it was made.
         """
         number = self.known_optimizer(optimizer)
         if number >= 0:

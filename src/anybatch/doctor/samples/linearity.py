@@ -29,12 +29,10 @@ _SCALED = frozenset({"MulBackward0", "DivBackward0"})
 def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int, int], ...]:
     """Pairs of layers of which one feeds the other, where nothing bends from the input to the last layer.
 
-    What comes after the last layer is the loss, or an activation of the output.
-
-    Returns:
-        For each pair, the last one first, how many features or channels come into the first layer, lie between them,
-        and go out of the second; 0 lie between where they are ordered in another way there. Empty where something
-        bends, where a weight is frozen, computed or used twice, and where the graph is large.
+    What comes after the last layer is the loss, or an activation of the output. For each pair, the last one first, it
+    gives how many features or channels come into the first layer, lie between them, and go out of the second; 0 lie
+    between where they are ordered in another way there. Empty where something bends, where a weight is frozen,
+    computed or used twice, and where the graph is large.
     """
     last, count = _products_below([start], names, straight=False)
     if last is None:
@@ -70,8 +68,7 @@ class _Layer(NamedTuple):
 def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight: bool) -> tuple[list[Any] | None, int]:
     """The first products with a weight on each way down from some nodes, and how many nodes were looked at.
 
-    Args:
-        straight: whether nothing may bend on the way; there is no list then where something does.
+    Where the way has to be ``straight`` and something bends, there is no list.
     """
     waiting, found = list(nodes), list[Any]()
     known = {*nodes}

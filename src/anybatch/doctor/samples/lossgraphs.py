@@ -65,11 +65,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 
 def summands(start: Any) -> list[Any]:
-    """The summands of a scalar by their nodes; ``None`` stands for a number or a tensor without a graph.
-
-    Returns:
-        The terms, through factors and signs; only the loss itself where it is no sum.
-    """
+    """The summands of a scalar by their nodes, through factors and signs; ``None`` for what has no graph."""
     found: list[Any] = []
     waiting, looked_at = [start], 0
     while waiting and looked_at < 1000:
@@ -109,8 +105,7 @@ def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tupl
 def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
     """Products of tensors one side of which is an advantage: a difference with a constant, maybe normalised.
 
-    Returns:
-        For each the node of the advantage, and that of the other side.
+    For each the node of the advantage, and that of the other side.
     """
     found = []
     for node in nodes[:_MOST_PRODUCTS]:
@@ -153,13 +148,10 @@ def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
 
 
 def spread(start: Any, rows: int) -> tuple[int, ...]:
-    """The shape of what a constant of another shape is spread over, in a difference or product below a loss.
+    """The shape, ``(N, 1)`` or ``(N,)``, of what a constant is spread over below a loss to ``(N, N)``; else empty.
 
     Only operations that take entry by entry, and means and sums, lie between it and the loss, so that each row of the
     batch is compared with each other one.
-
-    Returns:
-        ``(N, 1)`` or ``(N,)`` where the result is ``(N, N)``; empty where there is none.
     """
     nodes = dict.fromkeys([start])
     for node in (waiting := list(nodes)):

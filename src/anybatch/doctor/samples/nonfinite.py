@@ -27,13 +27,11 @@ class NonFiniteWatch:
 
     Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
     not finite then.
-
-    Attributes:
-        last: gives the loss of the last backward, if it is still there; and the value of the last one that was finite.
     """
 
     def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
         self._numbering, self._stepped = numbering, stepped
+        # gives the loss of the last backward, if it is still there; and the value of the last one that was finite
         self.last: tuple[Callable[[], Any], float | None] = lambda: None, None
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
         self._found = False
@@ -44,15 +42,7 @@ class NonFiniteWatch:
         return self._found
 
     def at_backward(self, loss: torch.Tensor, *, sampled: bool = True, scaled: bool = False) -> NonFinite | None:
-        """Looks at a loss before its backward.
-
-        Args:
-            sampled: whether a GPU may be waited for.
-            scaled: whether a scaler had scaled it, which may overflow.
-
-        Returns:
-            Where it came from, once in a run; ``None`` while all is finite.
-        """
+        """Where a loss that is not finite came from, once in a run; one that a scaler had scaled may overflow."""
         if self._found or loss.numel() != 1 or (loss.device.type != "cpu" and not sampled):
             return None
         self.last = weakref.ref(loss), self.last[1]
@@ -68,14 +58,7 @@ class NonFiniteWatch:
             return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
-        """Looks at one gradient before a step of an optimizer.
-
-        Args:
-            sampled: whether a GPU may be waited for.
-
-        Returns:
-            Where the first gradient that is not finite came from, once in a run.
-        """
+        """Where the first gradient that is not finite came from, once in a run; looks at one before each step."""
         if self._found:
             return None
         grad = self._probe(optimizer)
@@ -150,12 +133,7 @@ class NonFiniteWatch:
     def _of_gradients(
         self, start: Any, bad: list[torch.Tensor], loss: float | None, place: tuple[str, int], *, late: int = 0
     ) -> NonFinite:
-        """Where gradients came from that are not finite, or weights that became so with them.
-
-        Args:
-            start: the node of the loss, or of that of a step with the same graph.
-            late: how many steps ago it was.
-        """
+        """Where gradients came from that are not finite, or weights that became so with them ``late`` steps ago."""
         seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
         value = "nan" if any(kind_of(values) == "nan" for values in seen) else "inf"
         parameters = {id(parameter): parameter for parameter in bad}

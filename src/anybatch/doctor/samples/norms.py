@@ -86,12 +86,7 @@ class NormSampler:
             self._state_before(plan, optimizer)
 
     def after(self, optimizer: Any, count: int = 0) -> Norms:
-        """Compares with what was copied.
-
-        Args:
-            count: of its steps before this one; what those have changed that were not looked at is not taken for a
-                write outside of steps.
-        """
+        """Compares with what was copied; what steps between have changed is not taken for a write outside of steps."""
         plan = self._plans[id(optimizer)]
         with torch.no_grad():
             is_late = not plan.sparse and not any(any(bucket.graded) for bucket in plan.buckets)

@@ -82,12 +82,7 @@ class SavedValues:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """What numbers that are not finite are: ``"nan"`` if any is.
-
-    Example:
-        >>> kind_of(torch.tensor([1.0, float("inf")]))
-        'inf'
-    """
+    """What numbers that are not finite are: ``"nan"`` if any is, else ``"inf"``."""
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
@@ -176,11 +171,7 @@ def _brought(candidates: list[Any], nodes: list[Any]) -> Origin | None:
 
 
 def origin_of(node: Any, where: str, detail: str = "") -> Origin:
-    """An operation as an origin.
-
-    Args:
-        detail: what went into it; looked for if it is empty.
-    """
+    """An operation as an origin; what went into it is looked for if it is not known."""
     parameter, is_own = _nearest(node)
     known = detail or what_went_in(node) or what_came_out(node) or overflows(node)
     return Origin(where, node.name(), known, parameter, is_own, where == "forward" and _is_of_data(node, known))

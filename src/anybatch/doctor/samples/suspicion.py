@@ -64,15 +64,7 @@ class Suspicion:
         )
 
     def after_step(self, walks: Sequence[Walk], never_had_grad: Sequence[int], stepped: int = -1) -> Followed | None:
-        """Begins to follow where there is a reason to.
-
-        Args:
-            never_had_grad: numbers of parameters of roots that require a gradient, that an optimizer has, and that have
-                had none in the whole run.
-
-        Returns:
-            What was seen of the last loss before this step, where that was waited for.
-        """
+        """Begins to follow where there is a reason; tells of the last loss before this step if that was waited for."""
         self._steps += 1
         if not (walks or never_had_grad or self._why or self._left):
             return None
@@ -106,10 +98,9 @@ class Suspicion:
         return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
 
     def _mates_of(self, suspects: frozenset[int]) -> tuple[frozenset[str], frozenset[int]]:
-        """What tells the loss in question from others: other parameters of their optimizers, else whose step is next.
+        """Names of other parameters of the suspects' optimizers, which tell their loss from others.
 
-        Returns:
-            Names of these parameters; and where there are none, and other optimizers, the numbers of the suspects' own.
+        Where there are none, and other optimizers, the numbers of the suspects' own, whose step is waited for.
         """
         mates: set[int] = set()
         owners: set[int] = set()
@@ -145,11 +136,7 @@ class Suspicion:
             self.stop()
 
     def before_backward(self, loss: torch.Tensor) -> Followed | None:
-        """Looks at what was followed, before the backward runs; the mode is left for the time of the backward.
-
-        Returns:
-            What was seen, ``None`` where nothing was followed or this loss does not show what was missing.
-        """
+        """What was followed, if this loss shows what was missing; the mode is left for the time of the backward."""
         follower = self._follower
         if follower is None:
             return None

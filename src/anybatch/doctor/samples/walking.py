@@ -58,12 +58,7 @@ class Walker:
         self._made: dict[int, dict[int, type]] = {}
 
     def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
-        """Goes through one graph; nothing is unpacked or run.
-
-        Args:
-            rows: of the batch, -1 if unknown.
-            step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
-        """
+        """Goes through one graph; nothing is unpacked or run. Nodes that were met at an earlier step are old."""
         if loss.grad_fn is None:
             forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
             return Walk(forced=forced)

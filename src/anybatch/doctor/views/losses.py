@@ -9,12 +9,7 @@ from anybatch.records.runs import Run
 
 
 def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tuple[str, int, str], list[LossCall]]:
-    """Calls of loss functions by the user's line.
-
-    Args:
-        run: the facts.
-        keep: which calls; all by default.
-    """
+    """Calls of loss functions by the user's line."""
     found: dict[tuple[str, int, str], list[LossCall]] = {}
     for call in run.of(LossCall):
         if keep is None or keep(call):
@@ -27,12 +22,7 @@ def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tu
 
 
 def loss_place(run: Run, call: LossCall) -> Place:
-    """Where a loss was computed.
-
-    Args:
-        run: the facts.
-        call: of the loss function.
-    """
+    """Where a loss was computed."""
     same = [one for one in run.of(LossCall) if one.function == call.function and one.file[:1] not in ("", "<")]
     line = call if call.file[:1] not in ("", "<") or not same else same[0]
     return Place(module=qualified(run, call.root, call.module) if call.module else "", file=line.file, line=line.line)
