@@ -20,7 +20,7 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     other findings, is not later, and is not merely ``info`` unless both are. That nothing was learned is a consequence
     of any fault.
     """
-    found = sorted(_without_repeats(findings), key=_early)
+    found = sorted(_without_repeats(findings), key=lambda one: (one.at, _severity(one), one.code))
     parents: dict[int, int] = {}
     for index in range(len(found)):
         parent = _parent(index, found, explains, parents)
@@ -79,10 +79,6 @@ def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
         if key not in first or finding.at < first[key].at:
             first[key] = finding
     return list(first.values())
-
-
-def _early(finding: Finding) -> tuple[int, int, str]:
-    return finding.at, _severity(finding), finding.code
 
 
 def _severity(finding: Finding) -> int:

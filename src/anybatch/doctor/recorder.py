@@ -331,7 +331,7 @@ class Doctor:
     @property
     def not_finite(self) -> bool:
         """Whether a non-finite number was seen."""
-        return self._samplers.not_finite
+        return self._samplers.nonfinite.found
 
     @property
     def lost(self) -> str:

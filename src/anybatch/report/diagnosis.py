@@ -1,7 +1,8 @@
 """The texts of a diagnosis: verdict, findings with their consequences, evidence, and which parameters changed."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
-from anybatch.records.runs import Run
+from anybatch.records.paths import cut_off, wholes
+from anybatch.records.runs import Run, grouped
 from anybatch.report.tables import TextTable, number_text
 from anybatch.units import format_seconds
 
-_MOST_NAMES = 12
 _SHORTEST_ROW = 3
 _WHOLE = "(the model)"
 _MOST_ENTRIES = 8
@@ -43,9 +44,7 @@ def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
     for index in parents:
         if _circles(index, parents):
             parents[index] = -1
-    children: dict[int, list[int]] = {}
-    for index, parent in parents.items():
-        children.setdefault(parent, []).append(index)
+    children = grouped((parent, index) for index, parent in parents.items())
 
     def knot(index: int) -> Knot:
         return Knot(found[index], tuple(knot(child) for child in children.get(index, ())))
@@ -221,19 +220,12 @@ def _count(number: int, noun: str) -> str:
 def _first_sentence(text: str) -> str:
     """The first sentence without its full stop; a dot within a name, or a colon, does not end it."""
     line = " ".join(text.strip().split("\n")[:1])
-    head = next((line[:i] for i in _ends(line) if line[i + 2 : i + 3].isupper()), line)
-    return head.strip().rstrip(".")
-
-
-def _ends(line: str) -> Iterable[int]:
-    return (index for index in range(len(line)) if line.startswith(". ", index))
+    return re.split(r"\. (?=[A-Z])", line, maxsplit=1)[0].strip().rstrip(".")
 
 
 def cells_table(diagnosis: Diagnosis) -> TextTable:
     """The table of which gradients and parameters change: one row for all modules with the same state."""
-    groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
-    for cell in diagnosis.cells:
-        groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
+    groups = grouped(((cell.cell, cell.shrinking, cell.frozen, cell.why), cell) for cell in diagnosis.cells)
     names_of = _Names(diagnosis)
     among = [name for cell in diagnosis.cells for name in names_of(cell)]
     rows: list[tuple[str, ...]] = []
@@ -340,22 +332,7 @@ def modules_joined(names: Collection[str], among: Collection[str]) -> str:
 
     At most 12 entries are shown, the others are counted.
     """
-    chosen = dict.fromkeys(names)
-    there = Counter(part for name in dict.fromkeys(among) for part in _parts(name))
-    listed = Counter(part for name in chosen for part in _parts(name))
-    shown: dict[str, None] = {}
-    for name in chosen:
-        whole = next((part for part in _parts(name) if listed[part] == there[part] > 1), None)
-        shown[name if whole is None else f"{whole}.* ({there[whole]})"] = None
-    texts = list(_rows(list(shown)))
-    more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
-    return ", ".join(texts[:_MOST_NAMES] + more)
-
-
-def _parts(name: str) -> Iterator[str]:
-    """The containers of a module, the outermost first."""
-    pieces = name.split(".")
-    return (".".join(pieces[:length]) for length in range(1, len(pieces)))
+    return cut_off(list(_rows(wholes(names, among))))
 
 
 def _rows(texts: Sequence[str]) -> Iterator[str]:

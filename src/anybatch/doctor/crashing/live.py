@@ -279,12 +279,6 @@ class Live:
                 return owner[key] if isinstance(key, int) and -len(owner) <= key < len(owner) else None
         return None
 
-    def facts(self) -> list[Any]:
-        """What the recorder has noted so far."""
-        run = getattr(self.doctor, "run", None)
-        found = getattr(self.doctor, "facts", None) if run is None else getattr(run, "facts", None)
-        return list(found) if isinstance(found, list | tuple) else []
-
     def _find_roots(self) -> None:
         if self._modules is not None:
             return

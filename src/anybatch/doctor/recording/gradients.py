@@ -213,7 +213,11 @@ class Gradients:
         gone = [place for place, one in enumerate(gradients) if ids[place] and (one is None or id(one) != ids[place])]
         here = [place for place, one in enumerate(gradients) if one is not None and id(one) == ids[place]]
         had = len(gone) + len(here)
-        fresh = [(place, one) for place in here if (one := gradients[place]) is not None and not self._is_zero(one)]
+        fresh = [
+            (place, one)
+            for place in here
+            if (one := gradients[place]) is not None and self._zero.get(id(one)) != one._version
+        ]
         if fresh and _are_zero([one for _, one in fresh]):
             gone += [place for place, _ in fresh]
             self._zero.update((id(one), one._version) for _, one in fresh)
@@ -225,9 +229,6 @@ class Gradients:
                 self._used[place] = 0
         self._note(gradients)
         return len(gone), had
-
-    def _is_zero(self, gradient: torch.Tensor) -> bool:
-        return self._zero.get(id(gradient)) == gradient._version
 
 
 @unseen

@@ -1,6 +1,6 @@
 """Sees gradient scalers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.values import tensors_in
 from anybatch.records.events import Scaler
 from anybatch.tensors.dispatch import item_of
 
@@ -51,7 +52,7 @@ class ScalingHooks:
         if not losses.pending:
             losses.pending = True
             self.unscaled.clear()
-        for loss in [result] if isinstance(result, torch.Tensor) else _tensors(result):
+        for loss in tensors_in(result):
             losses.add(loss)
         self._read_scale(scaler)
 
@@ -97,7 +98,3 @@ def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:
         return False
     first: torch.Tensor = found[0]
     return first if len(found) == 1 else torch.stack([one.to(first.device) for one in found]).sum()
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return [one for one in values if isinstance(one, torch.Tensor)] if isinstance(values, (list, tuple)) else []

@@ -111,12 +111,12 @@ class Numbering:
 
     # parameters
 
-    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False, is_tracked: bool = False) -> int:
+    def parameter(self, tensor: torch.Tensor, *, is_tracked: bool = False) -> int:
         """The number of a parameter or another leaf."""
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
-            number = self._add(tensor, self._facts_of(tensor, [], (name,), is_input=is_input))
+            number = self._add(tensor, self._facts_of(tensor, [], (name,)))
         if is_tracked:
             self._track(number)
         return number
@@ -149,7 +149,7 @@ class Numbering:
         return numbers, [self._tensors[number] for number in numbers]
 
     def _facts_of(
-        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...], *, is_input: bool = False,
+        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...],
         value: tuple[float | None, bool] | None = None,
     ) -> ParameterFacts:  # fmt: skip
         constant, equal_rows = constants([tensor])[0] if value is None else value
@@ -167,7 +167,6 @@ class Numbering:
             requires_grad=tensor.requires_grad,
             registered=any(place.registered for place in places),
             is_parameter=isinstance(tensor, torch.nn.Parameter),
-            is_input=is_input,
             role=role_of(tensor, kind, names[0] if where is None else where.attribute),
             constant=constant,
             equal_rows=equal_rows and kind not in ("norm", "batch_norm"),

@@ -54,7 +54,7 @@ class Samplers:
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
         # has to know the last loss that was finite, and its value
-        self.nonfinite = NonFiniteWatch(numbering, self._stepped)
+        self.nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())  # noqa: PLW0108 - replaced
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -72,11 +72,6 @@ class Samplers:
         """What was taken outside of the guard that counts everything else."""
         hooks = sum(one.seconds for _, one in self._activations.values() if one is not None)
         return hooks + self._suspicion.seconds
-
-    @property
-    def not_finite(self) -> bool:
-        """Whether a number that is not finite was seen."""
-        return self.nonfinite.found
 
     def attach(self) -> None:
         """Starts what runs all the time."""
@@ -235,9 +230,6 @@ class Samplers:
         return losscalls.CurrentRoot(recording.root, *recording.arguments, name, module)
 
     # steps
-
-    def _stepped(self) -> Any:
-        return self._recording.stepped()
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anybatch.doctor.samples.lossgraphs import following
+from anybatch.doctor.graphs import following
 
 _MOST = 400
 """Nodes that are looked at; where a model bends, it does so within a few."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.doctor.samples.flatcopies import ENTRIES, Layout, norms, plain, strides
+from anybatch.records.runs import grouped
 from anybatch.records.samples import Norms
 
 if TYPE_CHECKING:
@@ -298,9 +299,7 @@ def _sparse(grad: torch.Tensor) -> tuple[float, float]:
 
 def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[int, float]:
     chosen = {number: view for number in numbers if number in tensors and (view := plain(tensors[number])) is not None}
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in chosen.items():
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
+    kinds = grouped(((tensor.dtype, tensor.device), number) for number, tensor in chosen.items())
     found: dict[int, float] = {}
     for group in kinds.values():
         found.update(zip(group, norms([chosen[number] for number in group]).tolist(), strict=True))

@@ -12,7 +12,7 @@ from anybatch.doctor.sites import Running
 from anybatch.doctor.subjects import Subject
 from anybatch.doctor.values import NOTHING, joined
 from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Leaf, Paths
+from anybatch.records.paths import Paths
 from anybatch.torch_private import has_compiled
 
 if TYPE_CHECKING:
@@ -186,14 +186,13 @@ class Suspicion:
         if follower.hidden:  # what a checkpoint hides has had a gradient, or it is suspected
             for name, parameter in subject.parameters.items():
                 mask |= 0 if name in self._suspects else subject.bits[id(parameter)]
-        leaves = {name: _leaf(p, reached=bool(mask & subject.bits[id(p)])) for name, p in subject.parameters.items()}
+        leaves = subject.leaves(mask)
         explanation = Explanation(subject, follower, self._running)
         stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
         terms = terms_of_loss(loss, follower, subject=subject)
         graph = Graph(subject.bits)
         graph.of(loss)
-        outside = tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())
-        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), outside)
+        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), graph.outside)
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
             is_it = any(not (term.has_gradient and term.parameters) for term in terms)
@@ -205,8 +204,3 @@ class Suspicion:
             telling = any(op not in _ON_PURPOSE for op in suspected) or not suspected
             is_it = any(leaves[name].reached for name in known) if known else telling
         return Followed(why=self._why, paths=paths.to_dict(), unused=unused), is_it
-
-
-def _leaf(parameter: torch.Tensor, *, reached: bool) -> Leaf:
-    retains = not parameter.is_leaf and parameter.retains_grad
-    return Leaf(reached, parameter.requires_grad, parameter.is_leaf, retains, parameter.numel())

@@ -31,10 +31,10 @@ def cells(run: Run) -> tuple[Cell, ...]:
     """Which gradients and which parameters change: one entry for all of a module of which the same is true."""
     seen = _look(run)
     optimized = _optimized(run)
-    entries = []
-    for number, parameter in run.parameters.items():
-        if not parameter.is_input:
-            entries.append((parameter, seen[number], *_cell(parameter, seen[number], number in optimized)))
+    entries = [
+        (parameter, seen[number], *_cell(parameter, seen[number], number in optimized))
+        for number, parameter in run.parameters.items()
+    ]
     return tuple(
         _joined(run, [(parameter, one) for parameter, one, *_ in group], cell, why)
         for (_, _, cell, why), group in (

@@ -5,15 +5,14 @@ from collections.abc import Callable
 from anybatch.doctor.views.naming import qualified
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 
 
 def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tuple[str, int, str], list[LossCall]]:
     """Calls of loss functions by the user's line."""
-    found: dict[tuple[str, int, str], list[LossCall]] = {}
-    for call in run.of(LossCall):
-        if keep is None or keep(call):
-            found.setdefault((call.file, call.line, call.function), []).append(call)
+    found = grouped(
+        ((call.file, call.line, call.function), call) for call in run.of(LossCall) if keep is None or keep(call)
+    )
     for key in [key for key in found if not key[0] or key[0].startswith("<")]:
         known = next((other for other in found if other[2] == key[2] and other[0][:1] not in ("", "<")), None)
         if known is not None:  # a line that could not be found is that of the other calls

@@ -9,7 +9,7 @@ from typing import TypeVar
 from anybatch.doctor.views.courses import groups_of
 from anybatch.records.lossfacts import Followed
 from anybatch.records.paths import Paths
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
 from anybatch.records.tables import ParameterFacts
 
@@ -111,9 +111,7 @@ def grown_ratio(run: Run, norms: Norms) -> float:
 
 def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
     """For each root its samples of activations, in order."""
-    found: dict[int, list[Activations]] = {}
-    for one in run.of(Activations):
-        found.setdefault(one.root, []).append(one)
+    found = grouped((one.root, one) for one in run.of(Activations))
     yield from found.items()
 
 
@@ -124,9 +122,7 @@ def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSam
 
 def told_apart(run: Run, samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
     """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is."""
-    given: dict[int, list[InputSample]] = {}
-    for one in run.of(InputSample):
-        given.setdefault(one.forward, []).append(one)
+    given = grouped((one.forward, one) for one in run.of(InputSample))
     return [(one, output) for one, output in outputs(samples) if not _all_alike(given.get(one.forward, []), output)]
 
 

@@ -9,7 +9,7 @@ from anybatch.doctor.views.growing import Lost, lost
 from anybatch.doctor.views.naming import at_line, optimizer_variable
 from anybatch.doctor.views.windows import MANY, Window, by_closure, members, stepping, windows_of
 from anybatch.records.events import Stepped
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
@@ -92,18 +92,12 @@ class OptimizerView:
 
 @remembered
 def _steps(run: Run) -> dict[int, list[Stepped]]:
-    found: dict[int, list[Stepped]] = {}
-    for one in run.of(Stepped):
-        found.setdefault(one.optimizer, []).append(one)
-    return found
+    return grouped((one.optimizer, one) for one in run.of(Stepped))
 
 
 @remembered
 def _samples(run: Run) -> dict[int, list[Norms]]:
-    found: dict[int, list[Norms]] = {}
-    for one in run.of(Norms):
-        found.setdefault(one.optimizer, []).append(one)
-    return found
+    return grouped((one.optimizer, one) for one in run.of(Norms))
 
 
 def optimizers(run: Run, *, most: int | None = MANY) -> list[OptimizerView]:

@@ -7,7 +7,7 @@ from anybatch.doctor.views.courses import updates
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
 
@@ -301,10 +301,7 @@ def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
 @remembered
 def forwards_by_root(run: Run) -> dict[int, list[Forward]]:
     """The forwards of each root."""
-    found: dict[int, list[Forward]] = {}
-    for one in run.of(Forward):
-        found.setdefault(one.root, []).append(one)
-    return found
+    return grouped((one.root, one) for one in run.of(Forward))
 
 
 @remembered
