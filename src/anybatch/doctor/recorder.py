@@ -24,6 +24,7 @@ from anybatch.doctor.recording.hooks_scaling import ScalingHooks
 from anybatch.doctor.recording.hooks_schedules import LoaderHooks, ScheduleHooks
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.printing import PrintedNumbers
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
@@ -114,6 +115,7 @@ class Doctor:
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),
         )
+        self._printed = PrintedNumbers(recording)
         recording.threads.taken = self._forward.forget_running
         self._subjects = subjects
         self._backwards = self._away = self._aside = 0
@@ -141,6 +143,7 @@ class Doctor:
             self._optimizers.attach()
             for hooks in self._others:
                 hooks.attach()
+            self._printed.attach()
             self._samplers.attach()
             self._forward.attach()
             self._forward.search(self._recording.sampled)
@@ -210,6 +213,7 @@ class Doctor:
         if self._after_step is not None:
             self._after_step.detach()
         self._recording.take_in()
+        self._printed.detach()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()

@@ -161,3 +161,15 @@ class Evaluated(Fact):
     # of the first call of a regression: mean and standard deviation of the predictions, and those of the targets
     scales: tuple[float, ...] = ()
     names: tuple[tuple[int, int], ...] = ()  # some targets, and the class that has it in most of their rows
+
+
+@fact("printed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed(Fact):
+    """Numbers that one line of the script printed in the course of the run: at most 65, the last one among them."""
+
+    label: str  # the words before the number, such as ``"test accuracy"``
+    steps: tuple[int, ...] = ()  # the number of optimizer steps before each
+    values: tuple[float, ...] = ()  # percentages as shares
+    file: str = ""  # file and line of the user's call
+    line: int = 0
