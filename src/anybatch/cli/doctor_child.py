@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
+from anybatch.doctor.frames import HiddenFrames, without_own_frames
 
 BEGAN = "began"
 ATTACHED = "attached"

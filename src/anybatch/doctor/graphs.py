@@ -12,15 +12,19 @@ from anybatch.records.paths import Kept, Saved, Term
 ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
 SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
 SUMMING = ("MeanBackward0", "SumBackward0")
-# What leaves each entry what it is, so that what comes before it feeds what comes after it.
-MOVING = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute"),
-        *("T", "Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
-    )
-) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
 _MOST_SAVED = 10
+
+
+def nodes_of(*operations: str) -> frozenset[str]:
+    """The nodes of operations, with those of their overloads."""
+    return frozenset(f"{name}Backward{overload}" for name in operations for overload in range(3))
+
+
+# What leaves each entry what it is, so that what comes before it feeds what comes after it.
+MOVING = nodes_of(
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T"),
+    *("Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
+)
 
 
 def reentrant(node: Any) -> bool:

@@ -93,7 +93,7 @@ def _card(knot: words.Knot, run: Run) -> Card:
     finding = knot.finding
     fix = textwrap.dedent(finding.fix).strip("\n")[:_MOST_FIX]
     return Card(
-        finding, words.label_of(finding), words.place_of(finding), words.evidence_of(finding), fix,
+        finding, words.label_of(finding), str(finding.place), words.evidence_of(finding), fix,
         "\n" in fix or is_code(fix), tuple(_card(one, run) for one in knot.follows),
         source_of(finding, run.started.time), link_to(finding.place),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anybatch.doctor.graphs import following
+from anybatch.doctor.graphs import MOVING, following, nodes_of
 
 _MOST = 400
 """Nodes that are looked at; where a model bends, it does so within a few."""
@@ -13,16 +13,11 @@ _OPERANDS = {
 }  # fmt: skip
 """Products with a weight: the places of what comes in and of the weight."""
 
-_STRAIGHT = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T"),
-        *("Expand", "Slice", "Select", "Index", "IndexSelect", "Alias", "Flatten", "Add", "Sub", "Rsub", "Neg", "Mean"),
-        *("Sum", "Cat", "Stack", "NativeDropout", "FusedDropout", "NativeBatchNorm", "CudnnBatchNorm", "AvgPool1D"),
-        *("AvgPool2D", "AdaptiveAvgPool2D", "MeanAdaptiveAvgPool2D", "ConstantPadNd", "Embedding", "Repeat", "Narrow"),
-    )
-    for number in range(3)
-)
+_STRAIGHT = MOVING | nodes_of(
+    *("Add", "Sub", "Rsub", "Neg", "Mean", "Sum", "Cat", "Stack", "NativeDropout", "FusedDropout", "NativeBatchNorm"),
+    *("CudnnBatchNorm", "AvgPool1D", "AvgPool2D", "AdaptiveAvgPool2D", "MeanAdaptiveAvgPool2D", "ConstantPadNd"),
+    *("Embedding", "Repeat", "Narrow"),
+)  # fmt: skip
 _SCALED = frozenset({"MulBackward0", "DivBackward0"})
 
 

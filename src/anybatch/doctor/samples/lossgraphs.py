@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, following, summands
+from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, following, nodes_of, summands
 
 _MOST_TERMS = 8
 _MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
@@ -15,13 +15,9 @@ _LOGARITHMIC = (
 )  # fmt: skip
 """What log-probabilities come from: a density ends with differences, and one of classes picks an entry."""
 
-_BY_ENTRY = ADDITIONS | SCALING | frozenset(
-    f"{name}Backward{version}"
-    for name in (
-        *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
-        *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
-    )
-    for version in (0, 1, 2)
+_BY_ENTRY = ADDITIONS | SCALING | nodes_of(
+    *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
+    *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
 )  # fmt: skip
 _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
