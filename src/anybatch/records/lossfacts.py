@@ -14,7 +14,7 @@ class Walk(Fact):
     nodes: int = 0  # the number of nodes visited; the traversal ends at a limit, see ``cut_short``
     cut_short: bool = False  # whether the limit was reached
     reached: tuple[int, ...] = ()  # numbers of the parameters that the loss reaches
-    outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered; inputs have ``is_input``
+    outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered
     constant_terms: int = 0  # the number of summands of the loss without a graph, plain numbers included
     # for each softmax or log-softmax: its dim (not negative), the number of dims, the size of that dim, and whether dim
     # 0 has as many rows as the batch

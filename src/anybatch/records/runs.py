@@ -18,6 +18,8 @@ from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, Schedu
 K = TypeVar("K", bound=Fact)
 P = ParamSpec("P")
 R = TypeVar("R")
+G = TypeVar("G")
+V = TypeVar("V")
 
 _ = _draws, _events, _lossfacts, _samples
 
@@ -38,9 +40,7 @@ class Run:
     _by_kind: dict[type[Fact], list[Fact]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._by_kind = {}
-        for one in self.facts:
-            self._by_kind.setdefault(type(one), []).append(one)
+        self._by_kind = grouped((type(one), one) for one in self.facts)
         self.started = next(self.of(Started), Started())
         self.roots = {one.root: one for one in self.of(Root)}
         self.parameters = {one.parameter: one for one in self.of(ParameterFacts)}
@@ -61,6 +61,19 @@ class Run:
         for one in self.of(_events.Stepped):
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
         return max(counts.values(), default=0)
+
+
+def grouped(pairs: Iterable[tuple[G, V]]) -> dict[G, list[V]]:
+    """Values by their keys, both in the order in which they come.
+
+    Example:
+        >>> grouped((len(word), word) for word in ("if", "for", "in"))
+        {2: ['if', 'in'], 3: ['for']}
+    """
+    found: dict[G, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatenate[Run, P], R]:

@@ -34,7 +34,6 @@ class ModuleFacts:
     # ``"dropout"``, ``"batch_norm"``, ``"norm"``, ``"activation"``, ``"embedding"``, ``"recurrent"``, ``"attention"``,
     # ``"linear"``, ``"conv"``, ``"container"`` or empty; subclasses of torch's classes have the kind of their base
     kind: str = ""
-    leaf: bool = True  # whether it has no children
     registered: bool = True  # whether ``named_modules()`` has it; otherwise it is in a plain list or dictionary
     training: bool = True  # its mode when recorded
     # the attribute ``requires_grad`` if the user set it on the module itself (it has no effect); ``None`` if not
@@ -82,7 +81,6 @@ class ParameterFacts(Fact):
     requires_grad: bool = True  # its flag when recorded
     registered: bool = True  # whether ``named_parameters()`` of a root has it
     is_parameter: bool = True  # whether it is an ``nn.Parameter``
-    is_input: bool = False  # whether it is a leaf that is an input of a model, or is created anew in each step
     # ``"weight"``, ``"bias"``, ``"norm"`` (weight or bias of a norm layer), ``"embedding"`` or ``"other"``
     role: str = "other"
     constant: float | None = None  # the value that all its entries had when first seen; ``None`` if they differed
