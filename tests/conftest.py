@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from anybatch.planning.planner import Planner
+
 torch.set_num_threads(1)
+
+# Plans measure times for a moment only: these decide what is chosen, and not how many bytes it takes.
+assert Planner.__init__.__kwdefaults__ is not None
+Planner.__init__.__kwdefaults__["patience"] = 0.1
 
 
 class TorchRandom:
@@ -67,16 +73,6 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def plans_measure_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times decide what is chosen, and not how many bytes it takes."""
-    from anybatch.planning.planner import Planner
-
-    defaults = Planner.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "patience", 0.1)
 
 
 @pytest.fixture(autouse=True)

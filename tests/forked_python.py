@@ -30,18 +30,26 @@ HERE = Path(__file__).parent
 
 
 def run(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, stdin: str = ""
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, stdin: str = "", to: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a command that begins with ``sys.executable``, as ``subprocess.run`` does."""
+    """Runs a command that begins with ``sys.executable``, as ``subprocess.run`` does.
+
+    Args:
+        command: what would be typed.
+        folder: in which it runs.
+        environment: of the process; that of this one by default.
+        stdin: its standard input.
+        to: a file for what it prints, which is not returned then.
+    """
     with tempfile.TemporaryDirectory() as home:
         values = dict(os.environ if environment is None else environment)
-        request = {"folder": str(folder), "arguments": [*command[1:]], "environment": values}
+        request = {"folder": str(folder), "arguments": [*command[1:]], "environment": values, "to": to}
         (Path(home) / "request").write_text(json.dumps(request), encoding="utf-8")
         (Path(home) / "in").write_text(stdin, encoding="utf-8")
         run_forked_calls([Call("forked_python", "answer", [home], Path(home) / "trouble")], SECONDS)
         code = Path(home) / "code"
         assert code.exists(), (Path(home) / "trouble").read_text()
-        out, err = ((Path(home) / name).read_text(encoding="utf-8") for name in ("out", "err"))
+        out, err = ("" if to else (Path(home) / name).read_text(encoding="utf-8") for name in ("out", "err"))
         return subprocess.CompletedProcess([*command], int(code.read_text()), out, err)
 
 
@@ -49,7 +57,9 @@ def answer(home: str) -> None:
     """Runs what is asked for in a folder; this process has been forked for it."""
     request = json.loads((Path(home) / "request").read_text(encoding="utf-8"))
     subprocess.Popen = ForkedPython  # type: ignore[misc]
-    given, out, err = (os.open(Path(home) / name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("in", "out", "err"))
+    to = request["to"]
+    paths = (Path(home) / "in", to or Path(home) / "out", to or Path(home) / "err")
+    given, out, err = (os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths)
     process = ForkedPython(
         [sys.executable, *request["arguments"]], stdin=given, stdout=out, stderr=err, env=request["environment"],
         cwd=request["folder"],

@@ -1,17 +1,19 @@
 """The code of the pages on ranks prints the same in one process and in a process group."""
 
+import contextlib
 import os
+import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forks import Call, run_forked_calls
 from pages import blocks
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120  # that two processes may take to import torch on a busy machine
+SECONDS = 60  # that two processes may take on a busy machine
 
 
 def script_of(page: str, folder: Path) -> Path:
@@ -27,28 +29,25 @@ def run(script: Path, world: int) -> list[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    if world > 1:
-        base |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=base | ({"RANK": str(rank)} if world > 1 else {}),
-        )
+    texts = [script.with_name(f"printed{rank}of{world}") for rank in range(world)]
+    ends = [text.with_suffix(".end") for text in texts]
+    calls = [
+        Call("test_ranks_pages", "run_page", [str(script), rank, world, port, str(texts[rank])], ends[rank])
         for rank in range(world)
-    ]  # fmt: skip
-    texts = []
-    try:
-        for process in processes:
-            text, error = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, error
-            texts.append(text)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return texts
+    ]
+    run_forked_calls(calls, SECONDS)
+    for end in ends:
+        assert end.read_text().endswith("to its end\n"), end.read_text()
+    return [text.read_text() for text in texts]
+
+
+def run_page(script: str, rank: int, world: int, port: int, to: str) -> None:
+    """What a process does."""
+    if world > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with Path(to).open("w") as printed, contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    sys.stdout.write("to its end\n")
 
 
 @pytest.mark.parametrize("page", ["ranks.md", "ray.md"])

@@ -201,12 +201,13 @@ def test_a_format_that_there_is_not_is_refused(folder: Path) -> None:
 
 def test_a_terminal_that_is_gone_takes_nothing_from_the_files(folder: Path) -> None:
     (folder / "plain.py").write_text(PLAIN, encoding="utf-8")
-    code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
     for verb in ("check", "plan", "doctor"):
-        command = [sys.executable, "-c", code, verb, "--json", f"{verb}.json", "plain.py"]
-        with Path("/dev/full").open("w") as full:
-            path = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-            subprocess.run(command, cwd=folder, env=path, stdout=full, stderr=full, check=False)
+        command = [*COMMAND, verb, "--json", f"{verb}.json", "plain.py"]
+        if verb == "check":  # in a process that is really started
+            with Path("/dev/full").open("w") as full:
+                subprocess.run(command, cwd=folder, env=ENVIRONMENT, stdout=full, stderr=full, check=False)
+        else:
+            forked_python.run(command, folder, ENVIRONMENT, to="/dev/full")
         assert json.loads((folder / f"{verb}.json").read_text("utf-8")), verb
 
 

@@ -84,7 +84,7 @@ def test_a_healthy_run_is_told_nothing_of(folder: Path) -> None:
 
 
 def test_a_run_ends_after_some_steps(folder: Path) -> None:
-    done = doctor(folder, "--no-ask", "--steps", "30", "--record", "run.jsonl", "--fail-on", "error", "train.py")
+    done = forked_doctor(folder, "--no-ask", "--steps", "30", "--record", "run.jsonl", "--fail-on", "error", "train.py")
     assert (done.code, done.out) == (0, ""), done.err
     run = load_run(folder / "run.jsonl")
     assert len(list(run.of(Stepped))) == run.steps == 30

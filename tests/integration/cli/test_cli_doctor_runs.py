@@ -14,7 +14,7 @@ from anybatch.cli import doctor as doctor_module
 from anybatch.cli.doctor_launch import Finished
 from anybatch.cli.main import main
 from anybatch.records.runs import load_run
-from doctor_scripts import both, doctor, forked_doctor, light_torch
+from doctor_scripts import both, forked_doctor, light_torch
 
 TRAIN = '''
 """Everything that a script may do: workers, children, code from text, a folder of its own, options."""
@@ -191,7 +191,7 @@ for step in range(30):
 def test_findings_change_the_exit_code_only_if_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is in no optimizer."""
     (folder / "loop.py").write_text(LOOP, encoding="utf-8")
-    done = doctor(folder, "--json", "-", "--record", "run.jsonl", "-o", "page.html", "loop.py", "--", "--x")
+    done = forked_doctor(folder, "--json", "-", "--record", "run.jsonl", "-o", "page.html", "loop.py", "--", "--x")
     facts = json.loads(done.out)
     assert done.code == 0
     first = facts["findings"][0]
@@ -230,7 +230,7 @@ def test_a_crash_is_explained_once_behind_its_traceback(folder: Path) -> None:
     (folder / "crash.py").write_text(CRASH, encoding="utf-8")
     (folder / "own.py").write_text(CRASH.replace("torch.manual", OWN_HOOK + "torch.manual", 1), encoding="utf-8")
     with ThreadPoolExecutor(2) as pool:
-        with_own = pool.submit(doctor, folder, "--json", "own.json", "own.py")
+        with_own = pool.submit(forked_doctor, folder, "--json", "own.json", "own.py")
         without, done = both(folder, "crash.py", options=["--json", "out.json"])
     line = CRASH[: CRASH.index("        loss.backward()")].count("\n") + 1
     lines = (line, line - 3)  # where it fails, and where the graph was freed

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+import forked_python
 from anybatch.cli.main import main
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.script import Ending
@@ -89,17 +90,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+STARTED = {"steps", "step"}  # in processes that are really started
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from anybatch.cli.main import main; main(prog_name='anybatch')"
+    command = [sys.executable, "-c", code, "plan", *arguments]
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-c", code, "plan", *arguments],
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "80", "PYTHONUTF8": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    values = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80", "PYTHONUTF8": "1"}
+    if STARTED.isdisjoint(arguments):
+        return forked_python.run(command, Path.cwd(), values)
+    return subprocess.run(command, env=values, capture_output=True, text=True, timeout=120, check=False)
 
 
 def planned(mode: str, *options: str, call: Any = None) -> subprocess.CompletedProcess[str]:
@@ -349,14 +350,8 @@ def test_a_real_step_is_planned_within_its_budget_and_runs_as_planned(folder: Pa
     assert plan.peak_bytes <= plan.budget == 220 * 1024 < plan.whole_bytes
     assert plan.micro_batches > 1 or plan.recompute
     assert "optimizer state" in plan.at_peak
-    trained = subprocess.run(
-        [sys.executable, "real.py", "plan.json"],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    values = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    trained = forked_python.run([sys.executable, "real.py", "plan.json"], folder, values)
     assert trained.stdout == f"{plan.micro_batches} True\n", trained.stderr
     assert Path("checkpoint").exists()
 

@@ -1,11 +1,11 @@
 """Models that are spread over processes: which are called past their wrapper."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked_python
 from sharding_models import runs_on_cpu
 
 SCRIPT = """
@@ -35,7 +35,6 @@ def work(rank, world, call, file):
         print(doctor.failure, [(f.world, f.wrapper, f.bypassed) for f in facts], [f.name for f in doctor.findings])
     dist.destroy_process_group()
 
-import torch._dynamo  # which the optimizer of each process loads
 mp.start_processes(work, args=(2, sys.argv[1], sys.argv[2]), nprocs=2, start_method="fork")
 """
 
@@ -44,13 +43,7 @@ mp.start_processes(work, args=(2, sys.argv[1], sys.argv[2]), nprocs=2, start_met
 def test_a_model_that_is_called_past_its_wrapper(tmp_path: Path, call: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script), call, str(tmp_path / "meet")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = forked_python.run([sys.executable, str(script), call, str(tmp_path / "meet")], tmp_path)
     assert done.returncode == 0, done.stderr
     bypassed = "('net',)" if call == "inner" else "()"
     assert f"[(2, 'DistributedDataParallel', {bypassed})]" in done.stdout
@@ -87,7 +80,5 @@ dist.destroy_process_group()
 def test_parameters_whose_memory_fsdp_has_freed_are_not_read(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SHARDED, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "meet")], check=False, capture_output=True, text=True, timeout=240
-    )
+    done = forked_python.run([sys.executable, str(script), str(tmp_path / "meet")], tmp_path)
     assert (done.returncode, done.stdout) == (0, "'' 6 []\n"), done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import forked_python
+
 ROOT = Path(__file__).parents[3]
 PEERS = ("accelerate", "lightning", "pytorch_lightning")
 
@@ -29,7 +31,7 @@ def run(script: str, environment: dict[str, str], tmp_path: Path, *options: str)
     """Runs a benchmark; gives what it printed, its table and its rows."""
     table, rows = tmp_path / "out" / "table.md", tmp_path / "out" / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / script), *options, "-o", str(table), "--json", str(rows)]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked_python.run(command, tmp_path, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, object] = json.loads(rows.read_text())
     return done.stdout, table.read_text(), found

@@ -2,13 +2,14 @@
 
 import doctest
 import importlib
-import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import anybatch
+import forked_python
 
 ERRORS = {
     "AnyBatchError",
@@ -82,7 +83,7 @@ def test_errors_have_one_root(name: str) -> None:
     assert error is getattr(importlib.import_module("anybatch.errors"), name)
 
 
-def test_public_names_survive_the_import_of_every_module() -> None:
+def test_public_names_survive_the_import_of_every_module(tmp_path: Path) -> None:
     """Loading a submodule binds its name on the package, which hides a public name that is the same."""
     code = """
 import importlib, pkgutil, types, anybatch
@@ -92,7 +93,7 @@ for found in pkgutil.walk_packages(anybatch.__path__, "anybatch."):
 hidden = [name for name in anybatch.__all__ if isinstance(getattr(anybatch, name), types.ModuleType)]
 assert hidden == ["testing"], hidden
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = forked_python.run([sys.executable, "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import anybatch
+import forked_python
 from anybatch.integrations.accelerate import train_step
 from ranks_running import Case, everywhere, run_cases
 from reference import Gradients, assert_bitwise, assert_float64, distance, gradients_of, norm, whole_gradients
@@ -175,9 +175,9 @@ def test_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         train_step(accelerator, model, loss_fn, optimizer)
 
 
-def test_without_accelerate_it_says_what_to_install() -> None:
+def test_without_accelerate_it_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['accelerate'] = None; import anybatch.integrations.accelerate"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = forked_python.run([sys.executable, "-c", code], tmp_path)
     assert "pip install 'accelerate>=1.0'" in done.stderr
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
 import anybatch
+import forked_python
 from anybatch.integrations.lightning import DoctorCallback, ExactGradient
 from lightning_runs import COUNT, Tagger, data, fitted, truth
 from reference import assert_bitwise, assert_float64, distance, gradients_of, norm
@@ -241,7 +241,7 @@ def test_the_doctor_comes_off_when_the_run_breaks() -> None:
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_without_lightning_it_says_what_to_install() -> None:
+def test_without_lightning_it_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['lightning'] = None; import anybatch.integrations.lightning"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = forked_python.run([sys.executable, "-c", code], tmp_path)
     assert "pip install 'lightning>=2.4'" in done.stderr

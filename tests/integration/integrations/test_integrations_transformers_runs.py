@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,7 @@ def test_the_command_line_checks_a_script(tmp_path: Path) -> None:
     assert "exact" in done.stdout
 
 
-def test_without_transformers_it_says_what_to_install() -> None:
+def test_without_transformers_it_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['transformers'] = None; import anybatch.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = forked_python.run([sys.executable, "-c", code], tmp_path)
     assert "pip install 'transformers[torch]" in done.stderr

@@ -27,8 +27,6 @@ from diagonals import diagonals
 from planning_referee import alive_in
 from real_memory import allocator_peak
 
-pytestmark = pytest.mark.usefixtures("plans_measure_for_a_moment")
-
 ALLOWED = 8 * torch.get_rng_state().nbytes
 
 

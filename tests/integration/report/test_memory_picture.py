@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import forked_python
 from source_tree import ROOT
 
 SCRIPT, PICTURE = ROOT / "benchmarks/memory_of_a_step.py", ROOT / "docs/memory.svg"
@@ -54,10 +54,7 @@ class Drawing(NamedTuple):
 def drawing(tmp_path_factory: pytest.TempPathFactory) -> Drawing:
     """What the script draws here."""
     path = tmp_path_factory.mktemp("picture") / "memory.svg"
-    done = subprocess.run(
-        [sys.executable, "-c", DRAW, str(path)], check=False, capture_output=True, text=True, timeout=300,
-        cwd=SCRIPT.parent,
-    )  # fmt: skip
+    done = forked_python.run([sys.executable, "-c", DRAW, str(path)], SCRIPT.parent)
     assert done.returncode == 0, done.stderr
     return Drawing(path.read_text(encoding="utf-8"), done.stdout)
 

@@ -1,9 +1,11 @@
 """A run that is killed at any point and goes on from its last checkpoint is bitwise the run that was not."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,9 @@ def run_process() -> Callable[..., int]:
     """Runs ``train`` in a process of its own, which starts quickly because torch is loaded there already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_resume", "torch._dynamo"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # else the server does not find this file
+        multiprocessing.forkserver.ensure_running()
 
     def run(*args: Any) -> int:
         process = context.Process(target=train, args=args)

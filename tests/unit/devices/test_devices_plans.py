@@ -29,8 +29,6 @@ from reference import (
     whole_gradients,
 )
 
-pytestmark = pytest.mark.usefixtures("plans_measure_for_a_moment")
-
 WORDS, LENGTH = 400, 12
 SLACK = 1024  # bytes: numbers of losses, which the update finds still there
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 import textwrap
 
@@ -40,6 +41,7 @@ WITHOUT_A_RULE = {
 PARTS = ("## What is seen", "## Why it matters", "## What to change", "## When it is fine")
 
 
+@functools.cache
 def names_of_tests() -> set[str]:
     """Returns the names of all tests of rules."""
     return {

@@ -272,13 +272,13 @@ SMALL: dict[str, Any] = {
 class Bench:
     """A step with all memory optimizations on, the same at every start."""
 
-    def __init__(self, micro_batch_size: int = 2) -> None:
+    def __init__(self, micro_batch_size: int = 2, verify: Any = "first") -> None:
         torch.manual_seed(4)
         self.model, self.batch = Language(layers=2, width=4), texts(2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.pool = HostPool()
         self.step = anybatch.TrainStep(
-            self.model, language_loss, self.optimizer, micro_batch_size=micro_batch_size, clip_norm=1.0
+            self.model, language_loss, self.optimizer, micro_batch_size=micro_batch_size, clip_norm=1.0, verify=verify
         )
 
     def run(self) -> anybatch.StepResult:
@@ -298,7 +298,7 @@ def test_memory_that_runs_out_anywhere_leads_to_the_same_weights() -> None:
     wrong: dict[str, Any] = {}
     recovered = 0
     for number in itertools.count(1, 23):
-        bench = Bench()
+        bench = Bench(verify="off" if recovered % 8 else "first")  # nobody sees the operations of a proof
         with OutOfMemoryAt(number) as memory:
             try:
                 out = bench.run()

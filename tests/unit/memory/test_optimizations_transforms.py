@@ -130,7 +130,7 @@ def check_budgets(make: Callable[[], nn.Module], loss_fn: Loss, batch: Any, shar
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_any_budget_holds_and_the_gradient_is_exact(loss_fn: Loss) -> None:
-    check_budgets(net, loss_fn, data(100), (0.0, 0.2, 0.6))
+    check_budgets(net, loss_fn, data(40), (0.0, 0.2, 0.6))
 
 
 class Inside(nn.Module):
@@ -159,4 +159,4 @@ def test_a_block_that_uses_a_transform_itself(how: str) -> None:
     def loss_fn(model: Any, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    check_budgets(make, loss_fn, data(100), (0.0, 0.3, 0.7))
+    check_budgets(make, loss_fn, data(40), (0.0, 0.3, 0.7))

@@ -1,23 +1,14 @@
 """The peak that a plan predicts from micro-batches of two and four samples is the one that is measured."""
 
-import functools
 from typing import Any
 
 import pytest
 
 import anybatch
-from anybatch.planning.planner import Planner
 from planning_models import FACTORIES, NAMES, Subject
 from planning_truth import peak_of_step, peak_of_whole
 
 PLENTY = 2**40
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    for module in ("entrance", "following"):
-        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
 
 def plan_of(subject: Subject, batch: Any, memory: int, **options: Any) -> anybatch.Plan:

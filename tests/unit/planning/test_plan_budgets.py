@@ -14,8 +14,6 @@ from planning_referee import Cap, alive_in, peak_of
 from planning_truth import brute_force, peak_of_first_call, peak_of_whole
 from reference import Gradients, as_float64, assert_float32, gradients_of, whole_gradients
 
-pytestmark = pytest.mark.usefixtures("plans_measure_for_a_moment")
-
 SAMPLES = 16
 PERCENT = (90, 60, 40, 25, 15)
 MODELS = ("vision_transformer", "cnn_groupnorm", "heterogeneous", "experts", "lstm", "deep_residual")

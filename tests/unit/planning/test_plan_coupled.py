@@ -25,13 +25,6 @@ ROWS, FEW_ROWS = 16, 8
 PERCENT = (101, 45)
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    for module in ("entrance", "following"):
-        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
-
-
 def plan_of(subject: CoupledSubject, batch: Any, memory: int) -> anybatch.Plan:
     options = {name: value for name, value in subject.options.items() if name != "verify"}  # which changes no bytes
     return anybatch.plan(subject.model, subject.loss_fn, batch, subject.optimizer(), memory=memory, **options)

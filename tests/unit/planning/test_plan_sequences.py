@@ -15,19 +15,11 @@ from hypothesis import strategies as st
 
 import anybatch
 from anybatch.planning.overtimesearch import FEW, InChunks, Shape
-from anybatch.planning.planner import Planner
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_float64, gradients_of
 from sequence_models import SequenceSubject, subject_of
 
 ROWS, STEPS = 4, 40
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    for module in ("entrance", "following"):
-        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
 
 def plan_of(subject: SequenceSubject, batch: Any, memory: int) -> anybatch.Plan:

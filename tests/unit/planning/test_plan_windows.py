@@ -12,8 +12,6 @@ import anybatch
 from anybatch.batch.windowing import Window
 from diagonals import diagonals
 
-pytestmark = pytest.mark.usefixtures("plans_measure_for_a_moment")
-
 Batch = dict[str, Tensor]
 
 

@@ -32,7 +32,6 @@ def smallest() -> int:
     return plan.smallest_bytes
 
 
-@pytest.mark.usefixtures("plans_measure_for_a_moment")
 def test_workspaces_of_libraries_are_part_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workspace_bytes(torch.device("cpu")) == 0
     without = smallest()

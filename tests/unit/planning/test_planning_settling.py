@@ -4,7 +4,6 @@ How it could be silently wrong: an exception that is meant for the planner alone
 sizes that do not belong together; a size runs for real that may not fit; the search never ends.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ import anybatch
 from anybatch.planning import predictor
 from anybatch.planning.curve import Fit, NotAligned, Size
 from anybatch.planning.memorytrace import Tracer
-from anybatch.planning.planner import Planner, until_stable
+from anybatch.planning.planner import until_stable
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.units import parse_bytes
 from coupled_models import subject_of as coupled_subject
@@ -30,13 +29,6 @@ from sequence_models import subject_of as sequence_subject
 ROWS, WIDTH = 48, 32
 BUDGETS = ("10MiB", "156KiB", "130KiB")
 LossFn = Callable[[nn.Module, Any], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures hardly any times: they decide what is chosen, and not how many bytes it takes."""
-    for module in ("entrance", "following"):
-        monkeypatch.setattr(f"anybatch.planning.{module}.Planner", functools.partial(Planner, patience=0.01))
 
 
 def build() -> nn.Module:

@@ -150,7 +150,7 @@ def test_the_logical_batch_is_let_go_after_the_call() -> None:
     other = Tokens()
     step = anybatch.TrainStep(
         other, lambda model, x: model(x).mean(), sgd(other), memory=2**30,
-        collate=lambda some: pad_sequence(some, batch_first=True), cost=len,
+        collate=lambda some: pad_sequence(some, batch_first=True), cost=len, verify="off",  # it averages padding
     )  # fmt: skip
     gone = [weakref.ref(sample) for sample in samples]
     step(samples)

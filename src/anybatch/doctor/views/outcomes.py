@@ -70,34 +70,21 @@ _AGAIN = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a part of a run.
+    """What became of a part of a run."""
 
-    Args:
-        word: whether it learned.
-        said: how that is known, as the end of a sentence.
-        call: of the loss function that ends where a constant guess is, ``None`` without.
-        last: its values at the end, on average.
-        guess: the loss of the best constant guess.
-        steps: of the part.
-        unrelated: the answer that its loss is the same with the targets of other rows, ``None`` without.
-    """
-
-    word: Word
-    said: str
-    call: LossCall | None = None
-    last: float = 0.0
-    guess: float = 0.0
-    steps: int = 0
+    word: Word  # whether it learned
+    said: str  # how that is known, as the end of a sentence
+    call: LossCall | None = None  # of the loss function that ends where a constant guess is, ``None`` without
+    last: float = 0.0  # its values at the end, on average
+    guess: float = 0.0  # the loss of the best constant guess
+    steps: int = 0  # of the part
+    # the answer that its loss is the same with the targets of other rows, ``None`` without
     unrelated: Probed | None = None
 
 
 @remembered
 def outcome(run: Run) -> Outcome:
-    """Whether a run was seen to learn: every part of it that is long enough to tell.
-
-    Args:
-        run: the facts.
-    """
+    """Whether a run was seen to learn: every part of it that is long enough to tell."""
     parts = phases(run) or _by_hand(run)
     found = [_doubted(run, part, _of_phase(run, part)) for part in parts]
     learned = [part for part, one in zip(parts, found, strict=True) if one.word == "learning"]
@@ -168,11 +155,7 @@ def _words(one: Printed) -> set[str]:
 
 
 def learned_well(run: Run) -> bool:
-    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm.
-
-    Args:
-        run: the facts.
-    """
+    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm."""
     found = outcome(run)
     return found.word == "learning" and 0 <= found.last < _MOST * found.guess
 
