@@ -59,7 +59,7 @@ _COPYING = {"__deepcopy__": "deepcopy", "_save_to_state_dict": "state_dict"}
 def copying() -> str:
     """What the user's line called that makes other tensors with the values of parameters; empty if nothing did."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         if frame.f_code.co_name in _COPYING:
             return _COPYING[frame.f_code.co_name]
         frame = frame.f_back  # type: ignore[assignment]
