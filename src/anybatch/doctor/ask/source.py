@@ -28,7 +28,7 @@ _GRADIENTS = re.compile(r"grad|^g$|^dy$|^dout$", re.I)
 _FRAMES = ("torch.", "lightning.", "pytorch_lightning.", "transformers.", "accelerate.", "deepspeed.")
 
 
-def _scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
+def scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
     """The files of lines that go back, read."""
     for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
         try:
@@ -39,7 +39,7 @@ def _scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
 
 def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether what says where an episode ends, or what counts, is unpacked beside a loss and then read by nothing."""
-    for file, tree in _scripts(run):
+    for file, tree in scripts(run):
         lines = {one.line for one in run.of(Backward) if one.file == file}
         for name, line in unread(tree, lines):
             kind = next(kind for kind, one in _FIELDS.items() if one.match(name))
@@ -81,7 +81,7 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a list is turned round within the loop that fills it."""
-    for file, tree in _scripts(run):
+    for file, tree in scripts(run):
         for name, line in turned_lists(tree):
             yield Probed(probe="turned list", root=-1, answer="yes", file=file, line=line, evidence={"name": name})
 
@@ -114,7 +114,7 @@ def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a loss over all rows leaves out the mask of those of the training, which the evaluation alone reads."""
     if not any(_is_whole(kept, root, batches) for root, batches in kept.batches.items()):
         return
-    for file, tree in _scripts(run):
+    for file, tree in scripts(run):
         for name, held, line in evaluated_splits(tree):
             evidence = {"name": name, "held_out": held, "kind": "split"}
             yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=evidence)
