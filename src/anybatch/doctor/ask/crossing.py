@@ -20,7 +20,11 @@ _MOST_AXES = 5
 
 def of_classes(tape: Tape, run: Replay) -> tuple[Operation, list[int], list[int]] | None:
     """The reshape behind the last layer that puts entries of one and the same class into places of several ones."""
-    makers = {slot: one for one in tape.operations[: tape.losses[-1].before] for slot in one.outs}
+    makers = {
+        slot: one
+        for one in tape.operations[: tape.losses[-1].before]
+        for slot in set(one.outs) - set(slots((one.args, one.kwargs)))  # contiguous may give what it is given
+    }
     for loss in tape.operations[: tape.losses[-1].before]:
         scores = next(iter(slots((loss.args, loss.kwargs))), None)
         if loss.name not in _OF_CLASSES or not loss.grad or scores is None:
