@@ -68,7 +68,7 @@ def run_of(
     found: list[Fact] = [
         Started(script="train.py", arguments=("--lr", "0.1"), torch="2.13.0", python="3.11.2", device="cpu")
     ]
-    tree = [ModuleFacts(name="", cls="Model", leaf=False)]
+    tree = [ModuleFacts(name="", cls="Model")]
     for index, name in enumerate(modules):
         tree.append(ModuleFacts(name=name, cls="Linear", kind="linear", parameters=(2 * index, 2 * index + 1)))
     found.append(Root(root=0, variable="model", cls="Model", modules=tuple(tree), file=FILE, line=30))

@@ -88,7 +88,7 @@ class Training:
         return Run([replace(one, at=at) for at, one in enumerate(facts)])
 
     def _tables(self) -> list[Fact]:
-        modules = [ModuleFacts(name="", cls="Net", leaf=False)]
+        modules = [ModuleFacts(name="", cls="Net")]
         for layer in range(self.layers):
             modules.append(ModuleFacts(name=f"layers.{layer}", cls="Linear", kind="linear", parameters=(layer,)))
             modules.append(ModuleFacts(name=f"acts.{layer}", cls=self.activation, kind="activation"))

@@ -51,7 +51,7 @@ class RunBuilder:
         numbers = tuple(range(begin, begin + len(own)))
         paths = list(dict.fromkeys(name.rpartition(".")[0] for name in own))
         if modules is None:
-            modules = [ModuleFacts(name="", cls="Net", leaf=False)] + [
+            modules = [ModuleFacts(name="", cls="Net")] + [
                 ModuleFacts(
                     name=path, cls="Linear", kind="linear",
                     parameters=tuple(n for n in numbers if own[n - begin].rpartition(".")[0] == path),

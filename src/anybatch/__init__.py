@@ -68,17 +68,14 @@ _HOMES = {
     "why": "anybatch.doctor.paths",
     "Doctor": "anybatch.doctor.recorder",
     "Paths": "anybatch.records.paths",
-    "PlanMismatch": "anybatch.errors",
-    "AnyBatchError": "anybatch.errors",
-    "BatchError": "anybatch.errors",
-    "CountError": "anybatch.errors",
-    "LossError": "anybatch.errors",
-    "NotSplittable": "anybatch.errors",
-    "DoesNotFit": "anybatch.errors",
-    "UpdateInterrupted": "anybatch.errors",
-    "CutClosed": "anybatch.errors",
-    "AnyBatchWarning": "anybatch.errors",
-}
+    **dict.fromkeys(
+        (
+            "AnyBatchError", "AnyBatchWarning", "BatchError", "CountError", "CutClosed", "DoesNotFit", "LossError",
+            "NotSplittable", "PlanMismatch", "UpdateInterrupted",
+        ),
+        "anybatch.errors",
+    ),
+}  # fmt: skip
 
 __all__ = [
     "AnyBatchError",

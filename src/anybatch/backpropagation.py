@@ -193,12 +193,7 @@ def subject_of(
     *,
     devices: "Devices | None" = None,
 ) -> "Subject":
-    """What a plan is made for.
-
-    Args:
-        clip_norm: the maximum gradient norm; ``None`` for no clipping.
-        devices: the devices that share the micro-batches; ``None`` for one.
-    """
+    """What a plan is made for."""
     from anybatch.planning.subjects import Subject
 
     return Subject(
@@ -227,11 +222,7 @@ def reducer_of(model: torch.nn.Module, group: Any, device: torch.device, before:
 
 
 def check_model_was_used(model: torch.nn.Module, inputs: Sequence[torch.Tensor] | None, sums: Sums) -> None:
-    """Refuses a loss that gave no gradient to any trainable parameter of the model, or to any of the inputs.
-
-    Raises:
-        LossError: the loss was not computed with the model that was passed in.
-    """
+    """Refuses a loss that gave no gradient to any trainable parameter of the model, or to any of the inputs."""
     if not sums.has_gradient:
         return
     wanted = 0
@@ -259,13 +250,7 @@ def parameters_of(model: Any, loss_fn: Any) -> list[torch.Tensor]:
 
 
 class Before:
-    """``.grad``, buffers and random state before a backward.
-
-    Args:
-        model: its buffers are saved.
-        loss_fn: its buffers are saved if it is a module.
-        parameters: their gradients are saved.
-    """
+    """``.grad``, buffers and random state before a backward."""
 
     def __init__(self, model: torch.nn.Module, loss_fn: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]

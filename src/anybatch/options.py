@@ -41,11 +41,6 @@ class Options:
 
     After construction ``broadcast`` includes ``layout``, ``inputs`` is a tuple, ``optimizer`` and ``scheduler`` are
     lists, and ``autocast`` is that of the plan if none was given.
-
-    Raises:
-        BatchError: an argument is invalid; the message says what to write instead.
-        LossError: see ``check_loss_fn``.
-        CountError: see ``check_count``.
     """
 
     model: torch.nn.Module
@@ -100,11 +95,7 @@ class Options:
         return Settings(device, self.autocast, scaler, self.inputs, self.accumulate, dropout=self.dropout)
 
     def splittable(self, batch: Any, *, may_be_empty: bool = False, is_planned: bool = False) -> Splittable:
-        """The logical batch of a batch or a window, ready to be split.
-
-        Raises:
-            BatchError: it has no samples, or can't be split where it has to be.
-        """
+        """The logical batch of a batch or a window, ready to be split."""
         found = Splittable(
             batch.batches if isinstance(batch, Window) else [batch],
             broadcast=self.broadcast, collate=self.collate, cost=self.cost, may_be_empty=may_be_empty,
@@ -120,11 +111,7 @@ class Options:
 
 
 def check_plan(memory: Any, plan: Any, micro_batch_size: Any) -> None:
-    """Checks ``memory=``, ``plan=`` and ``micro_batch_size=`` against each other.
-
-    Raises:
-        BatchError: the budget or the plan is invalid, or a size is given together with one of them.
-    """
+    """Checks ``memory=``, ``plan=`` and ``micro_batch_size=`` against each other."""
     if plan is not None:
         from anybatch.records.plans import Plan
 
@@ -263,11 +250,7 @@ def _check_update(options: Options) -> None:
 
 
 def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
-    """Reads ``inputs=``, the only tensors that get a gradient.
-
-    Raises:
-        BatchError: there are none, or one is not a leaf tensor with ``requires_grad``.
-    """
+    """Reads ``inputs=``, the only tensors that get a gradient."""
     if inputs is None:
         return None
     if isinstance(inputs, torch.Tensor):
@@ -286,12 +269,7 @@ def inputs_of(inputs: Any) -> tuple[torch.Tensor, ...] | None:
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Reads one optimizer or a sequence of them.
-
-    Raises:
-        BatchError: the sequence is empty or has the same optimizer twice, one is not an optimizer, or one is wrapped
-            by Accelerate.
-    """
+    """Reads one optimizer or a sequence of them."""
     found = (
         [optimizer]
         if isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Sequence)
@@ -317,11 +295,7 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """Reads one scheduler, or a sequence of them.
-
-    Raises:
-        BatchError: one has no ``step()``, needs a metric, is given twice, or schedules another optimizer.
-    """
+    """Reads one scheduler, or a sequence of them."""
     own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     found = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
     for one in found:
@@ -345,11 +319,7 @@ def schedulers_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[torch.Tensor] | None) -> None:
-    """Refuses an optimizer whose parameters would never get a gradient.
-
-    Raises:
-        BatchError: an optimizer has no parameter among the inputs.
-    """
+    """Refuses an optimizer whose parameters would never get a gradient."""
     wanted = {id(tensor) for tensor in inputs or ()}
     for index, optimizer in enumerate(optimizers):
         has_any = any(id(p) in wanted for group in optimizer.param_groups for p in group["params"])
@@ -362,11 +332,7 @@ def check_steps_on_inputs(optimizers: Sequence[torch.optim.Optimizer], inputs: S
 
 
 def check_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuses parameters with a post-accumulate-grad hook, which would fire once per micro-batch.
-
-    Raises:
-        BatchError: a parameter has such a hook.
-    """
+    """Refuses parameters with a post-accumulate-grad hook, which would fire once per micro-batch."""
     for parameter in parameters:
         if parameter._post_accumulate_grad_hooks:
             raise BatchError(
@@ -382,9 +348,6 @@ def check_devices(devices: Sequence[torch.device], plan: Any, reducer: Reducer, 
 
     Args:
         plan: anything but ``None`` if a plan is used.
-
-    Raises:
-        BatchError: there is also a process group, or a plan is used with devices of several types.
     """
     kinds = sorted({device.type for device in devices})
     if plan is not None and len(kinds) > 1:

@@ -28,24 +28,12 @@ if TYPE_CHECKING:
 class RepeatedBackward:
     """Adds the gradient of each logical batch to ``.grad``, and keeps micro-batch sizes and plans between batches.
 
+    Arguments that are not described here are those of ``anybatch.backward`` and ``anybatch.TrainStep``.
+
     Args:
-        model: the first argument of ``loss_fn``.
-        loss_fn: see ``anybatch.backward``.
         optimizers: whose state the plan includes.
-        memory: the budget, see ``anybatch.TrainStep``; ``None`` makes no plan.
-        micro_batch_size: the most samples in a micro-batch.
-        count: see ``anybatch.backward``.
-        broadcast: see ``anybatch.backward``.
-        layout: see ``anybatch.backward``.
-        batch_norm: see ``anybatch.backward``.
-        dropout: see ``anybatch.backward``.
         clip_norm: what the trainer clips the gradient norm to, whose memory a plan includes; ``None`` for no clipping.
         scaler: scales the losses; the trainer unscales.
-        group: see ``anybatch.backward``.
-        verify: see ``anybatch.backward``.
-
-    Raises:
-        BatchError, CountError, LossError: an argument is invalid.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)

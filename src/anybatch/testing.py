@@ -1,69 +1,43 @@
 """Assertions for your own tests: micro-batches give the whole batch's gradient, and a model learns."""
 
 import copy
+import inspect
 import io
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from anybatch.backpropagation import backward
-from anybatch.batch.counting import count_samples
 from anybatch.certificate import check
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.views.outcomes import outcome
-from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
-from anybatch.loss.weights import Count
-from anybatch.options import BatchNormPolicy
 from anybatch.records.certificates import Certificate
 from anybatch.records.diagnoses import Diagnosis
-from anybatch.records.plans import Plan
-from anybatch.tensors.precision import AccumulatePolicy
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def assert_exact(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    *,
-    micro_batch_size: float | None = None,
-    plan: Plan | None = None,
-    count: Count = count_samples,
-    broadcast: Sequence[str] = (),
-    layout: Mapping[str, int | None] | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    cost: Callable[[Any], float] | None = None,
-    autocast: torch.dtype | None = None,
-    scaler: Any = None,
-    inputs: Iterable[torch.Tensor] | None = None,
-    batch_norm: BatchNormPolicy = "refuse",
-    accumulate: AccumulatePolicy = "auto",
-    dropout: DropoutPolicy = "native",
-    group: Any = None,
-) -> Certificate:
+def _with_the_arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """A decorator: the function shows, and is typed with, the arguments of the one that it hands them on to."""
+
+    def decorated(function: Any) -> Callable[P, T]:
+        function.__signature__ = inspect.signature(other)
+        found: Callable[P, T] = function
+        return found
+
+    return decorated
+
+
+@_with_the_arguments_of(check)
+def assert_exact(*args: Any, **kwargs: Any) -> Certificate:
     """Fails if micro-batches do not give the gradient of the whole batch.
 
-    Args:
-        model: this and all other arguments are those of ``anybatch.check``.
-        loss_fn: the training loss.
-        batch: a small one with uneven lengths is best.
-        micro_batch_size: the size of the first split.
-        plan: gives the size of the first split.
-        count: what the loss is the mean over.
-        broadcast: dotted paths of leaves that are not split.
-        layout: the sample dimension of some leaves.
-        collate: builds a batch from raw samples.
-        cost: the cost of one raw sample.
-        autocast: the dtype of the forward.
-        scaler: not used.
-        inputs: the only tensors whose gradients are compared.
-        batch_norm: what the step does with BatchNorm.
-        accumulate: when low-precision gradients are accumulated in float32.
-        dropout: what the step does with dropout.
-        group: not used.
+    The arguments are those of ``anybatch.check``; a small batch with uneven lengths is best.
 
     Returns:
         The certificate; its notes may say more.
@@ -82,11 +56,7 @@ def assert_exact(
         AssertionError: not exact: in micro-batches the gradient of Linear is not the whole batch's
         ...
     """
-    certificate = check(
-        model, loss_fn, batch, micro_batch_size=micro_batch_size, plan=plan, count=count, broadcast=broadcast,
-        layout=layout, collate=collate, cost=cost, autocast=autocast, scaler=scaler, inputs=inputs,
-        batch_norm=batch_norm, accumulate=accumulate, dropout=dropout, group=group,
-    )  # fmt: skip
+    certificate = check(*args, **kwargs)
     if not certificate.exact:
         raise AssertionError(str(certificate))
     return certificate

@@ -102,15 +102,7 @@ class Splittable:
         may_be_empty: whether a batch may have no samples, since other processes have some.
 
     Attributes:
-        most: an upper limit of the micro-batch size that gives every device a micro-batch; ``None`` for no limit.
-        is_copied: whether micro-batches are copies, for a loss that writes into its batch and may run again.
-        layouts: one for each batch; empty for raw samples.
         largest: the size of the whole batch as one micro-batch, in samples or padded cost.
-        obstacle: why a batch can't be split and runs whole; ``None`` if all can be split.
-
-    Raises:
-        BatchError: there are no batches or a batch has no samples, ``broadcast`` names a leaf that does not exist,
-            ``cost`` is given without ``collate``, raw samples are not in a list, or a cost is not positive and finite.
     """
 
     def __init__(
@@ -125,10 +117,13 @@ class Splittable:
         if not batches:
             raise BatchError("the window has no batches; expected at least one")
         self.batches = batches
+        # an upper limit of the micro-batch size that gives every device a micro-batch; ``None`` for no limit
         self.most: float | None = None
+        # whether micro-batches are copies, for a loss that writes into its batch and may run again
         self.is_copied = False
         self.collate, self.broadcast = collate, broadcast
-        self.layouts: list[Layout] = []
+        self.layouts: list[Layout] = []  # one for each batch; empty for raw samples
+        # why a batch can't be split and runs whole; ``None`` if all can be split
         self.obstacle: BatchError | None = None
         self._samples: list[Any] = []
         self._costs: list[float] | None = None

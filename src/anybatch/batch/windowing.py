@@ -29,12 +29,7 @@ class Window:
 
 
 class Windows:
-    """The windows of a loader; each ``for`` loop iterates over the loader again.
-
-    Args:
-        make: yields the windows of one pass.
-        batches: number of batches in a window, if it is fixed.
-    """
+    """The windows of a loader; each ``for`` loop iterates over the loader again."""
 
     def __init__(
         self, loader: Iterable[Any], make: Callable[[Iterable[Any]], Iterator[Window]], batches: int | None

@@ -24,17 +24,11 @@ _NOTHING = 1e-9  # a weight below which a part that has a gradient was left out
 
 
 class Columns(NamedTuple):
-    """One loss of some parts of a batch, a column each, all in float64.
+    """One loss of some parts of a batch, a column each, all in float64."""
 
-    Args:
-        values: of the loss, or of the total of a ``Mean``.
-        gradients: what is kept of them, of shape ``[entries, parts]``.
-        counts: what ``Mean`` s are over; empty for a plain loss.
-    """
-
-    values: torch.Tensor
-    gradients: torch.Tensor
-    counts: list[float]
+    values: torch.Tensor  # of the loss, or of the total of a ``Mean``
+    gradients: torch.Tensor  # what is kept of them, of shape ``[entries, parts]``
+    counts: list[float]  # what ``Mean`` s are over; empty for a plain loss
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], name: str) -> "Columns":
@@ -64,17 +58,11 @@ class Columns(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """One loss of the whole batch in one column, and of every part of every split in one a part.
+    """One loss of the whole batch in one column, and of every part of every split in one a part."""
 
-    Args:
-        whole: one column.
-        splits: for each split one a part.
-        tolerance: up to which relative error sums are the same.
-    """
-
-    whole: Columns
-    splits: list[Columns]
-    tolerance: float
+    whole: Columns  # one column
+    splits: list[Columns]  # for each split one a part
+    tolerance: float  # up to which relative error sums are the same
 
     def narrowed(self, entries: torch.Tensor) -> "Pieces":
         """The same of some entries of the gradient only, without the value of the loss."""
@@ -86,10 +74,6 @@ class Pieces(NamedTuple):
 
     def residual(self, split: int, weights: Sequence[float]) -> float:
         """How far the weighted sum of a split's parts is from the whole, relative to what is summed.
-
-        Args:
-            split: which of the splits.
-            weights: one a part; parts of weight 0 may be not finite.
 
         Returns:
             The larger of the relative differences of the value and of the gradient; infinite if it is not finite.
@@ -159,11 +143,7 @@ class Pieces(NamedTuple):
 
 
 class Averages:
-    """Looks for what each loss of a task is the mean over.
-
-    Args:
-        case: what is compared.
-    """
+    """Looks for what each loss of a task is the mean over."""
 
     def __init__(self, case: Case) -> None:
         self._rig = case.rig
@@ -195,11 +175,7 @@ class Averages:
         return self._several_means(pieces, where) or self._does_not_add_up(pieces, where), None
 
     def overlooked(self) -> list[Part] | None:
-        """A split that tells the count of the task from another one, where the splits so far happen not to.
-
-        Returns:
-            Two parts, or ``None`` if there is no such count.
-        """
+        """A split that tells the count of the task from another one, where the splits so far happen not to."""
         rows = self._splittable.rows
         if not callable(self._given) or rows > _MOST_SAMPLES:
             return None

@@ -12,16 +12,12 @@ from anybatch.loss.pieces import InPieces, Piece, Place
 def announced(
     loss_fn: LossFunction, begin: Callable[[], None], begin_whole: Callable[[], None], *, in_pieces: bool
 ) -> LossFunction:
-    """A loss function that calls another first.
+    """A loss function of the same kind that says when it begins.
 
     Args:
-        loss_fn: the user's.
         begin: is called before each micro-batch.
         begin_whole: is called before what sees all micro-batches.
         in_pieces: whether a loss that can come in pieces does.
-
-    Returns:
-        One of the same kind.
     """
     if isinstance(loss_fn, Coupled):
         return _coupled(loss_fn, begin, begin_whole)

@@ -17,17 +17,11 @@ _COUNTED = (
 
 
 class Cause(NamedTuple):
-    """One thing that is found.
+    """One thing that is found."""
 
-    Args:
-        code: see ``Reason``.
-        text: with fields in braces, as for ``str.format``; ``!l`` lists names.
-        remedies: lines of code, likewise.
-    """
-
-    code: str
-    text: str
-    remedies: tuple[str, ...] = ()
+    code: str  # see ``Reason``
+    text: str  # with fields in braces, as for ``str.format``; ``!l`` lists names
+    remedies: tuple[str, ...] = ()  # lines of code, likewise
 
 
 CAUSES: dict[str, Cause] = {
@@ -344,14 +338,7 @@ _TEXT = _Text()
 
 
 def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None = None, **said: Any) -> Reason:
-    """Words a cause.
-
-    Args:
-        cause: a key of ``CAUSES``.
-        where: see ``Reason``.
-        evidence: the numbers behind it, which the text may name.
-        **said: what else the text names.
-    """
+    """Words a cause, by its key in ``CAUSES``; its text may name the evidence, and what else is said."""
     code, text, remedies = CAUSES[cause]
     fields = {**(evidence or {}), **said}
     lines = tuple(_TEXT.vformat(line, (), fields) for line in remedies)
@@ -359,14 +346,7 @@ def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None =
 
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:
-    """A reason of which there is more to say.
-
-    Args:
-        found: the reason.
-        text: is added to its message.
-        before: lines that help more than its own.
-        **evidence: other numbers.
-    """
+    """Adds to a reason: to its message, other numbers, and before its own lines those that help more."""
     return dataclasses.replace(
         found,
         message=found.message + text,

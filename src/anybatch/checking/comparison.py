@@ -18,21 +18,15 @@ T = TypeVar("T")
 
 @dataclass
 class Comparison:
-    """Splits against the whole.
+    """Splits against the whole."""
 
-    Args:
-        whole: what the whole batch gave.
-        each: the splits, each with what it gave or the error it failed with.
-
-    Attributes:
-        error: the relative error of the gradient of the worst split.
-    """
-
-    whole: Outcome
+    whole: Outcome  # what the whole batch gave
+    # the splits, each with what it gave or the error it failed with
     each: Sequence[tuple[Sequence[Part], Outcome | Exception]]
 
     def __post_init__(self) -> None:
         norm = self.whole.norm
+        # the relative error of the gradient of the worst split
         self.error = max(relative(self.difference(outcome), norm) for _, outcome in self.each)
 
     def difference(self, outcome: Outcome | Exception) -> float:
@@ -67,32 +61,18 @@ class Comparison:
 
 @dataclass
 class Case:
-    """What is compared with what, for everybody who looks for a cause.
+    """What is compared with what, for everybody who looks for a cause."""
 
-    Args:
-        rig: opened.
-        whole: what the whole batch gave.
-        splits: that are compared with it.
-        tolerance: up to which relative error gradients are the same.
-        notes: of what else there is to know.
-    """
-
-    rig: Rig
-    whole: Outcome
-    splits: list[list[Part]]
-    tolerance: float
-    notes: list[Reason] = field(default_factory=list)
+    rig: Rig  # opened
+    whole: Outcome  # what the whole batch gave
+    splits: list[list[Part]]  # that are compared with it
+    tolerance: float  # up to which relative error gradients are the same
+    notes: list[Reason] = field(default_factory=list)  # of what else there is to know
 
     def compared(
         self, *, whole: Outcome | None = None, splits: Sequence[Sequence[Part]] | None = None, **options: Any
     ) -> Comparison:
-        """Runs splits.
-
-        Args:
-            whole: what they are compared with, if it is another.
-            splits: others.
-            **options: see ``Rig.run``.
-        """
+        """Runs splits, and compares them with the whole, or another one; the options are those of ``Rig.run``."""
         splits = self.splits if splits is None else splits
         return Comparison(whole or self.whole, [(parts, self.attempt(parts, **options)) for parts in splits])
 
@@ -104,8 +84,8 @@ class Case:
         """Runs a split, or the whole batch at once; a failure where the whole batch ran is an answer too."""
         try:
             return self.rig.run(parts, **options)
-        except BaseException as error:
-            if not isinstance(error, Exception) or is_out_of_memory(error):
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise
             return error.with_traceback(None)
 
@@ -114,13 +94,7 @@ class Case:
         return relative(distance(gradients, self.whole.gradients), max(scale, self.whole.norm))
 
     def searched(self, what: str, search: Callable[[], T], otherwise: T) -> T:
-        """Looks for one cause; a search that fails is noted, and the others go on.
-
-        Args:
-            what: is looked for.
-            search: looks for it.
-            otherwise: what is given if it fails.
-        """
+        """Looks for one cause; a search that fails is noted, and the others go on."""
         try:
             return search()
         except Exception as error:
@@ -131,11 +105,7 @@ class Case:
             return otherwise
 
     def forgive_cancellation(self, comparison: Comparison) -> None:
-        """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing.
-
-        Args:
-            comparison: whose error is forgiven if it is then below the tolerance.
-        """
+        """Relates the error to the gradients of the parts where these cancel to a gradient that is nearly nothing."""
         if comparison.failures:
             return
         errors = []

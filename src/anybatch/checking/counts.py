@@ -18,17 +18,11 @@ _UNCOUNTABLE = (ValueError, TypeError, IndexError, RuntimeError, KeyError, Attri
 
 
 class Candidate(NamedTuple):
-    """One way to count.
+    """One way to count."""
 
-    Args:
-        code: what is written behind ``count=``.
-        items: what is counted, such as ``labels (batch['labels'] != -100)``.
-        function: counts the items of a batch.
-    """
-
-    code: str
-    items: str
-    function: Callable[[Any], Any]
+    code: str  # what is written behind ``count=``
+    items: str  # what is counted, such as ``labels (batch['labels'] != -100)``
+    function: Callable[[Any], Any]  # counts the items of a batch
 
     def number(self, batch: Any, samples: int) -> float:
         """The count of a batch of so many samples, which can't be read off every batch; NaN where it has none."""
@@ -57,8 +51,6 @@ class _Leaf(NamedTuple):
 
         Args:
             code: with ``{0}`` for the leaf, and ``{1}`` for a tensor of the loss.
-            kind: of the items.
-            tensor: how it is written, and itself.
         """
         name, weight = tensor or ("", None)
         shown, run = code.format(self.code, name), compile(code.format("leaf", "weight"), "count", "eval")
@@ -75,8 +67,6 @@ def ways_to_count(batch: Any, broadcast: Sequence[str], weights: Iterable[tuple[
     """Lists ways to count a batch, the likeliest first.
 
     Args:
-        batch: the whole batch.
-        broadcast: dotted paths of leaves that are not split.
         weights: tensors that the loss reaches, by name, among which class weights may be.
 
     Example:
@@ -205,8 +195,7 @@ def _of_items(values: Sequence[Any], code: str, leaf: _Leaf) -> Iterator[Candida
 def even_labels(batch: Any, broadcast: Sequence[str]) -> tuple[str, int]:
     """Labels of which every sample has the same number, so that a mean over them is one over samples.
 
-    Returns:
-        Their dotted path and how many each sample has; an empty path if there are none.
+    Gives their dotted path and that number; an empty path if there are none.
     """
     for leaf in _leaves(lay_out(batch, broadcast).root, "batch", ()):
         if isinstance(leaf.value, torch.Tensor) and leaf.is_label and leaf.value.dim() >= 2 and _is_integer(leaf.value):
@@ -217,13 +206,7 @@ def even_labels(batch: Any, broadcast: Sequence[str]) -> tuple[str, int]:
 
 
 def apart(one: Candidate, other: Candidate, samples: Sequence[Any]) -> int:
-    """After how many samples the shares of the total that two ways have counted differ most; 0 if they never do.
-
-    Args:
-        one: a candidate.
-        other: another one.
-        samples: the batch in pieces of one sample.
-    """
+    """After how many samples the shares of the total that two ways have counted differ most; 0 if they never do."""
     shares = []
     for candidate in (one, other):
         numbers = torch.tensor([candidate.number(sample, 1) for sample in samples], dtype=torch.float64, device="cpu")

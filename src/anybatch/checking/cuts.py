@@ -29,17 +29,11 @@ _WAVES = (0.7, 1.9)  # along which they are added up, so that samples of one sum
 
 
 class Cut(NamedTuple):
-    """Some samples as a batch of their own, and the parts that they are cut into.
+    """Some samples as a batch of their own, and the parts that they are cut into."""
 
-    Args:
-        splittable: the samples.
-        sizes: of the parts, the first samples first.
-        is_free: whether samples of a part may be parted, too.
-    """
-
-    splittable: Splittable
-    sizes: tuple[int, ...]
-    is_free: bool = False
+    splittable: Splittable  # the samples
+    sizes: tuple[int, ...]  # of the parts, the first samples first
+    is_free: bool = False  # whether samples of a part may be parted, too
 
     @property
     def whole(self) -> list[Part]:
@@ -83,15 +77,9 @@ def cuts_inside(
     The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
 
     Args:
-        splittable: the logical batch.
-        parts: how the step splits it.
-        most: samples that are taken.
         group: samples that stand together, and are not cut apart. Cuts of any of them come after those of unlike ones,
             as of single samples where there are many.
         beyond: whether more samples than a micro-batch has are taken.
-
-    Returns:
-        The cuts, see ``_choices``.
     """
     largest = max(parts, key=lambda part: len(part.samples))
     columns = _numbers(splittable, largest.batch)
@@ -116,8 +104,6 @@ def cut_as_split(
     What goes over from one to the next may do so only where both have the same size, as a hidden state does.
 
     Args:
-        splittable: the logical batch.
-        parts: how the step splits it.
         most: samples up to which more than two micro-batches are taken; what one or two samples give may not differ.
         is_free: whether samples may be put together otherwise. Then the most usual ones are in the first parts, and the
             most unusual ones in the last: a branch on ``any()`` or on the number of a loss, which all micro-batches of
@@ -127,9 +113,7 @@ def cut_as_split(
     Returns:
         The cut; ``None`` if no batch has two micro-batches.
     """
-    start = 0
-    for batch in range(max(1, len(splittable.layouts))):
-        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+    for batch, own in _own_rows(splittable, parts):
         if len(own) > 1:
             order, largest = list(range(len(own))), max(map(len, own))
             full = [number for number in order if len(own[number]) == largest]
@@ -143,8 +127,15 @@ def cut_as_split(
                     usual = [row for row in usual if row in rows]
                 rows = [*usual[:half], *usual[half - len(rows) :]]
             return Cut(splittable.chosen(rows, batch), sizes, is_free)
-        start += splittable.layouts[batch].rows if splittable.layouts else 0
     return None
+
+
+def _own_rows(splittable: Splittable, parts: Sequence[Part]) -> Iterator[tuple[int, list[list[int]]]]:
+    """The rows of the first micro-batches of each batch, counted within the batch."""
+    start = 0
+    for batch in range(max(1, len(splittable.layouts))):
+        yield batch, [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+        start += splittable.layouts[batch].rows if splittable.layouts else 0
 
 
 def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> list[int]:
@@ -156,25 +147,13 @@ def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> li
 
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
-    """Two of the step's own micro-batches of one batch; none if no batch has two.
-
-    Args:
-        splittable: the logical batch.
-        parts: how the step splits it.
-        most: samples that are taken.
-
-    Returns:
-        The cuts, see ``_choices``.
-    """
-    start = 0
-    for batch in range(max(1, len(splittable.layouts))):
-        own = [[row - start for row in part.samples] for part in parts if part.batch == batch][:_PAIRED]
+    """Two of the step's own micro-batches of one batch; none if no batch has two."""
+    for batch, own in _own_rows(splittable, parts):
         units = [unit for unit in own if 2 * len(unit) <= most]
         if len(units) > 1:
             columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)
             yield from _cuts(splittable, batch, units, _choices(columns, units, 1, 1))
             return
-        start += splittable.layouts[batch].rows if splittable.layouts else 0
 
 
 Units = Sequence[list[int]]
@@ -194,12 +173,6 @@ def _choices(columns: torch.Tensor, units: Units, first: int, second: int) -> It
     such as those of one class, user or length, are in both, so that a loss that compares these, or that shares
     statistics of theirs, shows too. What few samples can't hold at once is left to later turns, each for those numbers
     that no choice before had in common.
-
-    Args:
-        columns: numbers of samples.
-        units: the rows of each unit.
-        first: units of the first group.
-        second: of the second.
     """
     kinds = _Kinds(columns, units)
     lacking = kinds.common.flatten(1).any(1)
@@ -216,10 +189,6 @@ class _Kinds:
 
     Args:
         columns: of each sample, of shape ``[kinds, samples]``.
-        units: the rows of each unit.
-
-    Attributes:
-        common: which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``.
     """
 
     def __init__(self, columns: torch.Tensor, units: Units) -> None:
@@ -233,6 +202,7 @@ class _Kinds:
         spread = self._means.amax(1, keepdim=True) - self._means.amin(1, keepdim=True)
         self._varies = spread[:, 0] > 0
         self._rank = ((self._means - self._means.amin(1, keepdim=True)) / spread)[self._varies].mean(0).nan_to_num() / 3
+        # which numbers two units have in common, of those that not all samples have: ``[kinds, units, units]``
         self.common = (held[:, :, None, :, None] == held[:, None, :, None, :]).flatten(3).any(3)
         self.common &= ~torch.eye(len(units), dtype=torch.bool, device="cpu")
         self.common &= (columns != columns[:, :1]).any(1)[:, None, None]

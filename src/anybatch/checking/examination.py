@@ -39,14 +39,6 @@ def examine(task: Task) -> Certificate:
 
     Args:
         task: a model, a loss and what a step would do with them; of a window the batch with the most samples is taken.
-
-    Returns:
-        The certificate; everything is as before.
-
-    Raises:
-        BatchError: the batch can't be split, or has one sample only.
-        DoesNotFit: not even two samples fit.
-        LossError, CountError: the loss or the count fail on the whole batch already.
     """
     task = replace(task, splittable=_of_one(task.splittable), devices=None, optimizations=None)
     total = task.splittable.rows
@@ -99,11 +91,9 @@ def _opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
             rig = Rig(task, dtype, substitutes=substitutes)
             try:
                 whole = rig.open(trial)
-            except BaseException as error:
+            except Exception as error:
                 is_last = (dtype, substitutes) == _PRECISIONS[-1]
-                if is_last or not isinstance(error, Exception) or isinstance(error, AnyBatchError):
-                    raise
-                if is_out_of_memory(error):
+                if is_last or isinstance(error, AnyBatchError) or is_out_of_memory(error):
                     raise
                 refused = refused or f"{type(error).__name__}: {error}"
                 continue
@@ -116,8 +106,6 @@ class Examination(Case):
     """One check of a task that fits in memory.
 
     Args:
-        rig: opened.
-        whole: what the whole batch gave.
         total: samples of the user's batch.
         refused: why float64 could not run, empty if it did.
     """

@@ -58,9 +58,6 @@ class Sketch:
     The squared norm of a difference of two sketches is on average that of the difference itself (Charikar, Chen,
     Farach-Colton 2002, "Finding Frequent Items in Data Streams"; Alon, Matias, Szegedy 1996).
 
-    Args:
-        parameters: with their gradients.
-
     Example:
         >>> _ = torch.manual_seed(0)
         >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
@@ -79,7 +76,6 @@ class Sketch:
         """The norm of the difference of the gradients; a missing one is zero.
 
         Args:
-            other: of the same parameters; ``None`` for zero.
             of: the parameters that count; ``None`` for all.
         """
         own, its = self._kept, {} if other is None else other._kept

@@ -22,14 +22,8 @@ class Isolation:
     Used as a context manager. Hooks that run an optimizer within the backward are taken off for the while.
 
     Args:
-        modules: the modules, their submodules included.
-        effects: what else is remembered, and is put back.
         dtype: what floating-point parameters and buffers are converted to; ``None`` to leave them.
         device: the accelerator whose random state is put back, beside the CPU's.
-
-    Attributes:
-        parameters: those that have copies of their values, by their ``id``.
-        with_optimizer_hooks: the ``id`` s of those with hooks that run after the gradient was accumulated.
     """
 
     def __init__(
@@ -45,7 +39,8 @@ class Isolation:
         self._device = device
         self._undo = ExitStack()
         self._buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-        self.parameters: dict[int, torch.Tensor] = {}
+        self.parameters: dict[int, torch.Tensor] = {}  # those that have copies of their values, by their ``id``
+        # the ``id`` s of those with hooks that run after the gradient was accumulated
         self.with_optimizer_hooks: set[int] = set()
 
     def __enter__(self) -> "Isolation":
@@ -120,12 +115,7 @@ class Isolation:
 
 
 def muted(hooks: Any, undo: ExitStack) -> None:
-    """Empties a dictionary of hooks until a stack is closed.
-
-    Args:
-        hooks: the dictionary, or ``None``.
-        undo: what puts them back.
-    """
+    """Empties a dictionary of hooks until a stack is closed."""
     if hooks:
         undo.callback(hooks.update, dict(hooks))
         hooks.clear()

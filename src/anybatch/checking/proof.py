@@ -53,13 +53,6 @@ def prove(
 ) -> Found | None:
     """Proves that a step may split its batch.
 
-    Args:
-        task: the logical batch and how to go through it.
-        parts: how the step splits it, into several.
-        parameters: that get a gradient.
-        optimizations: gives the memory optimizations of a plan.
-        update: how many updates were applied before.
-
     Returns:
         What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
         refuse the split.
@@ -77,30 +70,16 @@ def prove(
 
 
 def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
-    """What is said of a split that is exact until a micro-batch crosses a bound.
-
-    Args:
-        proof: that it is exact.
-        bound: the operation that bounds what the samples give together.
-    """
+    """What is said of a split that is exact until a micro-batch crosses a bound."""
     note = f"as long as no micro-batch crosses the bound of {bound}"
     return replace(proof, note=note), worded("bound", evidence={"operation": bound})
 
 
 class _Prover:
-    """Compares cuts of a logical batch until one shows what the split does.
-
-    Args:
-        trial: runs them.
-        task: the logical batch.
-        parts: how the step splits it.
-
-    Attributes:
-        bound: the operation that bounds what the samples give together; ``""`` for none.
-    """
+    """Compares cuts of a logical batch until one shows what the split does."""
 
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
-        self.bound = ""
+        self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
         self._trial, self._task, self._parts = trial, task, parts
         self._largest = max(len(part.samples) for part in parts)
 
@@ -297,13 +276,7 @@ def _proof(
 
 
 def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
-    """The error for a step that may not be split.
-
-    Args:
-        proof: what was found.
-        reason: why.
-        model: the name of its class.
-    """
+    """The error for a step that may not be split."""
     remedies = "".join(f"\n    {line}" for line in reason.remedies)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.trees import leaves
-from anybatch.errors import AnyBatchWarning
+from anybatch.errors import warn
 from anybatch.interception import trial
 from anybatch.options import Verify
 from anybatch.tensors.dispatch import has_numbers
@@ -31,17 +30,11 @@ _DEPTH = 3
 
 
 class Proofs:
-    """Proves once for each layout of batches that a step may split them.
-
-    Args:
-        verify: ``"first"`` to refuse what is not exact, ``"warn"`` to warn of it, ``"off"`` to prove nothing.
-
-    Attributes:
-        latest: what was proved of the layout of the last batch; ``None`` as long as nothing was split.
-    """
+    """Proves once for each layout of batches that a step may split them."""
 
     def __init__(self, verify: Verify) -> None:
         self.verify = verify
+        # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
 
@@ -57,23 +50,29 @@ class Proofs:
     ) -> None:
         """Proves a split before it is made, if that was not done.
 
-        Args:
-            task: the logical batch and how to go through it.
-            parts: how it is split.
-            parameters: that get a gradient.
-            optimizations: gives the memory optimizations of a plan.
-            clear: takes gradients off that nobody needs any more.
-            update: how many updates were applied before.
-
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
-        if task.settings.reducer.is_sharded and not trial.get():
-            self._look_together(task, parts, parameters, optimizations, clear, update)
-            return
-        if self.verify == "off" or len(parts) < 2 or trial.get():
+        reducer, splits = task.settings.reducer, self.verify != "off" and len(parts) > 1
+        if trial.get() or not (splits or reducer.is_sharded):
             return
         key = layout_key(task.splittable)
+        if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
+            self.latest = self._known.get(key)
+
+            def prove_with_others() -> None:
+                from anybatch.checking.together import prove_together
+
+                clear()
+                proof, reason = prove_together(task, parts, parameters, optimizations, update)
+                if self.verify != "off":
+                    self._conclude(proof, reason, task)
+                    self.latest = proof
+                    if splits:
+                        self._known[key] = proof
+
+            reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
+            return
         if key in self._known:
             self.latest = self._known[key]
             return
@@ -98,46 +97,16 @@ class Proofs:
         from anybatch.checking.proof import refusal
 
         if reason is not None and proof.exact:
-            warnings.warn("\n    ".join((reason.message, *reason.remedies)), AnyBatchWarning, stacklevel=3)
+            warn("\n    ".join((reason.message, *reason.remedies)))
         elif reason is not None:
             error = refusal(proof, reason, type(task.model).__name__)
             if self.verify == "first":
                 raise error
-            warnings.warn(str(error), AnyBatchWarning, stacklevel=3)
-
-    def _look_together(
-        self,
-        task: Task,
-        parts: Sequence[Part],
-        parameters: Sequence[torch.Tensor],
-        optimizations: Callable[[], AbstractContextManager[Any]],
-        clear: Callable[[], None],
-        update: int | None,
-    ) -> None:
-        """Proves a split of a model in parts once all ranks have begun, if one of them wants it."""
-        key = layout_key(task.splittable)
-        self.latest = self._known.get(key)
-
-        def prove() -> None:
-            from anybatch.checking.together import prove_together
-
-            clear()
-            proof, reason = prove_together(task, parts, parameters, optimizations, update)
-            if self.verify != "off":
-                self._conclude(proof, reason, task)
-                self.latest = proof
-                if len(parts) > 1:
-                    self._known[key] = proof
-
-        wants = self.verify != "off" and len(parts) > 1 and self.latest is None
-        task.settings.reducer.when_begun(prove, is_wanted=wants)
+            warn(str(error))
 
 
 def layout_key(splittable: Splittable) -> Hashable:
     """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
-
-    Args:
-        splittable: the logical batch.
 
     Example:
         >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))
@@ -177,11 +146,6 @@ def proofs_of(verify: Verify, model: torch.nn.Module, *others: Any) -> Proofs:
 
     ``anybatch.backward`` is a function and is called in a loop, often with a loss that is written there as a lambda. So
     what it has proved hangs on the model, by weak reference: it goes with it, and nothing else is kept alive.
-
-    Args:
-        verify: see ``Proofs``.
-        model: the model.
-        *others: what else the split depends on: the loss first.
     """
     mine = _of_models.get(model)
     given = (verify, *others)

@@ -17,17 +17,8 @@ _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
     """The modules that a model and a loss function reach, without the submodules of others.
 
-    Args:
-        model: a module or any callable.
-        loss_fn: a module, a function, a bound method, a partial function or an object with ``__call__``.
-
     Returns:
         The modules by how they are written in code next to the loss; the model has the empty name.
-
-    Example:
-        >>> model, criterion = torch.nn.Linear(3, 1), torch.nn.MSELoss()
-        >>> list(modules_of(model, lambda model, batch: criterion(model(batch), batch)))
-        ['', 'criterion']
     """
     found: dict[str, torch.nn.Module] = {}
     inside: set[int] = set()
@@ -41,12 +32,6 @@ def modules_of(model: Any, loss_fn: Any) -> dict[str, torch.nn.Module]:
 
 def tensors_of(loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a loss function reaches, such as class weights; not the parameters.
-
-    Args:
-        loss_fn: as in ``modules_of``.
-
-    Returns:
-        An iterator over how the tensor is written in code next to the loss, and the tensor.
 
     Example:
         >>> criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(3))

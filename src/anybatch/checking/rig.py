@@ -49,19 +49,12 @@ class _OutsideLeaves(Exception):
 
 @dataclass
 class Outcome:
-    """What a run gave.
+    """What a run gave."""
 
-    Attributes:
-        losses: the values by name.
-        counts: what ``Mean`` s were over, by name.
-        gradients: one for each of the rig's parameters, ``None`` where there is none.
-        sizes: entries of each gradient.
-    """
-
-    losses: dict[str, float]
-    counts: dict[str, float]
-    gradients: list[torch.Tensor | None]
-    sizes: list[int]
+    losses: dict[str, float]  # the values by name
+    counts: dict[str, float]  # what ``Mean`` s were over, by name
+    gradients: list[torch.Tensor | None]  # one for each of the rig's parameters, ``None`` where there is none
+    sizes: list[int]  # entries of each gradient
 
     @property
     def norm(self) -> float:
@@ -88,15 +81,11 @@ class Rig:
     """Runs a task in isolation, in one precision and with random numbers that do not depend on the split.
 
     Args:
-        task: one batch, or raw samples.
         dtype: the precision, ``None`` for the model's own.
         substitutes: whether random numbers and precisions are replaced.
 
     Attributes:
         task: the same; another batch may be put in its place.
-        parameters: the leaves that get a gradient.
-        names: of the parameters; those that are not in the model have a description.
-        effects: what the last run has changed in Python.
     """
 
     def __init__(self, task: Task, dtype: torch.dtype | None, *, substitutes: bool) -> None:
@@ -110,10 +99,10 @@ class Rig:
         self.visits = Visits(self.modules)
         wider = DOUBLE if dtype is torch.float64 else None
         self.stand_ins = StandIns(wider, self.visits.where) if substitutes else None
-        self.effects = SideEffects([task.model, task.loss_fn])
+        self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
-        self.parameters: list[torch.Tensor] = []
-        self.names: list[str] = []
+        self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
+        self.names: list[str] = []  # of the parameters; those that are not in the model have a description
         self._stands: list[tuple[int, list[Any]]] | None = None
 
     @property
@@ -193,12 +182,7 @@ class Rig:
         return not after_whole.is_now() or not same(own, self.effects.generators())
 
     def repeats_draws(self, parts: Sequence[Part], carries: Collection[Effect]) -> bool:
-        """Whether two micro-batches draw the same numbers, since the loss seeds a generator.
-
-        Args:
-            parts: a split.
-            carries: what goes over from one micro-batch to the next.
-        """
+        """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
         if self.stand_ins is None:
             return False
         self.stand_ins.drawn, self._stands = [], []
@@ -262,7 +246,6 @@ class Rig:
 
         Args:
             parts: how it is split; ``None`` for the whole batch at once.
-            splittable: other samples than the task's own, or the same cut otherwise.
             fresh: whether buffers and random state are those of the start for every micro-batch, so that nothing goes
                 over from one to the next.
             carries: what goes over all the same, of what a run changes in Python.
@@ -346,11 +329,7 @@ class Rig:
             parameter.grad = None
 
     def check_gradient(self, whole: Outcome) -> None:
-        """Refuses a loss that gives no gradient to any parameter of the model.
-
-        Raises:
-            LossError: the loss depends on something else than the model that was passed in.
-        """
+        """Refuses a loss that gives no gradient to any parameter of the model."""
         model, inputs = self.task.model, self.task.settings.inputs
         own = {id(p) for p in model.parameters()} if isinstance(model, torch.nn.Module) else set()
         pairs = zip(self.parameters, whole.gradients, strict=True)
@@ -419,12 +398,7 @@ def _with_each(loss_fn: LossFunction, function: Callable[[str, Any], Any]) -> Lo
 
 
 def copies_of(splittable: Splittable, dtype: torch.dtype | None) -> Splittable:
-    """The same samples as copies that a run may write to, with floating point in another precision.
-
-    Args:
-        splittable: one batch, or raw samples.
-        dtype: what floating-point leaves are converted to, ``None`` to leave them.
-    """
+    """The same samples as copies that a run may write to, with floating point in another precision."""
     collate = splittable.collate
     if collate is None:
         return Splittable([copied(splittable.batches[0], dtype)], broadcast=splittable.broadcast)
@@ -457,11 +431,7 @@ def splits_of(splittable: Splittable, micro_batch_size: float | None) -> list[li
     The second has three parts of different sizes, so that what depends on the sizes or the number of parts shows.
 
     Args:
-        splittable: the batch.
         micro_batch_size: of the first split, a cost where raw samples have one; ``None`` for halves.
-
-    Returns:
-        The splits, each of at least two parts.
 
     Example:
         >>> batch = Splittable([torch.zeros(8, 1)])

@@ -34,12 +34,7 @@ _MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
 
 def searched(case: Case, comparison: Comparison) -> list[Reason]:
-    """Names the first cause that is found.
-
-    Args:
-        case: what is compared.
-        comparison: of its splits.
-    """
+    """Names the first cause that is found."""
     for parts, failure in comparison.failures:
         if not isinstance(failure, CountError):
             whole_leaf = case.searched("leaves that are not per sample", lambda: _not_per_sample(case), None)
@@ -174,14 +169,11 @@ def _samples_along_1(case: Case) -> dict[str, int]:
 
 
 class Aligned(TorchFunctionMode):
-    """Compares samples in a column, ``[n, 1]``, and in a row, ``[n]``, one by one instead of all with all.
-
-    Attributes:
-        found: the first operation on such tensors and their shapes; empty if there is none.
-    """
+    """Compares samples in a column, ``[n, 1]``, and in a row, ``[n]``, one by one instead of all with all."""
 
     def __init__(self) -> None:
         super().__init__()
+        # the first operation on such tensors and their shapes; empty if there is none
         self.found: tuple[str, str, str] | tuple[()] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,21 +266,13 @@ def _part_fails(failure: Exception, smallest: int) -> Reason:
 
 
 class State:
-    """What the whole batch's run changed in Python, and what it does to the micro-batches that come after.
-
-    Args:
-        case: what is compared.
-        changed: by the run of the whole batch.
-
-    Attributes:
-        error: how far off the gradient is, if it is.
-    """
+    """What the whole batch's run changed in Python, and what it does to the micro-batches that come after."""
 
     def __init__(self, case: Case, changed: Sequence[Effect]) -> None:
         self._case = case
         self._changed = [effect for effect in changed if not effect.is_generator and not effect.is_iterator]
         self._parts = case.splits[-1]
-        self.error = 0.0
+        self.error = 0.0  # how far off the gradient is, if it is
 
     def reason(self) -> Reason | None:
         """What makes a difference in the micro-batches of one step."""

@@ -27,32 +27,21 @@ _AT_A_BOUND = frozenset(
 
 
 class Bound(NamedTuple):
-    """One operation that is linear up to a bound.
+    """One operation that is linear up to a bound."""
 
-    Args:
-        name: of the operation.
-        shapes: of what it is given.
-        totals: of the numbers of each of these, which may lie on several devices.
-        limit: the number of a comparison; ``None`` for other operations.
-    """
-
-    name: str
-    shapes: list[torch.Size]
-    totals: list[torch.Tensor]
-    limit: float | None = None
+    name: str  # of the operation
+    shapes: list[torch.Size]  # of what it is given
+    totals: list[torch.Tensor]  # of the numbers of each of these, which may lie on several devices
+    limit: float | None = None  # the number of a comparison; ``None`` for other operations
 
 
 class Bounds(Mode):
-    """Notes the operations of a forward that are linear up to a bound, of few numbers that have a gradient.
-
-    Attributes:
-        met: in their order.
-        run: runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would.
-    """
+    """Notes the operations of a forward that are linear up to a bound, of few numbers that have a gradient."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.met: list[Bound] = []
+        self.met: list[Bound] = []  # in their order
+        # runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would
         self.run: Callable[..., Any] | None = None
         self._bounded: Any = None  # what the last operation gave, if it was one of these
 
@@ -89,18 +78,10 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def bound_of_samples(whole: Sequence[Bound], parts: Sequence[Bound], number: int) -> str:
-    """The name of the first operation that bounds what the samples give together.
+    """The name of the first operation that bounds what the samples give together; ``""`` if there is none.
 
     That has one shape for all samples and for each part, where an activation has a row for each sample, and other
     numbers, where what comes of parameters alone has the same.
-
-    Args:
-        whole: what was met with all samples.
-        parts: the same in parts, one after the other.
-        number: of parts.
-
-    Returns:
-        The name; ``""`` if there is none.
     """
     if number * len(whole) != len(parts):  # samples may be gone through one by one
         return ""

@@ -36,13 +36,10 @@ class Numbers:
 
     Which dimension of a drawn tensor is that of the samples shows where its size differs from that of the same draw in
     the whole batch, which has to run first.
-
-    Attributes:
-        constant: whether all numbers are the same instead, for draws whose samples can't be found.
     """
 
     def __init__(self) -> None:
-        self.constant = False
+        self.constant = False  # whether all numbers are the same instead, for draws whose samples can't be found
         self._whole: list[tuple[int, ...]] = []
         self._rows = 0
         self._samples: Sequence[int] = ()
@@ -87,15 +84,10 @@ class Numbers:
 
 
 class Draw(NamedTuple):
-    """One place where random numbers are drawn.
+    """One place where random numbers are drawn."""
 
-    Args:
-        operation: the name of the operation, such as ``bernoulli_``.
-        where: the qualified name of the innermost module that was running.
-    """
-
-    operation: str
-    where: str
+    operation: str  # the name of the operation, such as ``bernoulli_``
+    where: str  # the qualified name of the innermost module that was running
 
 
 _RECURRENT = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"})
@@ -107,21 +99,16 @@ class StandIns(Mode):
 
     Args:
         wider: what each precision becomes; ``None`` to leave all.
-        where: names the module that is running.
-
-    Attributes:
-        draws: the places where random numbers were drawn.
-        lowered: operations that computed in lower precision than double although they were to.
-        numbers: what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples.
-        drawn: where the generator stood at each draw; with a list here numbers are really drawn.
     """
 
     def __init__(self, wider: Wider | None = None, where: Callable[[], str] = lambda: "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: dict[Draw, None] = {}
-        self.lowered: set[str] = set()
+        self.draws: dict[Draw, None] = {}  # the places where random numbers were drawn
+        self.lowered: set[str] = set()  # operations that computed in lower precision than double although they were to
         self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
+        # what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples
         self.numbers = self.in_parts
+        # where the generator stood at each draw; with a list here numbers are really drawn
         self.drawn: list[bytes] | None = None
         self._wider, self._where = wider, where
 
@@ -178,13 +165,7 @@ class StandIns(Mode):
 
 
 class Turns:
-    """Tells numbers that stand in for random ones whose samples they belong to.
-
-    Args:
-        stand_ins: has the numbers; ``None`` where there are none.
-        rows: of all samples.
-        parts: the samples of each micro-batch.
-    """
+    """Tells numbers that stand in for random ones whose samples they belong to."""
 
     def __init__(self, stand_ins: StandIns | None, rows: int, parts: Sequence[Sequence[int]]) -> None:
         self._stand_ins, self._rows, self._parts = stand_ins, rows, parts

@@ -35,15 +35,7 @@ def prove_together(
     optimizations: Optimizations,
     update: int | None,
 ) -> tuple[Proof, Reason | None]:
-    """Proves that a step may split its batch; all ranks call it, whatever they split, and get the same answer.
-
-    Args:
-        task: the logical batch and how to go through it.
-        parts: how the step splits it on this rank.
-        parameters: that get a gradient.
-        optimizations: gives what is on while a gradient is taken.
-        update: how many updates were applied before.
-    """
+    """Proves that a step may split its batch; all ranks call it, whatever they split, and get the same answer."""
     note = ""
     with surroundings():
         trial = Trial(task, parameters, optimizations, task.settings.reducer)

@@ -47,22 +47,14 @@ Optimizations = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the two gradients of a cut are apart.
+    """How far the two gradients of a cut are apart."""
 
-    Args:
-        error: relative to the whole's; infinite if one is not finite.
-        value_error: of the worst loss.
-        dtype: the lowest precision of what has a gradient.
-        is_single: whether everything was computed in float32 at least.
-        draws: whether random numbers are drawn.
-        bound: the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none.
-    """
-
-    error: float
-    value_error: float
-    dtype: torch.dtype
-    is_single: bool
-    draws: bool
+    error: float  # relative to the whole's; infinite if one is not finite
+    value_error: float  # of the worst loss
+    dtype: torch.dtype  # the lowest precision of what has a gradient
+    is_single: bool  # whether everything was computed in float32 at least
+    draws: bool  # whether random numbers are drawn
+    # the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none
     bound: str = ""
 
     @property
@@ -106,9 +98,6 @@ class Trial:
     """Runs cuts of a logical batch, and leaves nothing of it.
 
     Args:
-        task: of the step.
-        parameters: that get a gradient.
-        optimizations: gives the memory optimizations of a plan.
         reducer: the processes that run the same cuts together; ``None`` for this one alone.
     """
 
@@ -241,10 +230,6 @@ class Trial:
 
         Args:
             cut: the samples of this process; ``None`` for none.
-            parts: how they are split.
-            numbers: stand in for random ones; ``None`` where none do.
-            differentiate: whether gradients are wanted.
-            bounds: notes the bounds that are met.
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
@@ -282,13 +267,7 @@ class Trial:
     def undisturbed(
         self, outside: OutsideLeaves | None = None, numbers: StandIns | None = None, bounds: Bounds | None = None
     ) -> Iterator[None]:
-        """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state.
-
-        Args:
-            outside: knows leaves whose gradients are taken off in the block.
-            numbers: stand in for random ones in it.
-            bounds: notes the bounds that are met in it.
-        """
+        """Puts everything back that the block changes: gradients, buffers, attributes, variables, random state."""
         loss_fn = self._task.loss_fn
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         own = _attributes_of(loss_fn)
@@ -317,11 +296,7 @@ class Trial:
             self._before.restore(warns=False)
 
     def certificate(self, cut: Cut) -> Certificate:
-        """The certificate of the samples of a cut, in float64.
-
-        Raises:
-            AnyBatchError: it can't be made.
-        """
+        """The certificate of the samples of a cut, in float64."""
         from anybatch.checking.examination import examine
 
         task = self._task

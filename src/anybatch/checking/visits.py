@@ -42,11 +42,7 @@ class Recording(NamedTuple):
 
 
 class Visits:
-    """Follows which module runs, and records fingerprints where it is asked to.
-
-    Args:
-        modules: by qualified name.
-    """
+    """Follows which module runs, and records fingerprints where it is asked to."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = modules
@@ -117,11 +113,6 @@ def _print(tensor: torch.Tensor, rows: int) -> Print:
 
 def culprits(whole: Recording, parts: Sequence[Recording], tolerance: float) -> dict[str, float]:
     """Finds the innermost modules that got the same in the whole batch and in its parts, and gave something else.
-
-    Args:
-        whole: the recording of the whole batch.
-        parts: those of parts.
-        tolerance: up to which relative difference results are the same.
 
     Returns:
         The modules in the order in which they ended, none whose own submodule is one; and the largest difference of a

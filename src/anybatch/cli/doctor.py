@@ -10,23 +10,13 @@ from typing import Any
 import click
 from rich.console import Console
 
+from anybatch.cli import options
 from anybatch.cli.doctor_fixes import SECONDS, with_fixes
 from anybatch.cli.doctor_launch import Finished, end_as, launch
 from anybatch.cli.doctor_live import STOPPED, Watcher
 from anybatch.cli.doctor_ranks import compared, launches_ranks, not_followed, records_of_ranks, without_records_of_ranks
 from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
 from anybatch.cli.doctor_target import Target, TargetCommand, target_of
-from anybatch.cli.options import (
-    check_file,
-    check_folder,
-    check_page,
-    file_option,
-    is_patch,
-    json_option,
-    page_option,
-    timeout_option,
-    write_whole,
-)
 from anybatch.cli.reporting import Wanted, reporting_options
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
@@ -59,9 +49,9 @@ class Wishes:
 @click.argument(
     "target", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...", callback=target_of
 )
-@json_option("the diagnosis")
-@file_option("--record", help="Keep the record of the run.")
-@page_option
+@options.json_option("the diagnosis")
+@options.file_option("--record", help="Keep the record of the run.")
+@options.page_option
 @click.option(
     "--fail-on",
     type=click.Choice(["error", "warning"]),
@@ -72,7 +62,7 @@ class Wishes:
 @click.option(
     "--fix", is_flag=True, help="Run the script again with each proposed change, and print a patch of those that help."
 )
-@file_option("--patch", help="Write the patch of --fix to this file.")
+@options.file_option("--patch", help="Write the patch of --fix to this file.")
 @click.option(
     "--fix-seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -87,7 +77,7 @@ class Wishes:
 )
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
-@timeout_option
+@options.timeout_option
 def doctor_command(
     target: Target,
     json_path: Path | None,
@@ -130,10 +120,10 @@ def doctor_command(
         ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
         fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
     )  # fmt: skip
-    check_folder(json_path)
-    check_page(output, force=force)
-    check_file(record, "record that anybatch wrote", is_record, force=force)
-    check_file(patch, "patch", is_patch, force=force)
+    options.check_folder(json_path)
+    options.check_page(output, force=force)
+    options.check_file(record, "record that anybatch wrote", is_record, force=force)
+    options.check_file(patch, "patch", options.is_patch, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
         finished, failed, stopped = _examine(target, wishes, Path(folder).resolve())
     if finished.limit is not None:
@@ -182,7 +172,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
                 console.print()  # what the script wrote ends here
         wishes.wanted.write(diagnosis, run, console, wishes.output, {"patch": patch} if wishes.fix else {})
         if wishes.patch is not None:
-            write_whole(wishes.patch, patch)
+            options.write_whole(wishes.patch, patch)
         elif to_stdout and patch:
             click.echo(patch, nl=False)
         return finished, failed_severity(diagnosis, wishes.fail_on), watcher.stopped is not None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.doctor_frames import HiddenFrames, without_own_frames
+from anybatch.doctor.frames import HiddenFrames, without_own_frames
 
 BEGAN = "began"
 ATTACHED = "attached"
@@ -55,12 +55,7 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
 
 
 def of_rank(record: str, rank: int | str) -> str:
-    """The path of the record of one rank.
-
-    Example:
-        >>> of_rank("run.jsonl", 1)
-        'run.rank1.jsonl'
-    """
+    """The path of the record of one rank: ``run.rank1.jsonl`` for ``run.jsonl``."""
     stem, suffix = os.path.splitext(record)  # noqa: PTH122 - pathlib is not loaded for this
     return f"{stem}.rank{rank}{suffix}"
 

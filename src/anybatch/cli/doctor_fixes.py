@@ -79,13 +79,9 @@ class Trials:
 
 
 def with_fixes(diagnosis: Diagnosis, run: Run, target: Target, folder: Path, seconds: float) -> tuple[Diagnosis, str]:
-    """Tries fixes of the first findings, one after the other.
+    """Tries fixes of the first findings, one after the other, in trials of so many seconds at most.
 
-    Args:
-        seconds: the time limit of one trial.
-
-    Returns:
-        The diagnosis with the fixes that helped, and their patch; the patch is empty if none did.
+    Gives the diagnosis with the fixes that helped, and their patch, which is empty if none did.
     """
     from anybatch.doctor.fixes.trying import steps_for, with_edits
 

@@ -25,9 +25,6 @@ class Watcher:
         stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.
         is_quiet: whether findings are not printed.
         report: writes the report of what was seen so far.
-
-    Attributes:
-        stopped: the finding that ended the run, ``None`` if there was none.
     """
 
     def __init__(
@@ -38,14 +35,10 @@ class Watcher:
         self._stop_on, self._is_quiet, self._report = stop_on, is_quiet, report
         self._tails: dict[int, tuple[Tail, Judge]] = {}
         self._told: set[str] = set()
-        self.stopped: Finding | None = None
+        self.stopped: Finding | None = None  # the finding that ended the run, ``None`` if there was none
 
     def look(self, report_now: bool) -> bool:
-        """Reads what is new and prints new findings.
-
-        Returns:
-            Whether the run has to end.
-        """
+        """Reads what is new and prints new findings; whether the run has to end."""
         paths = records_of_ranks(self._record) if self._ranks else {0: self._record}
         for rank, path in paths.items():
             tail, judge = self._tails.setdefault(rank, (Tail(path), Judge(self._policy)))

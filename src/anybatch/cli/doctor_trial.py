@@ -253,11 +253,7 @@ class Trial:
             file.write(f"{text}\n")
 
     def with_torch(self, torch: Any, leave: Callable[[], None]) -> None:
-        """Counts optimizer steps, once torch has been imported.
-
-        Args:
-            leave: is called before the process ends if the script caught the exit.
-        """
+        """Counts optimizer steps, once torch has been imported; calls ``leave`` if the script has caught the exit."""
         self._leave = leave
         self._shadow.put_on_torch(torch)
         numpy = sys.modules.get("numpy")

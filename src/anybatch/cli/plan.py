@@ -10,18 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import click
 from rich.console import Console
 
-from anybatch.cli.options import (
-    NoAnswer,
-    ScriptCommand,
-    check_file,
-    check_page,
-    file_option,
-    is_patch,
-    json_option,
-    json_text,
-    of_script,
-    timeout_option,
-)
+from anybatch.cli import options
 from anybatch.cli.plan_ranks import show_rank_plan
 from anybatch.cli.plan_screen import show_plan
 from anybatch.cli.reporting import Output, Outputs, format_option
@@ -35,11 +24,7 @@ _WIDTH = 80
 
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
-    """Reads a budget, so that a wrong one is refused before the script runs.
-
-    Returns:
-        A share of the device as a float; a size or ``"free"`` as text; ``None`` if none was given.
-    """
+    """Reads a budget, so that a wrong one is refused before the script runs; a share of the device as a float."""
     if value is None or value == "free":
         return value
     try:
@@ -57,8 +42,10 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     return value
 
 
-@click.command("plan", cls=ScriptCommand, short_help="What is the fastest configuration within a memory budget?")
-@of_script
+@click.command(
+    "plan", cls=options.ScriptCommand, short_help="What is the fastest configuration within a memory budget?"
+)
+@options.of_script
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -87,13 +74,13 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     help="How ranks hold the model: a copy each, fully_shard of each block, or that with "
     "reshard_after_forward=False.  [default with --ranks: ddp]",
 )
-@file_option("-o", "--output", help="Save the plan; anybatch.Plan.load reads it.")
-@file_option("--html", help="Write an HTML page that plots time against memory.")
-@file_option("--patch", help="For a plain loop: write the lines to change as a patch, for patch -p1.")
-@json_option("the plan")
+@options.file_option("-o", "--output", help="Save the plan; anybatch.Plan.load reads it.")
+@options.file_option("--html", help="Write an HTML page that plots time against memory.")
+@options.file_option("--patch", help="For a plain loop: write the lines to change as a patch, for patch -p1.")
+@options.json_option("the plan")
 @format_option(("terminal", "json"))
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
-@timeout_option
+@options.timeout_option
 def plan_command(
     script: Path,
     arguments: tuple[str, ...],
@@ -123,9 +110,9 @@ def plan_command(
     """
     _check_ranks(ranks, shard, output, html, patch)
     outputs = Outputs(formats, json_path)
-    check_file(output, "plan", _is_own_plan, force=force)
-    check_page(html, force=force)
-    check_file(patch, "patch", is_patch, force=force)
+    options.check_file(output, "plan", _is_own_plan, force=force)
+    options.check_page(html, force=force)
+    options.check_file(patch, "patch", options.is_patch, force=force)
     question: dict[str, Any] = {
         "verb": "plan", "memory": memory, "device": device, "ranks": ranks, "shard": shard or "ddp",
         "batch_norm": batch_norm, "output": None if output is None else str(output), "timeline": html is not None,
@@ -134,11 +121,11 @@ def plan_command(
     if ending.status == "too-large":
         _end_too_large(ending.facts, script, outputs)
     if ending.status != "planned":
-        raise NoAnswer(no_answer(ending, script, "plan", "planned"))
+        raise options.NoAnswer(no_answer(ending, script, "plan", "planned"))
     if ranks is not None:
         ranked = RankPlan.from_dict(ending.facts["plan"])
         show = partial(show_rank_plan, ranked, outputs.console(), _notes(ending))
-        outputs.write(lambda _: json_text(ranked.to_dict()), show)
+        outputs.write(lambda _: options.json_text(ranked.to_dict()), show)
         return
     _report(Plan.from_dict(ending.facts["plan"]), script, ending, question, _Files(output, html, patch), outputs)
 
@@ -178,7 +165,7 @@ def _report(
             if path is not None:
                 console.print(f"\n{what} {path}", markup=False, soft_wrap=True)
 
-    outputs.write(lambda _: json_text(plan.to_dict()), to_files, to_page, to_terminal)
+    outputs.write(lambda _: options.json_text(plan.to_dict()), to_files, to_page, to_terminal)
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -245,7 +232,7 @@ def _use_of(
 
 def _end_too_large(facts: dict[str, Any], script: Path, outputs: Outputs) -> NoReturn:
     """Says what is missing, and ends with 1."""
-    outputs.write(lambda _: json_text({"version": 1, "kind": "anybatch does not fit", **facts}))
+    outputs.write(lambda _: options.json_text({"version": 1, "kind": "anybatch does not fit", **facts}))
     lines = textwrap.wrap(
         f"the step of {script} does not fit: {facts['error']}", _WIDTH, break_long_words=False, break_on_hyphens=False
     )

@@ -99,9 +99,6 @@ class FoundStep:
 
     The gradients of its model are set to ``None``.
 
-    Attributes:
-        call: the step as the arguments of a ``TrainStep``.
-
     Raises:
         StepUnclear: the step can't be separated from the rest of the loop.
     """
@@ -122,6 +119,7 @@ class FoundStep:
             parameter.grad = None  # a step begins without
         clip = float(eval(self._update.clip, dict(names))) if self._update and self._update.clip else None
         options = {"optimizer": optimizer, "clip_norm": clip}
+        # the step as the arguments of a ``TrainStep``
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 
     def with_change(self, facts: dict[str, Any], question: Mapping[str, Any]) -> dict[str, Any]:

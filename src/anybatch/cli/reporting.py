@@ -50,21 +50,17 @@ def format_option(names: Sequence[str] = FORMATS) -> Callable[[Function], Functi
 
 
 class Outputs:
-    """The destinations of a report: files, standard output for one format, and the terminal.
-
-    Attributes:
-        takes_stdout: whether a format takes standard output.
-        is_shown: whether the terminal gets the report, too.
-    """
+    """The destinations of a report: files, standard output for one format, and the terminal."""
 
     def __init__(self, formats: Sequence[Output], json_path: Path | None) -> None:
+        # whether the terminal gets the report, too
         self.is_shown = any(one.name == "terminal" for one in formats) or all(one.path for one in formats)
         own = [] if json_path is None else [Output("json", json_path if str(json_path) != "-" else None)]
         self._outputs = [*own, *(one for one in formats if one.name != "terminal")]
         for one in self._outputs:
             check_folder(one.path)
         to_stdout = sum(one.path is None for one in self._outputs)
-        self.takes_stdout = to_stdout > 0
+        self.takes_stdout = to_stdout > 0  # whether a format takes standard output
         if to_stdout > 1:
             raise click.UsageError(
                 "standard output takes one format; name a file for the other: --format json=out.json"
@@ -77,10 +73,7 @@ class Outputs:
     def write(self, text_of: Callable[[str], str], *others: Callable[[], None], is_last: bool = True) -> None:
         """Writes all formats except that of the terminal, then calls ``others``; a failure does not stop the rest.
 
-        Args:
-            text_of: gives the text of a format.
-            others: further writers, such as that of the terminal.
-            is_last: whether the format on standard output is written.
+        The format on standard output is written at the last time only.
         """
         failed: list[OSError] = []
         writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
@@ -183,12 +176,9 @@ class Wanted:
         *,
         is_last: bool = True,
     ) -> None:
-        """Writes a diagnosis in all formats, to the terminal, and as a page.
+        """Writes a diagnosis in all formats, to the terminal, and as a page, with ``more`` values for JSON.
 
-        Args:
-            more: further values for JSON.
-            is_last: whether the run is over; before that, formats are written only to files, and the terminal always
-                gets the report.
+        Before the run is over, formats are written only to files, and the terminal always gets the report.
         """
         values = values_of(diagnosis, run) | (more or {})
         is_shown = self._outputs.is_shown or not is_last

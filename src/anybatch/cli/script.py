@@ -34,10 +34,6 @@ def run_until_first_call(
 
     Its standard output goes to the standard error of this process, so that a report can take standard output. A script
     that fails because torchrun did not start it runs again as the only rank.
-
-    Args:
-        timeout: seconds after which it is killed, ``None`` for never.
-        question: the verb and its options.
     """
     ending = _run(script, arguments, timeout, question, {})
     if ending.status != "needs-ranks":

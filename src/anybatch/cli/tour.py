@@ -62,14 +62,10 @@ def _run(console: Console, command: str, folder: Path) -> CommandRun:
     console.print()
     console.print(f"$ {command}", style="bold", markup=False, soft_wrap=True)
     columns = min(console.width, _MOST_COLUMNS)
-    done = run(command, folder, columns=columns, on_line=lambda line: _line(console, line))
+    done = run(command, folder, columns=columns, on_line=lambda line: console.print(line, markup=False, soft_wrap=True))
     if done.code:
         raise click.ClickException(f"{command} ended with {done.code}; expected 0. Its output is above.")
     return done
-
-
-def _line(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
 
 
 def _say(console: Console, text: str) -> None:

@@ -8,18 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from anybatch.cli.options import (
-    NoAnswer,
-    ScriptCommand,
-    check_folder,
-    check_page,
-    json_option,
-    of_script,
-    page_option,
-    timeout_option,
-    write_json,
-    write_whole,
-)
+from anybatch.cli import options
 from anybatch.cli.plan import memory_of
 from anybatch.cli.plan_screen import heading, print_table, print_words
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
@@ -30,16 +19,16 @@ _BAR = 24
 _LEAST = 3  # measurements that a noise scale is told from
 
 
-@click.command("tune", cls=ScriptCommand, short_help="Which batch size and learning rate should I use?")
-@of_script
+@click.command("tune", cls=options.ScriptCommand, short_help="Which batch size and learning rate should I use?")
+@options.of_script
 @click.option("--memory", metavar="SIZE", callback=memory_of, help="The memory budget of a step, as in anybatch plan.")
 @click.option(
     "--steps", type=click.IntRange(min=_LEAST), default=24, show_default=True, help="How many steps to measure."
 )
-@page_option
-@json_option("the answer")
+@options.page_option
+@options.json_option("the answer")
 @click.option("--force", is_flag=True, help="Overwrite a file that anybatch did not write.")
-@timeout_option
+@options.timeout_option
 def tune_command(
     script: Path,
     arguments: tuple[str, ...],
@@ -58,19 +47,19 @@ def tune_command(
 
     Exit codes: 0 for an answer, 1 if nothing fits in the budget, 2 if the script never reached a step.
     """
-    check_folder(json_path)
-    check_page(output, force=force)
+    options.check_folder(json_path)
+    options.check_page(output, force=force)
     plan, tuned = _asked(script, arguments, memory, steps, timeout)
     chosen = plan["plan"]["chosen"]
     many = f"in {chosen['micro_batches']} micro-batches of {chosen['micro_batch_size']:g}"
     way = "as it is" if chosen["micro_batches"] == 1 else many
     found = replace(BatchAdvice.from_dict(tuned), batch=plan["plan"]["samples"], way=way)
     if json_path is not None:
-        write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()})
+        options.write_json(json_path, {"version": 1, "kind": "anybatch tune", "answer": str(found), **found.to_dict()})
     if output is not None:
         from anybatch.report.notebook import page_of_advice
 
-        write_whole(output, page_of_advice(found))
+        options.write_whole(output, page_of_advice(found))
     console = Console(stderr=str(json_path) == "-", highlight=False)
     print_words(console, str(found), style="bold green")
     _picture(found, console)
@@ -88,9 +77,9 @@ def _asked(
     if plan.status == "too-large":
         raise click.ClickException(f"the step of {script} does not fit: {plan.facts['error']}")
     if plan.status != "planned":
-        raise NoAnswer(no_answer(plan, script, "plan", "planned"))
+        raise options.NoAnswer(no_answer(plan, script, "plan", "planned"))
     if not plan.facts["updates"]:
-        raise NoAnswer(
+        raise options.NoAnswer(
             f"{script} calls anybatch.backward and takes its update itself, which can't be measured; change it to "
             "anybatch.TrainStep, and tune it again"
         )
@@ -98,7 +87,7 @@ def _asked(
         source = _source(plan, script, Path(folder))
         tuned = run_until_first_call(script, arguments, timeout, {"verb": "tune", "steps": steps, "source": source})
     if tuned.status != "tuned":
-        raise NoAnswer(no_answer(tuned, script, "tune", "measured"))
+        raise options.NoAnswer(no_answer(tuned, script, "tune", "measured"))
     return plan.facts, tuned.facts
 
 
@@ -109,7 +98,7 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
     at, _, line = plan.facts["found"].rpartition(":")
     if not plan.facts["after"] or Path(at) != script.absolute():
         why = plan.facts["trouble"] or "its step is in another file, or its update is not a plain one"
-        raise NoAnswer(
+        raise options.NoAnswer(
             f"{at}:{line} can't be measured: {why}. Change the loop to anybatch.TrainStep as anybatch plan "
             "says, and tune it again"
         )

@@ -22,11 +22,7 @@ _PART = 4
 
 
 def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
-    """Measures the peak memory of an update with the whole batch at once.
-
-    Returns:
-        Bytes of all live tensors, including AdamW's state.
-    """
+    """Measures the peak memory of an update with the whole batch at once, AdamW's state included, in bytes."""
     samples = len(batch["x"])
     return peak_bytes(Ways(PlanRow(samples, 1)).whole, model, batch) + _OPTIMIZER_NUMBERS * sum(
         parameter.nbytes for parameter in model.parameters()
@@ -34,15 +30,9 @@ def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
 
 
 def plan_update(
-    model: ByteTransformer,
-    batch: dict[str, Tensor],
-    settings: TrainingSettings,
-    memory_bytes: int | None = None,
+    model: ByteTransformer, batch: dict[str, Tensor], settings: TrainingSettings, memory_bytes: int | None = None
 ) -> Plan:
-    """Plans the updates of a training.
-
-    Args:
-        memory_bytes: the budget; ``None`` for a quarter of what the whole batch needs.
+    """Plans the updates of a training, by default within a quarter of what the whole batch needs.
 
     Raises:
         DoesNotFit: nothing fits in ``memory_bytes``.
@@ -56,11 +46,6 @@ def plan_update(
         return plan(model, next_byte_loss, batch, optimizer, memory=memory_bytes, clip_norm=settings.clip_norm)
     cpu = torch.device("cpu")
     subject = Subject(
-        model,
-        next_byte_loss,
-        Settings(cpu),
-        Splittable([batch]),
-        [optimizer],
-        clip_norm=settings.clip_norm,
+        model, next_byte_loss, Settings(cpu), Splittable([batch]), [optimizer], clip_norm=settings.clip_norm
     )
     return Planner(subject, replace(target_of(cpu, cpu), is_present=False)).plan(memory_bytes)

@@ -59,11 +59,7 @@ class Ways:
 
 
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
-    """Measures the peak memory of a pass: all live tensors, including weights and batch.
-
-    Returns:
-        Bytes.
-    """
+    """Measures the peak memory of a pass in bytes: all live tensors, including weights and batch."""
     model.zero_grad()
     live = LiveBytes((*model.parameters(), *model.buffers(), *batch.values()))
     with live:
@@ -73,11 +69,7 @@ def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
 
 
 def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
-    """Computes the gradient of all parameters as one vector.
-
-    Returns:
-        A float64 tensor of shape ``[parameters]``.
-    """
+    """Computes the gradient of all parameters as one float64 vector."""
     model.zero_grad()
     run(model, batch)
     vector = torch.cat([p.grad.detach().double().flatten() for p in model.parameters() if p.grad is not None])
@@ -88,8 +80,7 @@ def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
 def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, rounds: int) -> dict[str, float]:
     """Times passes in turn, round by round, so that a slow moment of the machine affects all of them.
 
-    Returns:
-        The median wall-clock time of each, in seconds; of several rounds, the first only warms up.
+    Gives the median wall-clock time of each, in seconds; of several rounds, the first only warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -102,18 +93,8 @@ def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, round
     return {name: statistics.median(taken[1:] or taken) for name, taken in times.items()}
 
 
-def compare_gradients(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    plan: Plan,
-    rounds: int = 5,
-) -> GradientComparison:
-    """Computes the gradient of one logical batch in three ways and measures each.
-
-    Args:
-        batch: ``"x"`` and ``"y"`` of shape ``[samples, context]``.
-    """
+def compare_gradients(model: nn.Module, batch: Batch, *, plan: Plan, rounds: int = 5) -> GradientComparison:
+    """Computes the gradient of one logical batch in three ways and measures each."""
     ways = Ways(plan.chosen)
     runs: dict[str, Pass] = {"whole": ways.whole, "split": ways.split, "loop": ways.loop}
     exact_model = copy.deepcopy(model).double()

@@ -38,18 +38,10 @@ class SourceText:
 
 
 def read_sources(root: str | Path | None = None) -> SourceText:
-    """Reads the Python files below a folder, in an order that depends on their names alone.
-
-    Args:
-        root: the folder; ``None`` for the standard library of this Python.
+    """Reads the Python files below a folder, by default Python's own library, in an order that depends on names alone.
 
     Raises:
         FileNotFoundError: there are too few files to hold one out.
-
-    Example:
-        >>> text = read_sources()
-        >>> set(text.train_files) & set(text.validation_files)
-        set()
     """
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
     paths = _python_files(folder)
@@ -66,13 +58,7 @@ def read_sources(root: str | Path | None = None) -> SourceText:
 def unigram_entropy(text: bytes) -> float:
     """Computes the entropy of a single byte: what a model that knows only how often each byte occurs can reach.
 
-    Source: Shannon, "A Mathematical Theory of Communication" (1948), H = -sum p log2 p.
-
-    Args:
-        text: any bytes.
-
-    Returns:
-        Bits per byte, 0.0 for no text.
+    Source: Shannon, "A Mathematical Theory of Communication" (1948), H = -sum p log2 p, in bits per byte.
 
     Example:
         >>> unigram_entropy(b"abcd"), unigram_entropy(b"aaaa")

@@ -7,11 +7,7 @@ _PROCESS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int | None:
-    """The resident memory of this process.
-
-    Returns:
-        Bytes; on systems without ``/proc`` the most that it ever held; ``None`` if neither is known.
-    """
+    """The resident memory of this process in bytes, or without ``/proc`` the most it ever held; ``None`` if unknown."""
     if _PROCESS.exists():
         for line in _PROCESS.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmRSS:"):

@@ -40,19 +40,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state of training after an update.
+    """The state of training after an update."""
 
-    Args:
-        fraction: the elapsed share of the time or of the updates, from 0 to 1.
-        updates: the number of updates so far.
-        loss_bits: the loss of this update's logical batch, in bits per byte.
-        tokens_per_second: the speed of training alone, since it began.
-    """
-
-    fraction: float
-    updates: int
-    loss_bits: float
-    tokens_per_second: float
+    fraction: float  # the elapsed share of the time or of the updates, from 0 to 1
+    updates: int  # the number of updates so far
+    loss_bits: float  # the loss of this update's logical batch, in bits per byte
+    tokens_per_second: float  # the speed of training alone, since it began
 
 
 def rate_factor(fraction: float) -> float:
@@ -71,15 +64,7 @@ def rate_factor(fraction: float) -> float:
 
 
 def cut_out(text: Tensor, starts: Tensor, context: int) -> dict[str, Tensor]:
-    """Cuts sequences out of a text.
-
-    Args:
-        text: bytes, of shape ``[length]``.
-        starts: where each begins, of shape ``[samples]``; at most ``length - context - 1``.
-        context: bytes of a sequence.
-
-    Returns:
-        ``"x"`` and ``"y"``, both ``[samples, context]``, ``y`` one byte ahead.
+    """Cuts sequences of bytes out of a text, and the same one byte ahead as ``"y"``.
 
     Example:
         >>> batch = cut_out(torch.arange(9), torch.tensor([0, 4]), 3)
@@ -96,37 +81,17 @@ def as_tensor(text: bytes) -> Tensor:
 
 
 def random_batch(text: Tensor, samples: int, context: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws a logical batch: sequences from random places of a text.
-
-    Args:
-        text: bytes, of shape ``[length]``, longer than ``context``.
-        context: bytes of a sequence.
-    """
+    """Draws a logical batch: sequences from random places of a text."""
     return cut_out(text, torch.randint(len(text) - context, (samples,), generator=generator), context)
 
 
 def first_batch(text: Tensor, samples: int, context: int, seed: int) -> dict[str, Tensor]:
-    """Draws the logical batch that training begins with.
-
-    Args:
-        text: bytes, of shape ``[length]``.
-        context: bytes of a sequence.
-    """
+    """Draws the logical batch that training begins with."""
     return random_batch(text, samples, context, torch.Generator().manual_seed(seed))
 
 
 class TrainingRun:
-    """One training from beginning to end.
-
-    Args:
-        model: is trained in place.
-        train: bytes to train on, of shape ``[length]``.
-        validation: bytes held out, of shape ``[length]``.
-        settings: how.
-
-    Attributes:
-        points: the validations so far.
-    """
+    """One training from beginning to end, of a model in place, on bytes, validated on bytes held out."""
 
     def __init__(self, model: ByteTransformer, train: Tensor, validation: Tensor, settings: TrainingSettings) -> None:
         self._settings = settings

@@ -9,12 +9,7 @@ _BYTES_SEEN_AT_ONCE = 4
 
 
 class Block(nn.Module):
-    """Causal attention, then a perceptron, each on a normalised input and added to the stream.
-
-    Args:
-        width: features of the stream.
-        heads: attention heads; they share the width.
-    """
+    """Causal attention, then a perceptron, each on a normalised input and added to the stream of some width."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -37,16 +32,10 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte at every position.
+    """Predicts the next byte at every position, of ``context`` at most.
 
     Each position embeds its own byte and the three before it, so that the first layer need not spend updates on
     learning to look one byte back.
-
-    Args:
-        context: the most positions.
-        width: features of the stream.
-        layers: the number of blocks.
-        heads: attention heads of a block.
 
     Example:
         >>> ByteTransformer(context=8, width=16, layers=1, heads=2)(torch.zeros(3, 8, dtype=torch.long)).shape
@@ -90,27 +79,13 @@ def make_model(seed: int) -> ByteTransformer:
 
 
 def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean cross-entropy of the next byte.
-
-    Args:
-        model: maps ``[batch, time]`` to logits ``[batch, time, 256]``.
-        batch: ``"x"`` and ``"y"`` of shape ``[batch, time]``, ``y`` one byte ahead of ``x``.
-
-    Returns:
-        A scalar, in nats per byte.
-    """
+    """The mean cross-entropy of the next byte, in nats per byte."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
 @torch.no_grad()
 def write_text(model: ByteTransformer, prompt: str, *, length: int, seed: int, temperature: float = 0.7) -> str:
-    """Lets the model continue a prompt, byte by byte.
-
-    Args:
-        prompt: the beginning, one byte or more.
-        length: bytes to add.
-        temperature: below 1, likely bytes become likelier.
-    """
+    """Lets the model continue a prompt, byte by byte; below a temperature of 1, likely bytes become likelier."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt.encode())])
     for _ in range(length):

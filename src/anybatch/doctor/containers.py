@@ -9,12 +9,6 @@ def entries_of(value: Any) -> list[tuple[Any, Any]]:
 
     The user's subclass of one may run code when it is read, such as a random augmentation, so its entries are taken as
     they are stored.
-
-    Example:
-        >>> entries_of({"x": 1, "y": 2})
-        [('x', 1), ('y', 2)]
-        >>> entries_of((5,))
-        [(0, 5)]
     """
     if isinstance(value, dict):
         return list(dict.items(value))

@@ -24,22 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 def diagnose(run: Run, policy: Policy | None = None) -> tuple[Finding, ...]:
-    """The findings of a run, in order of rank.
+    """The findings of a run, in order of rank; without a policy all that no comment ignores.
 
     A rule that fails is logged and left out.
-
-    Args:
-        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
     """
     return _diagnosed(run, policy or Policy())[0]
 
 
 def diagnosis(run: Run, policy: Policy | None = None) -> Diagnosis:
-    """The whole diagnosis of a run: findings, verdict, cells and notes.
-
-    Args:
-        policy: what is reported, and other thresholds; ``None`` for all findings that no comment ignores.
-    """
+    """The whole diagnosis of a run: findings, verdict, cells and notes."""
     policy = policy or Policy()  # a new one, which reads the user's files as they are now
     findings, failed, suppressed = _diagnosed(run, policy)
     ended = next(run.of(Ended), None)

@@ -61,13 +61,8 @@ class Follower(TorchFunctionMode):
         before_write: is called with each tensor that is about to be written to.
 
     Attributes:
-        graph: the graph of all results.
-        values: what is known of each tensor.
-        events: the places where a graph ended.
-        departures: numbers taken out of tensors.
         operations: for each operation on something with a parameter in it: its name, its place, the bits of all these
             parameters, and the bits of those in the graph of the result.
-        frozen: where ``requires_grad`` was switched off, by the ``id`` of the tensor.
     """
 
     def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:
@@ -75,12 +70,13 @@ class Follower(TorchFunctionMode):
         self._bits, self._running = bits, running
         self.before_write = before_write
         inside = weakref.WeakMethod(self._look_inside)  # a cycle would keep all nodes until Python looks for cycles
+        # the graph of all results
         self.graph = Graph(bits, lambda node: 0 if (look := inside()) is None else look(node), lambda: running.name)
-        self.values = Values()
-        self.events: list[Event] = []
-        self.departures: list[Departure] = []
+        self.values = Values()  # what is known of each tensor
+        self.events: list[Event] = []  # the places where a graph ended
+        self.departures: list[Departure] = []  # numbers taken out of tensors
         self.operations: list[tuple[str, Site, int, int]] = []
-        self.frozen: dict[int, Site] = {}
+        self.frozen: dict[int, Site] = {}  # where ``requires_grad`` was switched off, by the ``id`` of the tensor
         self._switched_off: tuple[str, int] = ("", 0)
         self._callers: dict[Any, str] = {}
         self._again = False

@@ -1,6 +1,7 @@
 """The autograd graph of tensors: which parameters each node leads to, and what the graph keeps in memory."""
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,12 +9,22 @@ import torch
 
 from anybatch.records.paths import Kept, Saved, Term
 
-_ADDITIONS = {"AddBackward0": (1, 1), "SubBackward0": (1, -1), "RsubBackward1": (-1, 1)}
-_PASSING = frozenset(
-    f"{name}Backward0" for name in ("Neg", "ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias")
-)
-_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
+SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
+SUMMING = ("MeanBackward0", "SumBackward0")
 _MOST_SAVED = 10
+
+
+def nodes_of(*operations: str) -> frozenset[str]:
+    """The nodes of operations, with those of their overloads."""
+    return frozenset(f"{name}Backward{overload}" for name in operations for overload in range(3))
+
+
+# What leaves each entry what it is, so that what comes before it feeds what comes after it.
+MOVING = nodes_of(
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T"),
+    *("Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
+)
 
 
 def reentrant(node: Any) -> bool:
@@ -23,20 +34,14 @@ def reentrant(node: Any) -> bool:
 
 @dataclass(slots=True)
 class Graph:
-    """For each node of the graph, the numbered leaves that it leads to, as bits of an integer.
-
-    Attributes:
-        masks: the bits by node; holding the nodes keeps their identity.
-        places: what was running when a node was first seen.
-        others: leaves without a bit.
-    """
+    """For each node of the graph, the numbered leaves that it leads to, as bits of an integer."""
 
     bits: Mapping[int, int]  # of each leaf, by its ``id``
     inside: Callable[[Any], int] = lambda _: 0  # gives the bits that a reentrant checkpoint leads to besides its inputs
     place: Callable[[], str] = lambda: ""  # says what is running, for nodes that are new
-    masks: dict[Any, int] = field(default_factory=dict)
-    places: dict[Any, str] = field(default_factory=dict)
-    others: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[Any, int] = field(default_factory=dict)  # the bits by node; holding the nodes keeps their identity
+    places: dict[Any, str] = field(default_factory=dict)  # what was running when a node was first seen
+    others: dict[int, torch.Tensor] = field(default_factory=dict)  # leaves without a bit
     _accumulates: dict[type, bool] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> int:
@@ -48,6 +53,11 @@ class Graph:
             return self._leaf(tensor)
         mask = self.masks.get(node)
         return self._walk(node) if mask is None else mask
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The kinds and shapes of the leaves without a bit."""
+        return tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in self.others.values())
 
     def _leaf(self, leaf: torch.Tensor) -> int:
         bit = self.bits.get(id(leaf), 0)
@@ -98,71 +108,83 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return waiting
 
 
+def following(node: Any) -> list[Any]:
+    """What a node of the graph is made of; ``None`` for what has no graph."""
+    return [after for after, _ in node.next_functions]
+
+
+def summands(start: Any) -> list[Any]:
+    """The summands of a scalar by their nodes, through factors and signs; ``None`` for what has no graph."""
+    found: list[Any] = []
+    waiting, looked_at = [start], 0
+    while waiting and looked_at < 1000:
+        node = waiting.pop()
+        looked_at += 1
+        before = [] if node is None else following(node)
+        real = [after for after in before if after is not None]
+        name = "" if node is None else node.name()
+        if name in ADDITIONS or name in ("StackBackward0", "CatBackward0"):
+            waiting.extend(reversed(before))
+        elif len(real) == 1 and (
+            name in SCALING or name in MOVING or (name in SUMMING and real[0].name() == "StackBackward0")
+        ):
+            waiting.extend(real)
+        else:
+            found.append(node)
+    return found
+
+
 def terms_of(loss: torch.Tensor, graph: Graph) -> tuple[Term, ...]:
     """The summands of a finished loss, as far as its graph shows them; empty for fewer than two."""
-    if loss.grad_fn is None or loss.numel() != 1:
-        return ()
-    terms: list[Term] = []
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            terms.append(Term(None, False, "a number, or a tensor without a graph"))
+    parts = summands(loss.grad_fn) if loss.grad_fn is not None and loss.numel() == 1 else []
+    terms = (
+        Term(None, False, "a number, or a tensor without a graph") if part is None
+        else Term(None, True, part.name(), parameters=graph.masks.get(part, 0).bit_count())
+        for part in parts
+    )  # fmt: skip
+    return tuple(terms) if len(parts) > 1 else ()
+
+
+def raw_saved(node: Any) -> Iterator[tuple[str, Any]]:
+    """What a node has saved, by name, as torch holds it; nothing once a backward has freed it."""
+    kind: Any = type(node)
+    for name in _raw_names(kind):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # freed
             continue
-        following = [after for after, _ in node.next_functions]
-        kind = node.name()
-        if kind in _ADDITIONS:
-            waiting.extend(reversed(following))
-        elif _passes(kind, following):
-            waiting.extend(after for after in following if after is not None)
-        elif kind in ("StackBackward0", "CatBackward0") and node is not loss.grad_fn:
-            waiting.extend(reversed(following))
-        else:
-            terms.append(Term(None, True, kind, parameters=graph.masks.get(node, 0).bit_count()))
-    return tuple(terms) if len(terms) > 1 else ()
+        for entry in found if isinstance(found, (list, tuple)) else (found,):
+            if entry is not None:
+                yield name.removeprefix("_raw_saved_"), entry
 
 
-def _passes(kind: str, following: list[Any]) -> bool:
-    """Whether a node leaves the terms of a sum what they are, up to a factor; a mean over samples ends the search."""
-    real = [after for after in following if after is not None]
-    if len(real) != 1:
-        return False
-    if kind in ("MeanBackward0", "SumBackward0"):
-        return bool(real[0].name() == "StackBackward0")
-    return kind in _PASSING or kind in _FACTORS
+@functools.lru_cache(maxsize=256)
+def _raw_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without: Iterable[torch.Tensor]) -> Kept | None:
-    """What the graph of some tensors keeps in memory; nothing is unpacked, so no checkpoint runs.
+    """What the graph of some tensors keeps in memory beside others; nothing is unpacked, so no checkpoint runs.
 
-    Args:
-        without: tensors whose storage does not count.
-
-    Returns:
-        The bytes; ``None`` if this torch can't tell a saved tensor from one packed by hooks.
+    ``None`` if this torch can't tell a saved tensor from one packed by hooks.
     """
     seen = {_storage(tensor) for tensor in without if tensor.layout is torch.strided}
     saved: list[Saved] = []
     packed = 0
-    attributes: dict[type, list[str]] = {}
     for node in reversed(nodes_behind(tensors)):  # what made a tensor comes before what uses it
-        kind = type(node)
-        if kind not in attributes:
-            attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-        for name in attributes[kind]:
-            for entry in _entries(node, name):
-                if not hasattr(entry, "unpack_hook"):
-                    return None
-                if entry.unpack_hook is not None:
-                    packed += 1
-                    continue
-                tensor = entry.data
-                if tensor is None or tensor.layout is not torch.strided or _storage(tensor) in seen:
-                    continue
-                seen.add(_storage(tensor))
-                shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                size = tensor.untyped_storage().nbytes()
-                saved.append(Saved(node.name(), places.get(node, ""), shape, dtype, size))
+        for _, entry in raw_saved(node):
+            if not hasattr(entry, "unpack_hook"):
+                return None
+            if entry.unpack_hook is not None:
+                packed += 1
+                continue
+            tensor = entry.data
+            if tensor is None or tensor.layout is not torch.strided or _storage(tensor) in seen:
+                continue
+            seen.add(_storage(tensor))
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            size = tensor.untyped_storage().nbytes()
+            saved.append(Saved(node.name(), places.get(node, ""), shape, dtype, size))
     saved.sort(key=lambda one: -one.bytes)
     modules: dict[str, int] = {}
     if places:
@@ -170,14 +192,6 @@ def kept_by(tensors: Iterable[torch.Tensor], places: Mapping[Any, str], without:
             modules[one.module] = modules.get(one.module, 0) + one.bytes
     by_size = dict(sorted(modules.items(), key=lambda entry: -entry[1]))
     return Kept(sum(one.bytes for one in saved), by_size, tuple(saved[:_MOST_SAVED]), packed)
-
-
-def _entries(node: Any, name: str) -> list[Any]:
-    try:
-        found = getattr(node, name)
-    except RuntimeError:  # freed by a backward
-        return []
-    return list(found) if isinstance(found, (list, tuple)) else [found] if found is not None else []
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -101,12 +101,9 @@ def home_of(step: LoopStep, *texts: str) -> ast.stmt | None:
 
 
 def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> Edit:
-    """The edit of a loop's file.
+    """The edit of a loop's file; without an ``Update`` the loop keeps its own, and calls ``anybatch.backward``.
 
-    Args:
-        update: see ``update_of``; with ``None`` the loop keeps its update, and calls ``anybatch.backward``.
-        memory: the text of ``memory=`` for a ``TrainStep``, and further arguments.
-        plan: the arguments for ``anybatch.backward``.
+    ``memory`` is the text of ``memory=`` for a ``TrainStep``, ``plan`` are the arguments of ``anybatch.backward``.
     """
     rows = results_of(step)
     taken = set(step.names) | stored([step.source.tree])
@@ -122,7 +119,7 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
         text += f"\n\n{stepper} = {made}"
         call = f"{stepper}({step.batch_text})"
     after = [f'{name} = {result}.metrics["{name}"]' for name in rows]
-    if _reads_loss(step):
+    if isinstance(step.loss, ast.Name) and step.loss.id in _outside(step):
         after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
     lines = [f"{result} = {call}" if after else call, *after]
     try:
@@ -164,13 +161,9 @@ def _outside(step: LoopStep) -> set[str]:
     scope = step.source.scope(step.back)
     inner = step.loops[0] if step.loops else scope
     skipped = {id(one) for one in (*step.forward, step.back)}
-    elsewhere = [one for one in _statements(scope, skipped) if not _is_in(step, one, inner)]
+    elsewhere = [one for one in _statements(scope, skipped) if inner not in (one, *step.source.ancestors(one))]
     near = list(_statements(inner, skipped))
-    return stored(step.forward) & (_reads(near) | (_reads(elsewhere) - stored(_shallow(elsewhere))))
-
-
-def _is_in(step: LoopStep, node: ast.AST, outer: ast.AST) -> bool:
-    return node is outer or any(one is outer for one in step.source.ancestors(node))
+    return stored(step.forward) & (read(_shallow(near)) | (read(_shallow(elsewhere)) - stored(_shallow(elsewhere))))
 
 
 def _statements(outer: ast.AST, skipped: set[int]) -> Iterator[ast.stmt]:
@@ -190,14 +183,6 @@ def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
             yield one
             continue
         yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
-
-
-def _reads(statements: Iterable[ast.stmt]) -> set[str]:
-    return read(_shallow(statements))
-
-
-def _reads_loss(step: LoopStep) -> bool:
-    return isinstance(step.loss, ast.Name) and step.loss.id in _outside(step)
 
 
 def results_of(step: LoopStep) -> list[str]:

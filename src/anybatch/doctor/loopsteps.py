@@ -76,11 +76,7 @@ class LoopStep:
         return f"{self.source.path}:{getattr(node, 'lineno', '?')}"
 
     def loss_text(self, name: str = "loss_fn", metrics: Sequence[str] = ()) -> str:
-        """The code of the forward as a function of the model and the batch.
-
-        Args:
-            metrics: variables to return beside the loss.
-        """
+        """The forward as the code of a function of the model and the batch; it returns ``metrics`` beside the loss."""
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
         taken = inputs_of([*self.forward, self.loss])
@@ -117,10 +113,7 @@ class LoopStep:
 def step_at(
     file: str, line: int, names: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> LoopStep:
-    """Finds the step that contains a line of a loop.
-
-    Args:
-        optimizers: the optimizers that step; by default all in ``names``.
+    """Finds the step that contains a line of a loop; by default all optimizers in ``names`` are its own.
 
     Raises:
         StepUnclear: the step can't be separated from the rest of the loop.

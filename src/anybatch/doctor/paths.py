@@ -15,7 +15,7 @@ from anybatch.doctor.sites import Running
 from anybatch.doctor.subjects import Subject, losses_of, subject_of
 from anybatch.doctor.values import NOTHING, Value, joined
 from anybatch.errors import LossError
-from anybatch.records.paths import Leaf, Paths, Stop, Term
+from anybatch.records.paths import Paths, Stop, Term
 
 _PASS_A_FUNCTION = "Pass a function instead: anybatch.why(lambda: loss_fn(model, batch), model)"
 
@@ -73,7 +73,7 @@ def _of_tensor(loss: torch.Tensor, subject: Subject) -> Paths:
         notes.append(f"A finished loss does not show what was cut. {_PASS_A_FUNCTION}.")
     kept = kept_by([loss], {}, subject.fixtures)
     terms = terms_of(loss, graph)
-    return Paths(_leaves(subject, mask), stopped, False, terms, _outside(graph), kept, tuple(notes))
+    return Paths(subject.leaves(mask), stopped, False, terms, graph.outside, kept, tuple(notes))
 
 
 def _unknown(subject: Subject, name: str, loss: torch.Tensor, hidden: int) -> Stop:
@@ -113,14 +113,14 @@ def _of_function(function: Callable[[], Any], subject: Subject) -> Paths:
             mask |= follower.graph.of(tensor)
         value = joined((_value(follower, loss) for loss in losses.values()), "", NOTHING.site)
         explanation = Explanation(subject, follower, running)
-        leaves = _leaves(subject, mask)
+        leaves = subject.leaves(mask)
         stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
         terms = tuple(term for name, loss in losses.items() for term in _terms(name, loss, follower))
         kept = kept_by(tensors, follower.graph.places, subject.fixtures)
         reached = Graph(bits)  # the follower's has the leaves of everything that was made
         for tensor in tensors:
             reached.of(tensor)
-        return Paths(leaves, stopped, True, terms if len(terms) > 1 else (), _outside(reached), kept)
+        return Paths(leaves, stopped, True, terms if len(terms) > 1 else (), reached.outside, kept)
 
 
 def _value(follower: Follower, loss: Any) -> Value:
@@ -133,16 +133,3 @@ def _terms(name: str, loss: Any, follower: Follower) -> tuple[Term, ...]:
     if not isinstance(loss, torch.Tensor):
         return (Term(float(loss), False, name or "a number"),)
     return terms_of_loss(loss, follower, name)
-
-
-def _leaves(subject: Subject, mask: int) -> dict[str, Leaf]:
-    return {
-        name: Leaf(
-            bool(mask & subject.bits[id(p)]), p.requires_grad, p.is_leaf, not p.is_leaf and p.retains_grad, p.numel()
-        )
-        for name, p in subject.parameters.items()
-    }
-
-
-def _outside(graph: Graph) -> tuple[str, ...]:
-    return tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())

@@ -18,12 +18,7 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
     """Asks copies of the models of a run what the run itself did not show.
 
     The user's models, gradients and random state are unchanged. A question without a sure answer is answered with
-    ``"unknown"`` and the reason.
-
-    Args:
-        doctor: recorded the run, and kept its last batches.
-        active: whether to train copies, too.
-        seconds: the time limit; questions that come later get no answer.
+    ``"unknown"`` and the reason; those that come after the time limit get no answer.
     """
     found: list[Probed] = []
     try:

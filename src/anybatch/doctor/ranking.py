@@ -19,17 +19,8 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
     finding keeps its own severity. A finding is a consequence of another one that explains it, directly or through
     other findings, is not later, and is not merely ``info`` unless both are. That nothing was learned is a consequence
     of any fault.
-
-    Args:
-        explains: for each name of a finding, the names that it may cause.
-
-    Example:
-        >>> first = Finding("too high", at=3, severity="warning", name="LR_TOO_HIGH")
-        >>> then = Finding("nan", at=9, severity="error", name="NAN_IN_FORWARD")
-        >>> [(one.name, one.consequence_of) for one in ranked([then, first], {"LR_TOO_HIGH": ("NAN_IN_FORWARD",)})]
-        [('LR_TOO_HIGH', ''), ('NAN_IN_FORWARD', 'LR_TOO_HIGH')]
     """
-    found = sorted(_without_repeats(findings), key=_early)
+    found = sorted(_without_repeats(findings), key=lambda one: (one.at, _severity(one), one.code))
     parents: dict[int, int] = {}
     for index in range(len(found)):
         parent = _parent(index, found, explains, parents)
@@ -88,10 +79,6 @@ def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
         if key not in first or finding.at < first[key].at:
             first[key] = finding
     return list(first.values())
-
-
-def _early(finding: Finding) -> tuple[int, int, str]:
-    return finding.at, _severity(finding), finding.code
 
 
 def _severity(finding: Finding) -> int:

@@ -24,6 +24,7 @@ from anybatch.doctor.recording.hooks_scaling import ScalingHooks
 from anybatch.doctor.recording.hooks_schedules import LoaderHooks, ScheduleHooks
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
+from anybatch.doctor.recording.printing import PrintedNumbers
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
@@ -114,6 +115,7 @@ class Doctor:
             LoaderHooks(recording),
             LoadingHooks(recording, self._optimizers),
         )
+        self._printed = PrintedNumbers(recording)
         recording.threads.taken = self._forward.forget_running
         self._subjects = subjects
         self._backwards = self._away = self._aside = 0
@@ -141,6 +143,7 @@ class Doctor:
             self._optimizers.attach()
             for hooks in self._others:
                 hooks.attach()
+            self._printed.attach()
             self._samplers.attach()
             self._forward.attach()
             self._forward.search(self._recording.sampled)
@@ -166,11 +169,7 @@ class Doctor:
             self._recording.guarded(self._follow)(subject)
 
     def announced(self, *subjects: Any) -> None:
-        """Called by a step before it runs, so that names are known wherever the step was made.
-
-        Args:
-            subjects: what the step trains; objects that are neither models nor optimizers are ignored.
-        """
+        """Called by a step with what it trains before it runs, so that names are known wherever the step was made."""
         if not self._announced.issuperset(map(id, subjects)):
             self._announced.update(map(id, subjects))
             for subject in subjects:
@@ -195,22 +194,13 @@ class Doctor:
             self._backward.takes()
 
     def gave_gradients(self, items: float) -> None:
-        """Called when the gradients are back, with the new ones added.
-
-        Args:
-            items: the weight of what was added.
-        """
+        """Called when the gradients are back, with the new ones added, and the weight of what was added."""
         self._aside -= 1
         if not self._aside:
             self._backward.gave(items)
 
     def __call__(self, step: Any, result: Any) -> None:
-        """Does nothing: the hooks saw the logical batch. It makes the doctor an ``Observer``.
-
-        Args:
-            step: a ``TrainStep``.
-            result: its result.
-        """
+        """Does nothing: the hooks saw the logical batch. It makes the doctor an ``Observer``."""
 
     def detach(self) -> None:
         """Removes all hooks; facts can still be added. Does nothing if there are none."""
@@ -223,6 +213,7 @@ class Doctor:
         if self._after_step is not None:
             self._after_step.detach()
         self._recording.take_in()
+        self._printed.detach()
         self._forward.detach()
         self._samplers.detach()
         self._optimizers.detach()
@@ -344,7 +335,7 @@ class Doctor:
     @property
     def not_finite(self) -> bool:
         """Whether a non-finite number was seen."""
-        return self._samplers.not_finite
+        return self._samplers.nonfinite.found
 
     @property
     def lost(self) -> str:

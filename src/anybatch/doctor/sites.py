@@ -12,13 +12,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from anybatch.tensors.graph import in_backward
 
-_NOT_THE_USERS = (
-    "<anybatch ",
-    f"{Path(torch.__file__).parent}/",
-    f"{Path(__file__).parents[1]}/",
-    contextlib.__file__,
-    functools.__file__,
+NOT_THE_USERS = (
+    *("<anybatch ", f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"),
+    *(contextlib.__file__, functools.__file__),
 )
+"""How the names of files begin that are torch's, our own, or run the user's functions for them."""
 _DISTRIBUTIONS = f"{Path(torch.distributions.__file__).parent}/"
 
 
@@ -38,7 +36,7 @@ def user_line(depth: int = 1) -> tuple[str, int]:
     frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS):
+        if not name.startswith(NOT_THE_USERS):
             return name, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "", 0
@@ -48,7 +46,7 @@ def distribution_drawing() -> str:
     """The class of torch's distribution whose ``sample()`` the user's line called; empty if there is none."""
     frame = sys._getframe(1)
     found = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         if frame.f_code.co_name == "sample" and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
             found = type(frame.f_locals.get("self")).__name__
         frame = frame.f_back  # type: ignore[assignment]
@@ -88,17 +86,13 @@ class Running:
 
     Args:
         modules: the modules by qualified name; the first name counts for one that has several.
-
-    Attributes:
-        ran: the names of the modules that were called.
-        name: the name of the innermost running module.
     """
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         self._names = {id(module): name for name, module in reversed(modules.items())}
         self._stack: list[str] = []
-        self.ran: set[str] = set()
-        self.name = ""
+        self.ran: set[str] = set()  # the names of the modules that were called
+        self.name = ""  # the name of the innermost running module
 
     def name_of(self, module: torch.nn.Module | None) -> str:
         """The qualified name of a module, empty if it has none."""

@@ -8,6 +8,7 @@ import torch
 
 from anybatch.errors import LossError
 from anybatch.records.means import Mean
+from anybatch.records.paths import Leaf
 
 
 @dataclass(slots=True)
@@ -24,6 +25,15 @@ class Subject:
         yield from self.parameters.values()
         for module in self.modules.values():
             yield from (buffer for buffer in module.buffers(recurse=False))
+
+    def leaves(self, mask: int) -> dict[str, Leaf]:
+        """Its parameters, of which a loss reaches those whose bits are in a mask."""
+        return {
+            name: Leaf(
+                bool(mask & self.bits[id(p)]), p.requires_grad, p.is_leaf, not p.is_leaf and p.retains_grad, p.numel()
+            )
+            for name, p in self.parameters.items()
+        }
 
     def owner(self, parameter: str) -> str:
         """The name of the module that a parameter belongs to."""

@@ -15,17 +15,7 @@ _MOST_NAMES = 3
 
 
 def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str]) -> tuple[Verdict, str]:
-    """The verdict on a run, and its reason.
-
-    Args:
-        unexamined: what could not be examined; it keeps the verdict from being ``"learning"``.
-
-    Example:
-        >>> verdict_on(Run([]), [], [])
-        ('undecided', 'no optimizer stepped')
-        >>> verdict_on(Run([Ended(exit_code=3)]), [], [])
-        ('crashed', 'it ended with exit code 3')
-    """
+    """The verdict on a run, and its reason; what could not be examined keeps it from being ``"learning"``."""
     crash = next(iter(list(run.of(Crashed))[-1:]), None)
     ended = next(run.of(Ended), Ended())
     if crash is not None:

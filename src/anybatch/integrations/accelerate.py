@@ -1,12 +1,11 @@
 """``TrainStep`` on objects that Accelerate has prepared, without Accelerate's own accumulation."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
 from anybatch.loss.losses import LossFunction
 from anybatch.step import TrainStep
 
@@ -85,11 +84,9 @@ def _warn_of_repeated_samples(accelerator: Accelerator) -> None:
     for loader in accelerator._dataloaders:
         rows, size = getattr(loader, "total_dataset_length", 0), getattr(loader, "total_batch_size", 0)
         if size and rows % size and not getattr(loader, "_drop_last", False):
-            warnings.warn(
+            warn(
                 f"Accelerate repeats {-rows % size} samples at the end of each epoch of a loader of {rows}, so that "
                 f"all {accelerator.num_processes} processes have as many; they count twice in the last batch. If you "
                 "train on this loader, make it with drop_last=True or of a length that divides",
-                AnyBatchWarning,
-                stacklevel=3,
             )
             return

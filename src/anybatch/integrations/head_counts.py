@@ -1,6 +1,5 @@
 """The counts over which the losses of Transformers' heads are means."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from anybatch.batch.counting import count_samples
-from anybatch.errors import AnyBatchWarning, BatchError
+from anybatch.errors import BatchError, warn
 
 _IGNORED = -100
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -73,11 +72,7 @@ def _count_spans(batch: Mapping[str, Any]) -> Any:
 
 
 def check_head(trainer: Any) -> None:
-    """Refuses a head whose loss is a sum; warns of one with a balancing loss of experts, which is no mean.
-
-    Raises:
-        BatchError: the loss is a sum over the batch.
-    """
+    """Refuses a head whose loss is a sum; warns of one with a balancing loss of experts, which is no mean."""
     config = getattr(_model_of(trainer), "config", None)
     name = type(_model_of(trainer)).__name__
     if name.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", "mean") == "sum":
@@ -86,12 +81,10 @@ def check_head(trainer: Any) -> None:
             "expected a mean. Set model.config.ctc_loss_reduction = 'mean'"
         )
     if getattr(config, "output_router_logits", False):
-        warnings.warn(
+        warn(
             f"the loss of {name} has the load balancing of its experts in it (config.output_router_logits=True), a "
             "product of means over the whole batch: that part of the gradient is of micro-batches. Set "
             "model.config.output_router_logits = False, or train in one micro-batch",
-            AnyBatchWarning,
-            stacklevel=3,
         )
 
 

@@ -31,11 +31,7 @@ class ExactGradient(Callback):
         memory: the memory budget, see ``anybatch.TrainStep``; not together with ``accumulate_grad_batches``.
         micro_batch_size: the most samples in a micro-batch; ``None`` for a batch of the loader.
         count: what the loss of ``training_step`` is the mean over, a function of a batch.
-        broadcast: see ``anybatch.TrainStep``.
-        layout: see ``anybatch.TrainStep``.
-        batch_norm: see ``anybatch.TrainStep``.
-        dropout: see ``anybatch.TrainStep``.
-        verify: see ``anybatch.TrainStep``.
+        broadcast, layout, batch_norm, dropout, verify: see ``anybatch.TrainStep``.
 
     Example:
         >>> from lightning.pytorch import Trainer

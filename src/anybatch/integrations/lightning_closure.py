@@ -35,12 +35,7 @@ class _NoLoss(Exception):  # not an error: Lightning then skips the batch
 
 
 class ExactOptimization(_AutomaticOptimization):
-    """Takes the gradient of a batch, and joins it with those of the earlier batches of its window, by their counts.
-
-    Args:
-        trainer: Lightning's Trainer.
-        exact: counts items and takes gradients.
-    """
+    """Takes the gradient of a batch, and joins it with those of the earlier batches of its window, by their counts."""
 
     def __init__(self, trainer: Any, exact: TakesGradients) -> None:
         super().__init__(trainer)

@@ -1,7 +1,6 @@
 """Progress of a run: a bar in a terminal or a notebook, otherwise a line now and then."""
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
@@ -95,9 +94,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

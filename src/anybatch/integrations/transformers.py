@@ -43,11 +43,7 @@ class ExactTraining:
         count: what the loss is the mean over, a function of a batch; ``None`` for the labels that are not -100, without
             the first of each row if the head shifts them; for the answers within the text in question answering; for
             the samples if the labels are not integers, and for CTC.
-        broadcast: see ``anybatch.TrainStep``.
-        layout: see ``anybatch.TrainStep``.
-        batch_norm: see ``anybatch.TrainStep``.
-        dropout: see ``anybatch.TrainStep``.
-        verify: see ``anybatch.TrainStep``.
+        broadcast, layout, batch_norm, dropout, verify: see ``anybatch.TrainStep``.
         **kwargs: keyword arguments of the Trainer.
 
     Raises:

@@ -73,7 +73,6 @@ class Accumulation:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
         places: the position of each micro-batch, for a loss function in pieces.
-        modules: all modules of the loss; searched if they are not given.
     """
 
     def __init__(
@@ -90,12 +89,8 @@ class Accumulation:
         places: Sequence[Place] | None = None,
         modules: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._model = model
-        self._modules = modules
-        self._loss_fn = loss_fn
-        self._weights = weights
-        self._parameters = parameters
-        self._settings = settings
+        self._model, self._loss_fn, self._modules = model, loss_fn, modules
+        self._weights, self._parameters, self._settings = weights, parameters, settings
         self._in_pieces = isinstance(loss_fn, InPieces)
         self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
         # A cut with weighting= divides by the scale first.
@@ -125,10 +120,6 @@ class Accumulation:
 
         Returns:
             The sums; gradients are in ``.grad``, scaled if there is a scaler.
-
-        Raises:
-            LossError: the loss function broke its contract.
-            CountError: counts of ``Mean`` s are missing, or differ from ``count=``.
         """
         self.collect(micro_batches)
         return self.close()

@@ -27,22 +27,17 @@ class Called(NamedTuple):
 
 
 class ChunkCall:
-    """Calls the user's function on the chunks of a micro-batch.
-
-    Attributes:
-        devices: whose random states count.
-        gives_losses: whether any chunk has returned a loss.
-        draws: whether a loss given as a function draws random numbers; ``None`` before the first.
-    """
+    """Calls the user's function on the chunks of a micro-batch."""
 
     def __init__(
         self, function: Callable[..., Any], model: Any, modules: Sequence[torch.nn.Module], batch: Any
     ) -> None:
         self._function, self._model, self._modules = function, model, modules
         self._batch = tensors_of(batch)
-        self.devices = devices_among(modules)
+        self.devices = devices_among(modules)  # whose random states count
         self.checkpoint = Checkpoint("the chunk_loss of OverTime", modules, devices=self.devices)
-        self.gives_losses = False
+        self.gives_losses = False  # whether any chunk has returned a loss
+        # whether a loss given as a function draws random numbers; ``None`` before the first
         self.draws: bool | None = None
 
     def __call__(self, chunk: Any, state: Any, *, wants_loss: bool = True, looks: bool = False) -> Called:

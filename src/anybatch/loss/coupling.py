@@ -174,14 +174,9 @@ class CoupledPass:
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
     ) -> None:
-        self._model = model
-        self._coupled = coupled
-        self._weights = weights
-        self._parameters = parameters
-        self._settings = settings
-        self._samples = samples
-        self._outside = outside
-        self._differentiate = differentiate
+        self._model, self._coupled, self._weights = model, coupled, weights
+        self._parameters, self._settings, self._samples = parameters, settings, samples
+        self._outside, self._differentiate = outside, differentiate
         self._modules = modules_of(*modules_behind(model, coupled.encode))
         self._passes = Checkpoint("the encode of Coupled", self._modules, devices=[settings.device])
         self._watched = {True: 0, False: 0}

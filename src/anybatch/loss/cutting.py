@@ -1,7 +1,6 @@
 """``cut``: detaches tensors, backpropagates each loss computed from them, then the shared part once."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.accelerators import is_accelerator
 from anybatch.batch.trees import map_leaves
-from anybatch.errors import AnyBatchError, AnyBatchWarning, CutClosed, LossError, NotSplittable
+from anybatch.errors import AnyBatchError, CutClosed, LossError, NotSplittable, warn
 from anybatch.loss.norms import total_norm
 from anybatch.tensors.graph import OutsideLeaves
 from anybatch.torch_private import number_of_backward, when_backward_ends
@@ -27,13 +26,10 @@ class LossGradients:
 
     Nested backwards, as of a reentrant checkpoint, belong to the outer call. A backward that fails, or reaches no leaf,
     has no row.
-
-    Attributes:
-        name: of the loss that is differentiated now; empty if it is not known.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self.name = ""
+        self.name = ""  # of the loss that is differentiated now; empty if it is not known
         self.names: list[str] = []
         self._rows: list[dict[int, torch.Tensor]] = []
         self._parts: dict[int, dict[int, torch.Tensor]] = {}  # by the number of the backward, then by the leaf
@@ -376,11 +372,9 @@ class cut(_Open):  # noqa: N801  # reads as a verb: with cut(tensors) as tensors
                         raise _changed_in_place() from failed
                     raise
         if pairs and not gradients and not self._without_backward_is_fine:
-            warnings.warn(
+            warn(
                 "no backward() was called inside of `with anybatch.cut(...)`, so no gradient went upstream; call it "
                 "in the block, or leave the cut out",
-                AnyBatchWarning,
-                stacklevel=2,
             )
 
     def _joined(self, rows: LossGradients, leaves: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -33,13 +33,9 @@ class Differentiation:
         differentiate: bool = True,
         in_pieces: bool = False,
     ) -> None:
-        self._weights = weights
-        self._rows = rows
-        self._parameters = parameters
+        self._weights, self._rows, self._parameters = weights, rows, parameters
         self._scaler, self._inputs, self._reducer = settings.scaler, settings.inputs, settings.reducer
-        self._outside = outside
-        self._differentiate = differentiate
-        self._in_pieces = in_pieces
+        self._outside, self._differentiate, self._in_pieces = outside, differentiate, in_pieces
         # The last one, which stays alive for the next micro-batch.
         self.weight_tensors: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         self._waiting: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # losses and their gradients

@@ -186,11 +186,7 @@ def _check_scalar(loss: torch.Tensor, which: str, name: str, remedy: str) -> Non
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Refuses what can't be a loss function, before anything is computed.
-
-    Raises:
-        LossError: it can't be called with a model and a batch, or is one of torch's own losses.
-    """
+    """Refuses what can't be a loss function, before anything is computed."""
     if isinstance(loss_fn, types.FunctionType) and loss_fn in _found_fine:
         return
     _refuse_criterion(loss_fn)

@@ -98,16 +98,13 @@ class Outputs:
 
     Args:
         samples: positions in the logical batch, for each micro-batch.
-
-    Attributes:
-        labels: of the outputs of a micro-batch, by position.
     """
 
     def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self._samples = samples
         self.total = sum(len(part) for part in samples)
         self._first: Any = None
-        self.labels: list[str] = []
+        self.labels: list[str] = []  # of the outputs of a micro-batch, by position
         self._columns: list[list[Any]] = []
         self._needs: list[bool] = []
         self._twins: list[int] = []
@@ -120,9 +117,6 @@ class Outputs:
 
         Returns:
             Its tensors by position, with their graph; ``None`` for anything else.
-
-        Raises:
-            LossError: a tensor does not have one row per sample, or the structure differs from the first micro-batch.
         """
         number, self._count = self._count, self._count + 1
         named = [(label, leaf) for label, _, leaf in leaves(outputs, "outputs")]

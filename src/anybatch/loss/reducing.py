@@ -58,16 +58,11 @@ class Joint:
 
 
 class Reducer:
-    """One process alone: what it has is what there is.
+    """One process alone: what it has is what there is."""
 
-    Attributes:
-        is_shared: whether other processes take the same gradient.
-        is_sharded: whether parameters lie on several processes, so that the forward has others than the optimizer.
-        counts_nothing: whether what is differentiated now is there only so that processes communicate equally often.
-    """
-
-    is_shared = False
-    is_sharded = False
+    is_shared = False  # whether other processes take the same gradient
+    is_sharded = False  # whether parameters lie on several processes, so that the forward has others than the optimizer
+    # whether what is differentiated now is there only so that processes communicate equally often
     counts_nothing = False
 
     @property

@@ -19,9 +19,6 @@ class Steps:
 
     Args:
         broadcast: dotted paths of leaves that are no sequences and go to every chunk as they are.
-
-    Attributes:
-        order: where the rows of packed sequences come from; ``None`` if they are in their own order.
     """
 
     def __init__(self, batch: Any, dim: int, broadcast: Sequence[str] = ()) -> None:
@@ -29,6 +26,7 @@ class Steps:
         self._dim = dim
         self._sequences: set[int] = set()
         self._sizes: list[int] | None = None
+        # where the rows of packed sequences come from; ``None`` if they are in their own order
         self.order: torch.Tensor | None = None
         self._first: tuple[str, int] | None = None  # the leaf that says how many steps there are
         unknown = set(broadcast)

@@ -71,11 +71,7 @@ class Weights:
 
 
 def check_count(count: Any) -> None:
-    """Refuses what can't be a count, before anything is computed.
-
-    Raises:
-        CountError: it is not a function of a batch, a mapping of loss names to such functions, or ``"forward"``.
-    """
+    """Refuses what can't be a count, before anything is computed."""
     if isinstance(count, Mapping):
         wrong = {name: function for name, function in count.items() if not callable(function)}
         if wrong or not count:
@@ -104,9 +100,6 @@ def weigh(
 
     Returns:
         The weights, on the host. Counts that lie on a device are fetched once, all together.
-
-    Raises:
-        CountError: a count is not a finite number of at least 0, or the parts do not add up.
     """
     if count is count_samples or count == FORWARD:
         return Weights([{_EVERY: 1 if rows is None else rows} for rows in samples])

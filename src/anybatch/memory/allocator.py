@@ -68,10 +68,6 @@ class CachingAllocator:
         expandable: whether segments are expandable.
 
     Attributes:
-        allocated: bytes in blocks that are taken.
-        reserved: bytes in segments.
-        peak_allocated: the most so far.
-        peak_reserved: the same.
         flushes: how often segments went back to the device since it had no more, for which it has to be waited.
 
     Source:

@@ -25,16 +25,9 @@ def apply_optimizations(
     """Applies memory optimizations to a model.
 
     Args:
-        recompute: names of blocks that are recomputed, see ``recompute``.
         offload: names of blocks whose saved tensors go to the host, see ``offload``; of a block that is recomputed as
             well these are its arguments.
-        head: name of the output layer, see ``chunk_loss``.
         loss_chunks: how many chunks; 1 leaves the loss as it is.
-        simulate_offload: whether to copy nothing, see ``offload``.
-        pool: host memory that is kept from one use to the next, see ``offload``.
-
-    Raises:
-        BatchError: see ``recompute``, ``offload`` and ``chunk_loss``; nothing is changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1000))

@@ -49,9 +49,6 @@ def recompute(model: torch.nn.Module, names: Iterable[str]) -> Handle:
     Args:
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
 
-    Raises:
-        BatchError: a name is unknown or names what can't be called; nothing is changed.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
         >>> with recompute(model, ["0:2"]):
@@ -128,14 +125,6 @@ class Checkpoint:
 
         Raises:
             NotRecomputable: the block can't run twice, as it has lazy parameters or changed what is read again.
-
-        Example:
-            >>> drop = torch.nn.Dropout()
-            >>> with torch.no_grad(), Checkpoint("encode", [drop]).first() as again:
-            ...     before = drop(torch.ones(8))
-            >>> with again():
-            ...     print(torch.equal(drop(torch.ones(8)), before))
-            True
         """
         if self.is_lazy:
             raise NotRecomputable(
@@ -369,11 +358,6 @@ def hidden_dropout(modules: Iterable[torch.nn.Module], *, on_cuda: bool | None =
 
     cuDNN draws the dropout between their layers from a state of its own: https://github.com/pytorch/pytorch/issues/74177
     and https://github.com/pytorch/pytorch/issues/104697.
-
-    Example:
-        >>> lstm = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.1)
-        >>> hidden_dropout([lstm]), hidden_dropout([lstm], on_cuda=True) == [lstm]
-        ([], True)
     """
     found = [m for m in modules if isinstance(m, torch.nn.RNNBase) and m.training and m.dropout and m.num_layers > 1]
     if on_cuda is None:

@@ -112,13 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Pass:
-    """One pass over the chunks.
-
-    Args:
-        task: what is computed.
-        tensors: rows, weight and bias.
-        needs: which of them need a gradient.
-    """
+    """One pass over the chunks."""
 
     def __init__(self, task: Task, tensors: Sequence[torch.Tensor | None], needs: Sequence[bool]) -> None:
         self._task = task
@@ -169,10 +163,6 @@ class _Rule:
     With ``p`` the softmax, ``e`` the smoothing, ``w`` the weights of the C classes and ``y`` the target the loss of a
     row is ``-(1 - e) w_y log p_y - e / C sum_c w_c log p_c``, which is what ``F.cross_entropy`` computes, and its
     gradient at logit c is ``((1 - e) w_y + e / C sum w) p_c - (1 - e) w_y [c = y] - e / C w_c``.
-
-    Args:
-        task: what is computed.
-        dtype: in which.
     """
 
     def __init__(self, task: Task, dtype: torch.dtype) -> None:

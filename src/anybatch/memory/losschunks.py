@@ -32,9 +32,6 @@ def chunk_loss(model: torch.nn.Module, head: str, chunks: int) -> "Applied":
     Returns:
         A handle that removes the optimization and counts its uses.
 
-    Raises:
-        BatchError: the head is no plain ``torch.nn.Linear``, or ``chunks`` is below 1; nothing is changed.
-
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1000))
         >>> with chunk_loss(model, "1", 8) as handle:
@@ -149,8 +146,6 @@ class Product:
         hidden: of shape ``[..., features]``.
         weight: of shape ``[classes, features]``.
         bias: of shape ``[classes]``, or ``None``.
-        dtype: of the result.
-        head: is told when the product is computed after all.
     """
 
     def __init__(
@@ -205,21 +200,13 @@ class Product:
 
 
 class LazyLogits(torch.Tensor):
-    """A stand-in for the result of a linear layer, perhaps in another shape, order or precision.
+    """A stand-in for the result of a linear layer, perhaps in another shape, order or precision."""
 
-    Attributes:
-        product: what the layer was called with.
-        rows: the layer's input, moved and selected like the result; the features are last.
-        twin: a tensor on ``meta`` with the shape, the strides and the precision.
-        class_dim: where the classes lie among the dimensions.
-        casts: the precisions that it went through.
-    """
-
-    product: Product
-    rows: torch.Tensor
-    twin: torch.Tensor
-    class_dim: int
-    casts: tuple[torch.dtype, ...]
+    product: Product  # what the layer was called with
+    rows: torch.Tensor  # the layer's input, moved and selected like the result; the features are last
+    twin: torch.Tensor  # a tensor on ``meta`` with the shape, the strides and the precision
+    class_dim: int  # where the classes lie among the dimensions
+    casts: tuple[torch.dtype, ...]  # the precisions that it went through
     _made_by: tuple[Any, ...] | None
     _real: torch.Tensor | None
 

@@ -8,7 +8,7 @@ allocates and frees within itself is not seen. Tensors on ``meta`` and fake ones
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,11 +45,7 @@ _ROOMY = (
 
 
 class OverBudget(Exception):  # not an error of the user's: whoever set the limit takes another way
-    """More would be alive than is allowed.
-
-    Args:
-        needed: bytes that would be alive at least.
-    """
+    """More would be alive than is allowed: so many bytes at least."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(needed)
@@ -62,10 +58,6 @@ class LiveBytes(TorchDispatchMode):
     Args:
         tensors: what is alive already and counts, such as weights and the batch.
 
-    Attributes:
-        current: bytes that are alive now.
-        peak: the most that were alive after any operation.
-
     Example:
         >>> with LiveBytes() as live:
         ...     _ = torch.zeros(1000) + 1.0
@@ -75,8 +67,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0
-        self.peak = 0
+        self.current = 0  # bytes that are alive now
+        self.peak = 0  # the most that were alive after any operation
         self._alive: dict[int, list[Any]] = {}
         for tensor in tensors:
             self._add(tensor)
@@ -119,15 +111,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages that hold a tensor's numbers.
-
-    Args:
-        tensor: dense, sparse, or of a subclass that is made of other tensors.
-
-    Example:
-        >>> [storage.nbytes() for storage in storages_of(torch.zeros(3))]
-        [12]
-    """
+    """The storages that hold a tensor's numbers."""
     # The type is asked, since looking in vain for an attribute of a tensor is slow; also of a type, so that of fake
     # tensors, of which there are most, it is known.
     kind = type(tensor)
@@ -158,23 +142,14 @@ def held_by(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A storage, from the operation that made it to the first one after which it was gone.
+    """A storage, from the operation that made it to the first one after which it was gone."""
 
-    Args:
-        born: the position of the operation; ``BEFORE`` for what was there.
-        size: bytes.
-        category: one of ``records.memory.CATEGORIES``.
-        is_fixed: whether its bytes are what was said, and not what the storage says.
-        died: the position of the first operation after which it was gone; ``None`` while it is alive.
-        back: the position of the first operation of a backward that read it; ``None`` if none did.
-    """
-
-    born: int
-    size: int
-    category: str
-    is_fixed: bool = False
-    died: int | None = None
-    back: int | None = None
+    born: int  # the position of the operation; ``BEFORE`` for what was there
+    size: int  # bytes
+    category: str  # one of ``records.memory.CATEGORIES``
+    is_fixed: bool = False  # whether its bytes are what was said, and not what the storage says
+    died: int | None = None  # the position of the first operation after which it was gone; ``None`` while it is alive
+    back: int | None = None  # the position of the first operation of a backward that read it; ``None`` if none did
 
 
 class Recording(TorchDispatchMode):
@@ -187,11 +162,6 @@ class Recording(TorchDispatchMode):
         limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
 
     Attributes:
-        operations: the names of the operations, in order.
-        allocations: the storages, in the order in which they were first seen.
-        accumulated: what a backward added to each gradient that was there, in the order in which it did.
-        made_dense: those gradients that were dense, and to which it added a sparse one.
-        sums: what was added to, and the sum, where torch adds in place as long as no mode is on.
         most: the most bytes that were alive at any moment.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
@@ -211,12 +181,14 @@ class Recording(TorchDispatchMode):
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
         self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
-        self.operations: list[str] = []
-        self.allocations: list[Allocation] = []
+        self.operations: list[str] = []  # the names of the operations, in order
+        self.allocations: list[Allocation] = []  # the storages, in the order in which they were first seen
         self.wrote_inputs = self.gave_tangents = self._is_over = False
         self._written: dict[int, Allocation] = {}
+        # what a backward added to each gradient that was there, in the order in which it did
         self.accumulated: list[tuple[Allocation, Allocation]] = []
-        self.made_dense: list[Allocation] = []
+        self.made_dense: list[Allocation] = []  # those gradients that were dense, and to which it added a sparse one
+        # what was added to, and the sum, where torch adds in place as long as no mode is on
         self.sums: list[tuple[Allocation, Allocation]] = []
         self._product: tuple[int, list[Any]] = (BEFORE, [])  # the last one, and where it was called
         self._node = (-1, BEFORE)  # the one of a backward that runs, and where its operations begin
@@ -429,14 +401,15 @@ class Recording(TorchDispatchMode):
     def by_category(self, position: int | None = None) -> dict[str, int]:
         """The bytes that were alive after an operation, by what they are for."""
         found: dict[str, int] = {}
-        for one in self.allocations:
-            if position is None:
-                alive = one.died is None
-            else:
-                alive = one.born <= position and (one.died is None or one.died > position)
-            if alive and one.size:
-                found[one.category] = found.get(one.category, 0) + one.size
+        for one in self.alive_after(len(self.operations) if position is None else position):
+            found[one.category] = found.get(one.category, 0) + one.size
         return found
+
+    def alive_after(self, position: int) -> Iterator[Allocation]:
+        """What had bytes after an operation."""
+        for one in self.allocations:
+            if one.size and one.born <= position and (one.died is None or one.died > position):
+                yield one
 
     def memory(self) -> Memory:
         """What was alive at the peak and is alive now."""

@@ -55,12 +55,6 @@ class HostPool:
     Attributes:
         bytes: in all buffers that were made.
         used: bytes in those that are taken now.
-
-    Example:
-        >>> pool, x = HostPool(), torch.ones(3)
-        >>> host = pool.out(x)
-        >>> pool.back(host, Layout(x.size(), x.stride(), x.dtype, x.device))[0], pool.used
-        (tensor([1., 1., 1.]), 4096)
     """
 
     def __init__(self) -> None:
@@ -173,15 +167,8 @@ def offload(
 
     Args:
         names: dotted names of modules, or runs of children of a Sequential such as ``"net.2:5"``.
-        pool: host memory that is kept from one use to the next; ``None`` for one that is dropped with the handle.
         simulate: whether to copy nothing, so that only what happens on the device is there to be measured; then small
             tensors go as well, so that which ones go does not depend on the size of the batch.
-
-    Returns:
-        A handle that takes the memory optimization off. A backward after that is fine.
-
-    Raises:
-        BatchError: a name is unknown or names what can't be called; nothing is changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))

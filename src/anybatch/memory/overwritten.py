@@ -18,9 +18,6 @@ class Overwritten(Mode):
         except_for: tensors that someone else puts back.
         run: runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would.
 
-    Attributes:
-        bytes: of the copies.
-
     Example:
         >>> weight, made = torch.ones(2), None
         >>> with Overwritten() as overwritten:
@@ -33,7 +30,7 @@ class Overwritten(Mode):
     def __init__(self, except_for: Iterable[torch.Tensor] = (), run: Callable[..., Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
-        self.bytes = 0
+        self.bytes = 0  # of the copies
         self._made = {key for tensor in except_for if (key := _key(tensor)) is not None}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

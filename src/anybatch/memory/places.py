@@ -24,9 +24,6 @@ _RUN = re.compile(r"(?:(?P<parent>.+)\.)?(?P<start>\d+):(?P<stop>\d+)")
 class Handle:
     """Takes off what was put on; ``remove()`` may be called more than once. Also a context manager.
 
-    Args:
-        undo: what takes the parts off; called from the last to the first.
-
     Example:
         >>> with Handle([lambda: print("off")]) as handle:
         ...     print("on")
@@ -158,16 +155,11 @@ def _put_on_run(sequential: torch.nn.Module, span: tuple[int, int], layer: Layer
 
 @dataclass(frozen=True)
 class Place:
-    """A part of a model that a layer can be put around.
+    """A part of a model that a layer can be put around."""
 
-    Args:
-        name: as it was given.
-        module: the module, or the Sequential that has the run.
-        span: the first child and the one behind the last, or ``None`` for the module itself.
-    """
-
-    name: str
-    module: torch.nn.Module
+    name: str  # as it was given
+    module: torch.nn.Module  # the module, or the Sequential that has the run
+    # the first child and the one behind the last, or ``None`` for the module itself
     span: tuple[int, int] | None = None
 
     def modules(self) -> list[torch.nn.Module]:

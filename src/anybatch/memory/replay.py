@@ -10,11 +10,7 @@ from anybatch.tensors.randomness import RandomState
 
 
 class Autocast:
-    """The state of autocast, as it is now.
-
-    Args:
-        kinds: of devices.
-    """
+    """The state of autocast, as it is now."""
 
     __slots__ = ("_states",)
 
@@ -38,11 +34,7 @@ class Autocast:
 
 
 class Surroundings:
-    """The random state, autocast, kernels of attention and default device that a forward began with.
-
-    Args:
-        devices: that it runs on.
-    """
+    """The random state, autocast, kernels of attention and default device that a forward began with."""
 
     __slots__ = ("_attention", "_autocast", "_device", "_devices", "_random")
 

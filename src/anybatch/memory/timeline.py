@@ -51,10 +51,9 @@ class LinedRecording(Recording):
     def _held(self, position: int) -> Counter[tuple[str, str]]:
         """The bytes that were alive after an operation, by category and the line that allocated them."""
         held: Counter[tuple[str, str]] = Counter()
-        for one in self.allocations:
-            if one.size and one.born <= position and (one.died is None or one.died > position):
-                line = "" if one.born == BEFORE else self._lines.get(one.born, ("", ""))[0]
-                held[one.category, line] += one.size
+        for one in self.alive_after(position):
+            line = "" if one.born == BEFORE else self._lines.get(one.born, ("", ""))[0]
+            held[one.category, line] += one.size
         return held
 
     def _moment(self, position: int, held: Counter[tuple[str, str]]) -> Moment:

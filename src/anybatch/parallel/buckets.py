@@ -26,19 +26,15 @@ class Bucket:
         return self.gradients[0].device
 
 
-def buckets_of(gradients: Sequence[torch.Tensor], most: int = BYTES) -> list[Bucket]:
-    """Packs gradients, in their order, which is the same on all processes.
-
-    Args:
-        most: bytes in a bucket, of which a larger tensor has one for itself.
-    """
+def buckets_of(gradients: Sequence[torch.Tensor]) -> list[Bucket]:
+    """Packs gradients, in their order, which is the same on all processes; a large one has a bucket for itself."""
     found: list[Bucket] = []
     running: dict[tuple[torch.device, torch.dtype], Bucket] = {}
     for gradient in gradients:
         dtype = torch.float32 if gradient.dtype in LOW_PRECISION else gradient.dtype
         key = (gradient.device, dtype)
         waiting = running.setdefault(key, Bucket([], dtype))
-        if waiting.gradients and (waiting.numel + gradient.numel()) * dtype.itemsize > most:
+        if waiting.gradients and (waiting.numel + gradient.numel()) * dtype.itemsize > BYTES:
             found.append(waiting)
             running[key] = waiting = Bucket([], dtype)
         waiting.gradients.append(gradient)

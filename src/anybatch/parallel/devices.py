@@ -33,11 +33,7 @@ _WRAPPERS = {
 
 
 def check_copyable(models: Iterable[Any], home: torch.device) -> None:
-    """Refuses models that can't be copied to other devices.
-
-    Raises:
-        BatchError: one is wrapped, compiled, not complete, or lies on several devices.
-    """
+    """Refuses models that can't be copied to other devices."""
     modules = modules_of(*models)
     kinds = {  # far fewer than modules
         kind: next((base.__name__ for base in kind.__mro__ if base.__name__ in _WRAPPERS), None)
@@ -77,14 +73,11 @@ class ModelCopy:
     Its tensors are kept and written anew once a logical batch. Its modules are made anew each time, as the modules are
     then: modes, hooks, attributes and what is frozen. Lists and dictionaries among their attributes are its own, so
     that a forward may write to them; anything else is shared.
-
-    Attributes:
-        pairs: each parameter with its copy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # each parameter with its copy
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._modules: dict[int, torch.nn.Module] = {}

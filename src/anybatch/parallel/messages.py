@@ -31,9 +31,6 @@ class Messages:
 
     Args:
         device: where the model lies, for backends that have no collectives on the host.
-
-    Attributes:
-        units_differ: whether ranks were ever about to run other parts of a model that lies in parts.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -43,7 +40,7 @@ class Messages:
         self.device = torch.device("cpu") if on_host else device
         self.is_open = False
         self.verb = ""
-        self.units_differ = False
+        self.units_differ = False  # whether ranks were ever about to run other parts of a model that lies in parts
 
     def round(self, stage: int, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sends this rank's values at a stage, and receives those of all ranks.

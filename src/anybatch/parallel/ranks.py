@@ -5,7 +5,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,11 +77,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuses models whose own communication can't be disabled.
-
-    Raises:
-        AnyBatchError: it is sharded, or its wrapper counts backwards.
-    """
+    """Refuses models whose own communication can't be disabled."""
     for module in modules_of(model):
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:
@@ -103,35 +99,25 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def bucket_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """The bytes of the buckets that every DistributedDataParallel takes when it is made."""
-    wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
-    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
-
-
-@contextlib.contextmanager
-def apart(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Disables the communication of DistributedDataParallel, in forward and backward."""
-    with ExitStack() as stack:
-        for module in modules_of(*modules):
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
-                # True until the first forward that is not synchronised, which would still send buffers around.
-                stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
-                module.require_forward_param_sync = False
-        yield
-
-
 class Apart(Reducer):
     """One process, with a model that would communicate by itself."""
 
-    def apart(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Keeps it from that."""
-        return apart(modules)
+    @contextlib.contextmanager
+    def apart(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Disables the communication of DistributedDataParallel, in forward and backward."""
+        with ExitStack() as stack:
+            for module in modules_of(*modules):
+                if isinstance(module, DistributedDataParallel):
+                    stack.enter_context(module.no_sync())
+                    # True until the first forward that is not synchronised, which would still send buffers around.
+                    stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
+                    module.require_forward_param_sync = False
+            yield
 
     def bytes_beside(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The bytes of its buckets, which nobody uses."""
-        return bucket_bytes(modules)
+        """The bytes of the buckets that DistributedDataParallel takes when it is made, and that nobody uses."""
+        wrappers = [module for module in modules_of(*modules) if isinstance(module, DistributedDataParallel)]
+        return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
 
 
 class Ranks(Apart):

@@ -47,13 +47,7 @@ def missing_of(unexamined: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell(Plain):
-    """Parameters of one module that share two answers: do their gradients change, and are they updated?
-
-    Example:
-        >>> cell = Cell(2, "head", ("head.weight", "head.bias"), numel=20, why="in no optimizer")
-        >>> cell.meaning, Cell.from_dict(cell.to_dict()) == cell
-        ('gradients change, parameters do not', True)
-    """
+    """Parameters of one module that share two answers: do their gradients change, and are they updated?"""
 
     cell: int  # 1 to 4, see ``CELLS``; 0 if too little was seen
     module: str = ""  # the qualified name of the module; with several models, it begins with the variable of its model
@@ -81,13 +75,7 @@ class Cell(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Suppressed(Plain):
-    """A finding that the user has suppressed.
-
-    Example:
-        >>> one = Suppressed(Finding("frozen", code="AB108"), "line", "the teacher is meant to stay")
-        >>> Suppressed.from_dict(one.to_dict()) == one
-        True
-    """
+    """A finding that the user has suppressed."""
 
     finding: Finding  # the finding
     # what suppressed it: a comment on its ``"line"``, the ``"settings"`` of the project or the command, or a

@@ -1,12 +1,9 @@
 """Samples drawn from distributions with learned parameters, and the use of their log-probabilities."""
 
-from dataclasses import dataclass
-
 from anybatch.records.lines import Fact, fact
 
 
 @fact("drawn")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn(Fact):
     """A module's input was drawn with ``sample()``, which has no gradient, although ``rsample()`` exists."""
 
@@ -20,7 +17,6 @@ class Drawn(Fact):
 
 
 @fact("scored")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored(Fact):
     """``log_prob`` gave a value with a gradient: recorded once per class of distribution and width."""
 

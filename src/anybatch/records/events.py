@@ -4,14 +4,13 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from anybatch.records.lines import Fact, fact
 
 
 @fact("forward")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Fact):
     """The user's code called a root: a model, or a module of one."""
 
@@ -31,7 +30,6 @@ class Forward(Fact):
 
 
 @fact("backward")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Backward(Fact):
     """A call of ``backward`` or ``autograd.grad``; recorded after it returned."""
 
@@ -61,7 +59,6 @@ class Backward(Fact):
 
 
 @fact("cleared")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared(Fact):
     """Gradients were cleared, by ``zero_grad`` of an optimizer or a module, or by hand (seen at the next event)."""
 
@@ -74,7 +71,6 @@ class Cleared(Fact):
 
 
 @fact("clipped")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped(Fact):
     """``clip_grad_norm_`` or ``clip_grad_value_`` was called."""
 
@@ -91,7 +87,6 @@ class Clipped(Fact):
 
 
 @fact("scaler")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaler(Fact):
     """A call of a ``GradScaler``."""
 
@@ -106,7 +101,6 @@ class Scaler(Fact):
 
 
 @fact("stepped")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Fact):
     """An optimizer stepped; a nested ``super().step()`` does not count again."""
 
@@ -125,7 +119,6 @@ class Stepped(Fact):
 
 
 @fact("scheduled")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled(Fact):
     """A scheduler stepped; the first step, which its constructor takes, does not count."""
 
@@ -138,7 +131,6 @@ class Scheduled(Fact):
 
 
 @fact("epoch")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch(Fact):
     """An epoch of a ``DataLoader`` began or ended."""
 
@@ -158,7 +150,6 @@ class Epoch(Fact):
 
 
 @fact("loaded")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Fact):
     """``load_state_dict`` was called."""
 
@@ -177,7 +168,6 @@ class Loaded(Fact):
 
 
 @fact("dropout")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutCall(Fact):
     """A functional dropout (attention's too) ran in another mode than the module around it."""
 
@@ -192,7 +182,6 @@ class DropoutCall(Fact):
 
 
 @fact("warned")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(Fact):
     """A Python warning was shown."""
 
@@ -203,7 +192,6 @@ class Warned(Fact):
 
 
 @fact("crashed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Crashed(Fact):
     """The script ended with an exception; the explanation uses the objects that were alive then."""
 
@@ -224,7 +212,6 @@ class Crashed(Fact):
 
 
 @fact("threads")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadsAtOnce(Fact):
     """Two threads trained at once; nothing was recorded after that."""
 
@@ -234,7 +221,6 @@ class ThreadsAtOnce(Fact):
 
 
 @fact("ended")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Fact):
     """The end of the run."""
 

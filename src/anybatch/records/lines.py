@@ -19,18 +19,20 @@ class Fact:
     step: int = 0  # the number of optimizer steps before it; of several optimizers, that of the one that stepped most
 
 
-F = TypeVar("F", bound=type[Fact])
+F = TypeVar("F", bound=Fact)
 KINDS: dict[str, type[Fact]] = {}
 _NAMES: dict[type[Fact], str] = {}
 
 
-def fact(kind: str) -> Callable[[F], F]:
-    """A decorator that registers a class of facts under the name that its lines carry."""
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+def fact(kind: str) -> Callable[[type[F]], type[F]]:
+    """A decorator that makes a class one of facts, under the name that its lines carry."""
 
-    def named(cls: F) -> F:
-        KINDS[kind] = cls
-        _NAMES[cls] = kind
-        return cls
+    def named(cls: type[F]) -> type[F]:
+        made = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        KINDS[kind] = made
+        _NAMES[made] = kind
+        return made
 
     return named
 

@@ -1,21 +1,20 @@
 """Facts about losses and their autograd graphs, from sampled steps and from probes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from anybatch.records.lines import Fact, fact
 
 
 @fact("walk")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Walk(Fact):
     """A traversal of the graph of a loss, before its backward."""
 
     nodes: int = 0  # the number of nodes visited; the traversal ends at a limit, see ``cut_short``
     cut_short: bool = False  # whether the limit was reached
     reached: tuple[int, ...] = ()  # numbers of the parameters that the loss reaches
-    outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered; inputs have ``is_input``
+    outside: tuple[int, ...] = ()  # numbers of reached leaves that no root has registered
     constant_terms: int = 0  # the number of summands of the loss without a graph, plain numbers included
     # for each softmax or log-softmax: its dim (not negative), the number of dims, the size of that dim, and whether dim
     # 0 has as many rows as the batch
@@ -51,7 +50,6 @@ class Walk(Fact):
 
 
 @fact("followed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Followed(Fact):
     """One iteration was traced operation by operation because something was missing in the graph."""
 
@@ -62,7 +60,6 @@ class Followed(Fact):
 
 
 @fact("loss")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall(Fact):
     """A loss function of torch was called with autograd enabled; on sampled steps its values were examined too."""
 
@@ -108,7 +105,6 @@ class LossCall(Fact):
 
 
 @fact("probed")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Probed(Fact):
     """The result of one probe, an experiment on a copy of a root after the script has ended."""
 
@@ -131,7 +127,6 @@ class Probed(Fact):
 
 
 @fact("replicas")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas(Fact):
     """How a model is distributed over processes."""
 
@@ -143,7 +138,6 @@ class Replicas(Fact):
 
 
 @fact("evaluated")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(Fact):
     """Losses without a gradient from a model in evaluation mode, between two steps of its training."""
 
@@ -163,3 +157,14 @@ class Evaluated(Fact):
     # of the first call of a regression: mean and standard deviation of the predictions, and those of the targets
     scales: tuple[float, ...] = ()
     names: tuple[tuple[int, int], ...] = ()  # some targets, and the class that has it in most of their rows
+
+
+@fact("printed")
+class Printed(Fact):
+    """Numbers that one line of the script printed in the course of the run: at most 65, the last one among them."""
+
+    label: str  # the words before the number, such as ``"test accuracy"``
+    steps: tuple[int, ...] = ()  # the number of optimizer steps before each
+    values: tuple[float, ...] = ()  # percentages as shares
+    file: str = ""  # file and line of the user's call
+    line: int = 0

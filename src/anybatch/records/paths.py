@@ -1,6 +1,7 @@
 """Which parameters a loss reaches through autograd, and what cuts off the others."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -79,23 +80,31 @@ def names_joined(names: Collection[str], among: Collection[str]) -> str:
         >>> names_joined(["a.0.w", "a.0.b", "b.w"], ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.b"])
         'a.0.* (2), b.w'
     """
-    chosen = set(names)
+    return cut_off(wholes(names, among))
+
+
+def wholes(names: Collection[str], among: Collection[str]) -> list[str]:
+    """Names, with the outermost module of which all are among them in the place of these."""
+    chosen = dict.fromkeys(names)
+    there = Counter(part for name in dict.fromkeys(among) for part in _containers(name))
+    listed = Counter(part for name in chosen for part in _containers(name))
     shown: dict[str, None] = {}
-    counts: dict[str, list[int]] = {}
-    for name in among:
-        parts = name.split(".")
-        for length in range(1, len(parts)):
-            count = counts.setdefault(".".join(parts[:length]), [0, 0])
-            count[0] += 1
-            count[1] += name in chosen
-    for name in names:
-        parts = name.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
-        whole = next((p for p in prefixes if counts[p][0] == counts[p][1] > 1), None)
-        shown[name if whole is None else f"{whole}.* ({counts[whole][0]})"] = None
-    texts = list(shown)
+    for name in chosen:
+        whole = next((part for part in _containers(name) if listed[part] == there[part] > 1), None)
+        shown[name if whole is None else f"{whole}.* ({there[whole]})"] = None
+    return list(shown)
+
+
+def cut_off(texts: list[str]) -> str:
+    """Texts in a row, of which 12 at most are shown and the others counted."""
     more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
     return ", ".join(texts[:_MOST_NAMES] + more)
+
+
+def _containers(name: str) -> Iterator[str]:
+    """The modules that a name lies in, the outermost first."""
+    pieces = name.split(".")
+    return (".".join(pieces[:length]) for length in range(1, len(pieces)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import functools
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Scheduled, Stepped
@@ -31,7 +31,6 @@ _LEFT_OUT: Mapping[type[Fact], Mapping[str, Any]] = {
 
 
 @fact("repeats")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats(Fact):
     """Facts that repeat earlier ones."""
 

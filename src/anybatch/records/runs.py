@@ -18,20 +18,15 @@ from anybatch.records.tables import OptimizerFacts, ParameterFacts, Root, Schedu
 K = TypeVar("K", bound=Fact)
 P = ParamSpec("P")
 R = TypeVar("R")
+G = TypeVar("G")
+V = TypeVar("V")
 
 _ = _draws, _events, _lossfacts, _samples
 
 
 @dataclass(slots=True)
 class Run:
-    """The facts of one run.
-
-    Example:
-        >>> from anybatch.records.events import Forward, Stepped
-        >>> run = Run([Forward(root=0, at=1), Stepped(optimizer=0, at=2), Forward(root=0, at=3, step=1)])
-        >>> [fact.at for fact in run.of(Forward)], run.steps
-        ([1, 3], 1)
-    """
+    """The facts of one run."""
 
     facts: list[Fact]  # the facts, in order
     damaged: tuple[str, ...] = ()  # for each line that could not be read, its number and the reason
@@ -45,9 +40,7 @@ class Run:
     _by_kind: dict[type[Fact], list[Fact]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._by_kind = {}
-        for one in self.facts:
-            self._by_kind.setdefault(type(one), []).append(one)
+        self._by_kind = grouped((type(one), one) for one in self.facts)
         self.started = next(self.of(Started), Started())
         self.roots = {one.root: one for one in self.of(Root)}
         self.parameters = {one.parameter: one for one in self.of(ParameterFacts)}
@@ -68,6 +61,19 @@ class Run:
         for one in self.of(_events.Stepped):
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
         return max(counts.values(), default=0)
+
+
+def grouped(pairs: Iterable[tuple[G, V]]) -> dict[G, list[V]]:
+    """Values by their keys, both in the order in which they come.
+
+    Example:
+        >>> grouped((len(word), word) for word in ("if", "for", "in"))
+        {2: ['if', 'in'], 3: ['for']}
+    """
+    found: dict[G, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def remembered(function: Callable[Concatenate[Run, P], R]) -> Callable[Concatenate[Run, P], R]:
@@ -97,10 +103,6 @@ def read_run(lines: Iterable[str | bytes]) -> Run:
     """Reads the lines of a record.
 
     Damaged lines are left out and listed in ``damaged``. A last line that was cut off in writing is left out silently.
-
-    Example:
-        >>> read_run(['{"kind": "stepped", "optimizer": "first"}', '{"kind": "stepped", "opt']).damaged
-        ("line 1: ['optimizer'] is 'first', expected an integer",)
     """
     found: list[Fact] = []
     damaged: list[str] = []

@@ -8,7 +8,6 @@ PERCENTILES = (5, 25, 50, 75, 95)
 
 
 @fact("norms")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Norms(Fact):
     """Norms around one optimizer step.
 
@@ -69,7 +68,6 @@ class ModuleSample:
 
 
 @fact("activations")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Activations(Fact):
     """The outputs of the modules of a root in one forward with autograd enabled."""
 
@@ -85,7 +83,6 @@ class Activations(Fact):
 
 
 @fact("input")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InputSample(Fact):
     """One input tensor of a root."""
 
@@ -110,7 +107,6 @@ class InputSample(Fact):
 
 
 @fact("nonfinite")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite(Fact):
     """The first value that is not finite, and its origin."""
 
@@ -131,7 +127,6 @@ class NonFinite(Fact):
 
 
 @fact("buffers")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers(Fact):
     """Running statistics of norm layers that changed since they were last examined."""
 
@@ -141,7 +136,6 @@ class Buffers(Fact):
 
 
 @fact("memory")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Fact):
     """Live graphs and memory at a step."""
 
@@ -155,7 +149,6 @@ class Memory(Fact):
 
 
 @fact("written")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Fact):
     """Some parameters changed before any optimizer stepped: they are updated by hand."""
 
@@ -163,7 +156,6 @@ class Written(Fact):
 
 
 @fact("tied")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tied(Fact):
     """Pairs of distinct parameters, not constant, that were bitwise equal when first seen."""
 
@@ -172,7 +164,6 @@ class Tied(Fact):
 
 
 @fact("watched")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Watched(Fact):
     """Norms of the output of a module that the user watches, and of its gradient."""
 

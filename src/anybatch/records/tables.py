@@ -13,7 +13,6 @@ from anybatch.records.lines import Fact, fact
 
 
 @fact("started")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Fact):
     """The header of a record."""
 
@@ -35,7 +34,6 @@ class ModuleFacts:
     # ``"dropout"``, ``"batch_norm"``, ``"norm"``, ``"activation"``, ``"embedding"``, ``"recurrent"``, ``"attention"``,
     # ``"linear"``, ``"conv"``, ``"container"`` or empty; subclasses of torch's classes have the kind of their base
     kind: str = ""
-    leaf: bool = True  # whether it has no children
     registered: bool = True  # whether ``named_modules()`` has it; otherwise it is in a plain list or dictionary
     training: bool = True  # its mode when recorded
     # the attribute ``requires_grad`` if the user set it on the module itself (it has no effect); ``None`` if not
@@ -51,7 +49,6 @@ class ModuleFacts:
 
 
 @fact("root")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Root(Fact):
     """A model: a module that the user's code calls itself."""
 
@@ -68,7 +65,6 @@ class Root(Fact):
 
 
 @fact("parameter")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts(Fact):
     """A parameter, or another leaf that is optimized or that a loss reaches."""
 
@@ -85,7 +81,6 @@ class ParameterFacts(Fact):
     requires_grad: bool = True  # its flag when recorded
     registered: bool = True  # whether ``named_parameters()`` of a root has it
     is_parameter: bool = True  # whether it is an ``nn.Parameter``
-    is_input: bool = False  # whether it is a leaf that is an input of a model, or is created anew in each step
     # ``"weight"``, ``"bias"``, ``"norm"`` (weight or bias of a norm layer), ``"embedding"`` or ``"other"``
     role: str = "other"
     constant: float | None = None  # the value that all its entries had when first seen; ``None`` if they differed
@@ -109,7 +104,6 @@ class GroupFacts:
 
 
 @fact("optimizer")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts(Fact):
     """An optimizer; recorded again if a group is added or its parameters change."""
 
@@ -126,7 +120,6 @@ class OptimizerFacts(Fact):
 
 
 @fact("scheduler")
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerFacts(Fact):
     """A learning rate scheduler."""
 

@@ -23,7 +23,6 @@ class Tail:
     Attributes:
         not_finite: whether a value that is not finite was recorded.
         ended: the end of the run; ``None`` while it goes on.
-        renewals: how often the file was replaced or truncated; what was read before is then discarded.
 
     Example:
         >>> tail = Tail(Path("no_such_run.jsonl"))
@@ -33,7 +32,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.renewals = 0
+        self.renewals = 0  # how often the file was replaced or truncated; what was read before is then discarded
         self._file: tuple[int, int] | None = None
         self._begin()
 

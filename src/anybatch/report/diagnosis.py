@@ -1,7 +1,8 @@
 """The texts of a diagnosis: verdict, findings with their consequences, evidence, and which parameters changed."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
-from anybatch.records.runs import Run
+from anybatch.records.paths import cut_off, wholes
+from anybatch.records.runs import Run, grouped
 from anybatch.report.tables import TextTable, number_text
 from anybatch.units import format_seconds
 
-_MOST_NAMES = 12
 _SHORTEST_ROW = 3
 _WHOLE = "(the model)"
 _MOST_ENTRIES = 8
@@ -43,9 +44,7 @@ def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
     for index in parents:
         if _circles(index, parents):
             parents[index] = -1
-    children: dict[int, list[int]] = {}
-    for index, parent in parents.items():
-        children.setdefault(parent, []).append(index)
+    children = grouped((parent, index) for index, parent in parents.items())
 
     def knot(index: int) -> Knot:
         return Knot(found[index], tuple(knot(child) for child in children.get(index, ())))
@@ -124,24 +123,14 @@ def grave_and_notes(diagnosis: Diagnosis) -> tuple[tuple[Knot, ...], tuple[Knot,
     return tuple(filter(_is_grave, knots)), tuple(knot for knot in knots if not _is_grave(knot))
 
 
-def noun_of(finding: Finding) -> str:
-    """The severity of a finding as it is shown; ``info`` is shown as ``note``."""
-    return _NOUNS.get(finding.severity, finding.severity)
-
-
 def label_of(finding: Finding) -> str:
-    """The severity, code and name of a finding on one line."""
-    return " ".join(text for text in (noun_of(finding), finding.code, finding.name) if text)
+    """The severity, code and name of a finding on one line; ``info`` is shown as ``note``."""
+    return " ".join(filter(None, (_NOUNS.get(finding.severity, finding.severity), finding.code, finding.name)))
 
 
 def fix_term(finding: Finding) -> str:
     """The heading of a fix: ``"suggestion"`` if it was neither tried nor tested, else ``"fix"``."""
     return "suggestion" if finding.fix_kind == "suggestion" else "fix"
-
-
-def place_of(finding: Finding) -> str:
-    """The place of a finding: module, optimizer or parameters, and the user's line."""
-    return str(finding.place)
 
 
 def evidence_of(finding: Finding) -> tuple[tuple[str, str], ...]:
@@ -221,46 +210,41 @@ def _count(number: int, noun: str) -> str:
 def _first_sentence(text: str) -> str:
     """The first sentence without its full stop; a dot within a name, or a colon, does not end it."""
     line = " ".join(text.strip().split("\n")[:1])
-    head = next((line[:i] for i in _ends(line) if line[i + 2 : i + 3].isupper()), line)
-    return head.strip().rstrip(".")
-
-
-def _ends(line: str) -> Iterable[int]:
-    return (index for index in range(len(line)) if line.startswith(". ", index))
+    return re.split(r"\. (?=[A-Z])", line, maxsplit=1)[0].strip().rstrip(".")
 
 
 def cells_table(diagnosis: Diagnosis) -> TextTable:
     """The table of which gradients and parameters change: one row for all modules with the same state."""
-    groups: dict[tuple[int, bool, bool, str], list[Cell]] = {}
-    for cell in diagnosis.cells:
-        groups.setdefault((cell.cell, cell.shrinking, cell.frozen, cell.why), []).append(cell)
-    names_of = _Names(diagnosis)
-    among = [name for cell in diagnosis.cells for name in names_of(cell)]
+    named = _named(diagnosis)
+    groups = grouped(((one.cell, one.shrinking, one.frozen, one.why), (one, names)) for one, names in named)
     rows: list[tuple[str, ...]] = []
     marked = set()
     for key in sorted(groups):
         kind, shrinking, frozen, why = key
-        members = groups[key]
-        if _is_odd(members[0]):
+        if _is_odd(groups[key][0][0]):
             marked.add(len(rows))
-        names = modules_joined([name for cell in members for name in names_of(cell)], among)
-        numel = f"{sum(cell.numel for cell in members):,}"
+        names = _joined(groups[key], named)
+        numel = f"{sum(cell.numel for cell, _ in groups[key]):,}"
         reason = why or ("frozen" if frozen else "")
         rows.append((*_yes_no(kind, shrinking), numel, f"{names}: {reason}" if reason else names))
     return TextTable(("gradients", "parameters", "elements", "where"), tuple(rows), frozenset(marked))
 
 
-class _Names:
-    """Names of cells: the module, or the parameters if the module is split over several cells."""
+_Named = list[tuple[Cell, tuple[str, ...]]]
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
-        self._cells = Counter(cell.module for cell in diagnosis.cells)
 
-    def __call__(self, cell: Cell) -> tuple[str, ...]:
-        """The names for one cell."""
-        if self._cells[cell.module] > 1 and cell.parameters:
-            return cell.parameters
-        return (cell.module or _WHOLE,)
+def _named(diagnosis: Diagnosis) -> _Named:
+    """Cells with their names: the module, or the parameters if the module is split over several cells."""
+    times = Counter(cell.module for cell in diagnosis.cells)
+    own = [cell.parameters if times[cell.module] > 1 else () for cell in diagnosis.cells]
+    return [(cell, names or (cell.module or _WHOLE,)) for cell, names in zip(diagnosis.cells, own, strict=True)]
+
+
+def _joined(cells: _Named, among: _Named) -> str:
+    """The names of some cells of all."""
+    return modules_joined(
+        [name for _, names in cells for name in names], [name for _, names in among for name in names]
+    )
 
 
 _DO, _DO_NOT = "changing", "unchanged"
@@ -302,21 +286,17 @@ class Square:
 
 def squares_of(diagnosis: Diagnosis) -> dict[int, Square]:
     """The four cells by number; number 0 has the modules of which too little was seen."""
-    names_of = _Names(diagnosis)
-    among = [name for cell in diagnosis.cells for name in names_of(cell)]
-    squares = {}
+    named, squares = _named(diagnosis), {}
     for kind in (*CELLS, 0):
-        cells = [cell for cell in diagnosis.cells if cell.cell == kind]
-        names = modules_joined([name for cell in cells for name in names_of(cell)], among)
-        groups: dict[str, list[str]] = {}
-        for cell in cells:
-            groups.setdefault(_reason(cell), []).extend(names_of(cell))
+        cells = [(cell, names) for cell, names in named if cell.cell == kind]
+        groups = grouped((_reason(cell), (cell, names)) for cell, names in cells)
         reasons = [
-            f"{reason}: {modules_joined(members, among)}" if len(groups) > 1 else reason
+            f"{reason}: {_joined(members, named)}" if len(groups) > 1 else reason
             for reason, members in groups.items()
             if reason
         ]
-        squares[kind] = Square(names, "; ".join(reasons), any(_is_odd(cell) for cell in cells))
+        odd = any(_is_odd(cell) for cell, _ in cells)
+        squares[kind] = Square(_joined(cells, named), "; ".join(reasons), odd)
     return squares
 
 
@@ -338,26 +318,9 @@ def _from_to(first: float | None, last: float | None) -> str:
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:
     """Lists modules: all parts of a container, and runs of numbered modules, are shown as one entry.
 
-    Args:
-        names: the modules to list; at most 12 entries are shown, the others are counted.
-        among: all modules.
+    At most 12 entries are shown, the others are counted.
     """
-    chosen = dict.fromkeys(names)
-    there = Counter(part for name in dict.fromkeys(among) for part in _parts(name))
-    listed = Counter(part for name in chosen for part in _parts(name))
-    shown: dict[str, None] = {}
-    for name in chosen:
-        whole = next((part for part in _parts(name) if listed[part] == there[part] > 1), None)
-        shown[name if whole is None else f"{whole}.* ({there[whole]})"] = None
-    texts = list(_rows(list(shown)))
-    more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
-    return ", ".join(texts[:_MOST_NAMES] + more)
-
-
-def _parts(name: str) -> Iterator[str]:
-    """The containers of a module, the outermost first."""
-    pieces = name.split(".")
-    return (".".join(pieces[:length]) for length in range(1, len(pieces)))
+    return cut_off(list(_rows(wholes(names, among))))
 
 
 def _rows(texts: Sequence[str]) -> Iterator[str]:

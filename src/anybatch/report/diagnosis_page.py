@@ -93,7 +93,7 @@ def _card(knot: words.Knot, run: Run) -> Card:
     finding = knot.finding
     fix = textwrap.dedent(finding.fix).strip("\n")[:_MOST_FIX]
     return Card(
-        finding, words.label_of(finding), words.place_of(finding), words.evidence_of(finding), fix,
+        finding, words.label_of(finding), str(finding.place), words.evidence_of(finding), fix,
         "\n" in fix or is_code(fix), tuple(_card(one, run) for one in knot.follows),
         source_of(finding, run.started.time), link_to(finding.place),
     )  # fmt: skip
@@ -131,8 +131,7 @@ def sentence(text: str) -> str:
 def flow_pictures(flow: Flow, axis: Axis, *others: Flow) -> list[Picture]:
     """Heat maps of the gradient norm and of the update-to-weight ratio, layers by steps; empty without samples.
 
-    Args:
-        others: further norms that the range of shades must cover, so that maps can be compared.
+    The range of shades covers ``others``, too, so that maps can be compared.
     """
     if not flow.rows or not flow.steps:
         return []

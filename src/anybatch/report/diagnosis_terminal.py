@@ -44,8 +44,10 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     cost = words.cost_of(diagnosis, run)
     code = grave[0].finding.code if grave else ""
     hint = [f"What it means, and when it is fine: anybatch explain {code}"] if code else []
-    for text in (*hint, *diagnosis.notes, *([f"{cost[0].upper()}{cost[1:]}."] if cost else [])):
-        screen.blank_once()
+    remarks = [*hint, *diagnosis.notes, *([f"{cost[0].upper()}{cost[1:]}."] if cost else [])]
+    if remarks:
+        console.print()
+    for text in remarks:
         screen.words(text, style="dim")
 
 
@@ -54,14 +56,13 @@ class _Screen:
 
     def __init__(self, console: Console, since: float) -> None:
         self._console, self._since = console, since
-        self._parted = False
         ascii_only = console.options.ascii_only
         self._tee, self._corner, self._bar = ("|- ", "`- ", "|  ") if ascii_only else ("├─ ", "└─ ", "│  ")
 
     def finding(self, knot: words.Knot, number: int, verdict: str) -> None:
         """Writes a finding in full; its message is left out if the verdict has it already."""
         finding = knot.finding
-        place = words.place_of(finding)
+        place = str(finding.place)
         self._console.print()
         head = f"{number}. " if number else ""
         line = Text(clean(f"{head}{words.label_of(finding)}"), style=_STYLES[finding.severity or "info"])
@@ -149,12 +150,6 @@ class _Screen:
         """Writes the heading of a section."""
         self._console.print()
         self.line(text, "bold")
-
-    def blank_once(self) -> None:
-        """Writes one blank line before the closing remarks."""
-        if not self._parted:
-            self._console.print()
-            self._parted = True
 
     def rest(self, count: int) -> None:
         """Says how many entries were left out."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.records.plainvalues import plain
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Norms
 
 MOST_ROWS = 64
@@ -162,9 +162,7 @@ def _fitted(rows: list[FlowRow]) -> list[FlowRow]:
     if len(rows) <= MOST_ROWS:
         return rows
     for depth in range(max(row.name.count(".") for row in rows), 0, -1):
-        groups: dict[tuple[str, str], list[FlowRow]] = {}
-        for row in rows:
-            groups.setdefault((".".join(row.name.split(".")[:depth]), _state(row)), []).append(row)
+        groups = grouped(((".".join(row.name.split(".")[:depth]), _state(row)), row) for row in rows)
         if _LEAST_ROWS <= len(groups) <= MOST_ROWS:
             return [_together(members, f"{prefix}.*", state) for (prefix, state), members in groups.items()]
     return _neighbours(rows)

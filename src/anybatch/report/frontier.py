@@ -167,11 +167,7 @@ def time_of_block(plan: Plan, seconds: float) -> str:
 def plan_page(
     plan: Plan, script: str, notes: Iterable[str] = (), steps: Mapping[str, Timeline] = MappingProxyType({})
 ) -> str:
-    """Renders the page of a plan; deterministic.
-
-    Args:
-        steps: live bytes over the operations of a step, by the name of the configuration.
-    """
+    """Renders the page of a plan; deterministic. ``steps`` are the bytes in a step by the name of the configuration."""
     rows = rows_of(plan)
     return render_page(
         "plan.html.j2",

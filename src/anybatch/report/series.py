@@ -11,7 +11,7 @@ from typing import Any
 from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.plainvalues import plain
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
 from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of
 from anybatch.report.loop import Call, calls_of, root_name
@@ -89,14 +89,10 @@ class Series:
         return values
 
 
-def _limits(run: Run) -> list[float]:
-    """The limits of clipping by norm; an infinite one only measures the norm."""
-    return [one.limit for one in run.of(Clipped) if one.by == "norm"]
-
-
 def series_of(run: Run) -> Series:
     """Collects the series of a run; long ones are thinned, but keep their extremes and non-finite values."""
     outputs, modules = outputs_of(run)
+    limits = (one.limit for one in run.of(Clipped) if one.by == "norm")  # an infinite one only measures the norm
     return Series(
         flow=flow_of(run),
         ratios=_thinned_ratios(_ratios(run)),
@@ -104,7 +100,7 @@ def series_of(run: Run) -> Series:
         guess=_guess(run),
         rates=_curves(_rates(run)),
         norms=_curves(_norms(run)),
-        clips=tuple(dict.fromkeys(limit for limit in _limits(run) if math.isfinite(limit)))[:3],
+        clips=tuple(dict.fromkeys(limit for limit in limits if math.isfinite(limit)))[:3],
         memory=_curves(_memory(run)),
         graphs=_curves({"losses of earlier steps": [(one.step, float(one.graphs)) for one in run.of(Memory)]}),
         watched=_curves(_watched(run)),
@@ -167,10 +163,7 @@ def _rates(run: Run) -> dict[str, Points]:
 
 
 def _norms(run: Run) -> dict[str, Points]:
-    found: dict[str, Points] = {}
-    for clip in run.of(Clipped):
-        if clip.norm is not None:
-            found.setdefault("before clipping", []).append((clip.step, clip.norm))
+    found = grouped(("before clipping", (clip.step, clip.norm)) for clip in run.of(Clipped) if clip.norm is not None)
     for one in run.of(Norms):
         optimizer = run.optimizers.get(one.optimizer)
         name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
@@ -243,9 +236,7 @@ def _thinned_ratios(ratios: list[Ratio]) -> tuple[Ratio, ...]:
 
 def _merged(curves: dict[str, Points]) -> dict[str, Points]:
     """Merges equal curves; the name says how many there are."""
-    same: dict[tuple[tuple[int, float], ...], list[str]] = {}
-    for name, points in curves.items():
-        same.setdefault(tuple(points), []).append(name)
+    same = grouped((tuple(points), name) for name, points in curves.items())
     return {
         names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(points)
         for points, names in same.items()
@@ -258,10 +249,9 @@ def _all_finite(values: Iterable[float]) -> bool:
 
 def outputs_of(run: Run) -> tuple[tuple[Output, ...], int]:
     """The outputs of at most 64 modules in forward order (conspicuous ones first choice), and the number of all."""
-    seen: dict[tuple[int, str], list[tuple[int, ModuleSample]]] = {}
-    for one in run.of(Activations):
-        for module in one.modules:
-            seen.setdefault((one.root, module.module), []).append((one.step, module))
+    seen = grouped(
+        ((one.root, module.module), (one.step, module)) for one in run.of(Activations) for module in one.modules
+    )
     several = len({root for root, _ in seen}) > 1
     outputs = [_output(f"{root_name(run, root)}.{name}".rstrip(".") if several else name, samples)
                for (root, name), samples in seen.items()]  # fmt: skip

@@ -39,14 +39,9 @@ class Source:
 
 
 def source_of(finding: Finding, since: float = 0.0) -> Source | None:
-    """Reads the line of a finding.
+    """Reads the line of a finding; ``None`` if it is unknown, too long, not on this machine, or may have changed.
 
-    Args:
-        since: the start of the run, in seconds since the epoch; a file changed later may have another line there. 0
-            accepts any file.
-
-    Returns:
-        The line; ``None`` if it is unknown, too long, not on this machine, or may have changed.
+    A file that changed after the start of the run may have another line there; 0 accepts any file.
     """
     file, number = finding.place.file, finding.place.line
     is_cell = file in linecache.cache and not Path(file).is_file()  # of a notebook

@@ -105,13 +105,9 @@ def line_chart(
 ) -> str:
     """Draws lines over steps; values that are not finite are gaps with a mark at the top.
 
-    Args:
-        axis: the horizontal axis; by default it covers all curves.
-        is_logarithmic: whether the vertical axis is logarithmic; ``None`` decides by the values.
-        least_span: the smallest span of a linear vertical axis, relative to the largest value, so that noise does not
-            fill the chart.
-        levels: names and values of horizontal lines.
-        marks: names and steps of vertical lines.
+    By default the horizontal axis covers all curves, and the values decide whether the vertical one is logarithmic; a
+    linear one spans ``least_span`` of the largest value, so that noise does not fill the chart. ``levels`` are
+    horizontal lines, ``marks`` vertical ones.
     """
     values = [value for curve in curves for value in curve.values if math.isfinite(value)]
     scale = _scale([*values, *(value for _, value in levels)], is_logarithmic, least_span)
@@ -247,10 +243,7 @@ def dot_chart(
 ) -> str:
     """Draws configurations by two costs, and a line through the Pareto front.
 
-    Args:
-        dots: the costs of each configuration.
-        chosen: the index of the one to highlight.
-        level: name and value of a vertical line, the budget; dots to its right are greyed out.
+    Dots to the right of ``level``, the budget, are greyed out.
     """
     xs = [x for x, _ in dots] + ([level[1]] if level else [])
     least = 0.0 if min(xs) < _LEAST_SHARE * max(xs) else 0.94 * min(xs)
@@ -291,10 +284,7 @@ def stack_chart(
 ) -> str:
     """Draws a stacked area chart, such as bytes by category over operations.
 
-    Args:
-        layers: for each layer its value at each point.
-        along: the number at the right end of the horizontal axis; by default the number of points.
-        most: a value that the vertical axis must reach.
+    The horizontal axis ends with ``along``, by default the number of points; the vertical one reaches ``most``.
     """
     count = max((len(values) for values in layers.values()), default=0)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]

@@ -1,7 +1,6 @@
 """Norms of each micro-batch's gradient, measured while gradients are accumulated, without a buffer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,11 +37,7 @@ class _Nodes(torch.autograd.Function):
 
 
 class Unmeasured(Watch):
-    """Only reports that an attempt at a logical batch succeeded.
-
-    Args:
-        take: called after the update with the measurement, or the reason why there is none.
-    """
+    """Only reports that an attempt at a logical batch succeeded."""
 
     def __init__(self, take: Take) -> None:
         self._take = take
@@ -94,9 +89,7 @@ class MicroGradients(Watch):
             self._handles.append((node, node.register_prehook(self._watch(id(parameter)))))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for _, handle in self._handles:
             handle.remove()
         for held in (self._handles, self._kept, self._waiting):

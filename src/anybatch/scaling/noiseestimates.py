@@ -26,10 +26,6 @@ def estimate(norms_sq: Sequence[float], counts: Sequence[float], total_norm_sq: 
     q = sum (n_i/n) |g_i|^2 has the expectation |G|^2 + S N/n, and |g|^2 has |G|^2 + S/n. So S = (q - |g|^2) n/(N - 1)
     and |G|^2 = |g|^2 - S/n. For equal sizes these are the estimators of McCandlish et al. 2018, "An Empirical Model of
     Large-Batch Training", appendix A.1.
-
-    Example:
-        >>> estimate([3**2 + 4**2, 5**2 + 12**2], [1, 1], (8 / 2) ** 2 + (16 / 2) ** 2)
-        Estimate(trace=34.0, signal=63.0)
     """
     total = math.fsum(counts)
     spread = math.fsum(count / total * norm_sq for norm_sq, count in zip(norms_sq, counts, strict=True))
@@ -67,10 +63,6 @@ def spreads_of(
     Args:
         norms: |a_i| of each micro-batch.
         columns: the items of each micro-batch by the name of the loss; ``None`` if they are not known.
-
-    Example:
-        >>> spreads_of([2.0, 3.0], {"loss": [1, 2]}, [1, 1])["samples"]
-        [13.0, 2, 2]
     """
     first = list(next(iter(columns.values()))) if columns else None
     is_known = first is not None and all(in_proportion(first, other) for other in (columns or {}).values())
@@ -102,11 +94,6 @@ def pool(told: Sequence[Any], total: torch.Tensor | None) -> tuple[Measurement |
 
     Returns:
         The measurement, ``None`` with fewer than two micro-batches with items; and the reason if it failed.
-
-    Example:
-        >>> told = [{"trouble": "", **spreads_of([norm / 2], {"loss": [1]}, [1])} for norm in (5.0, 13.0)]
-        >>> round(pool(told, torch.tensor(80.0).sqrt())[0].estimate().trace, 4)
-        34.0
     """
     for rank, one in enumerate(told):
         if one is None:

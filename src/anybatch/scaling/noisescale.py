@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict
 
 import torch
@@ -157,9 +156,7 @@ class NoiseScale:
     def __enter__(self) -> "NoiseScale":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _watched(self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor]) -> Watch:

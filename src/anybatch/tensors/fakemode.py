@@ -57,13 +57,10 @@ class Constants:
 
     A traced step may cache such tensors, which its next real run would find. They are replaced by what a real run would
     have cached.
-
-    Attributes:
-        is_off: set while fake tensors are made for real ones, which are no constants.
     """
 
     def __init__(self) -> None:
-        self.is_off = False
+        self.is_off = False  # set while fake tensors are made for real ones, which are no constants
         self._operations: list[_Operation] = []
         self._spoiled: set[int] = set()  # storages that something else than a constant was written to
         self._numbers = itertools.count()
@@ -172,9 +169,6 @@ class QuickFakeMode(FakeTensorMode):
     tensors or views of the first argument; and operations that write to their first argument and return it. All others
     go to torch each time. What is known holds no tensors and is the same for every mode, so that all modes of a process
     share it: the next plan, or one for another budget, begins with what this one asked.
-
-    Attributes:
-        is_over: whether operations on tensors of this mode raise, as the trace has ended.
     """
 
     _results: ClassVar[dict[tuple[Any, ...], tuple[type | None, tuple["_Known | None", ...]]]] = {}
@@ -183,7 +177,7 @@ class QuickFakeMode(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.cache_enabled = False  # torch's own, which takes longer than it saves where this one has missed
-        self.is_over = False
+        self.is_over = False  # whether operations on tensors of this mode raise, as the trace has ended
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self.constants = Constants()
         self._is_within = False

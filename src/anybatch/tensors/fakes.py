@@ -16,13 +16,10 @@ from anybatch.tensors.modules import modules_of
 
 
 class Fakes:
-    """Makes fake tensors: one per tensor, on one storage per storage.
-
-    Attributes:
-        mode: the fake mode in which to run operations on them; it makes other tensors fake, too.
-    """
+    """Makes fake tensors: one per tensor, on one storage per storage."""
 
     def __init__(self) -> None:
+        # the fake mode in which to run operations on them; it makes other tensors fake, too
         self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}

@@ -53,11 +53,6 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH) -> Any:
     """A copy of a value with each tensor replaced, dictionary keys included.
 
-    Args:
-        value: a tensor, or nested lists, tuples, dicts and sets of them; anything else is returned as it is.
-        put: gives the new tensor.
-        depth: how many levels of containers are copied.
-
     Example:
         >>> with_tensors({"slow": [torch.ones(2)], "k": 5}, torch.neg)
         {'slow': [tensor([-1., -1.])], 'k': 5}

@@ -53,9 +53,6 @@ class GradientSums:
         parameters: their ``.grad`` is moved here after each micro-batch; dense gradients of full precision stay.
         in_float32: whether low-precision gradients are accumulated in float32, and rounded once at the end.
 
-    Attributes:
-        bytes: size of the dense buffers.
-
     Example:
         >>> table = torch.nn.Embedding(5, 1, sparse=True)
         >>> sums = GradientSums([table.weight], in_float32=False)
@@ -72,7 +69,7 @@ class GradientSums:
         self._parameters = self._open = list(parameters)
         self._in_float32 = in_float32
         self._sums: dict[int, torch.Tensor] = {}
-        self.bytes = 0
+        self.bytes = 0  # size of the dense buffers
 
     def take_(self) -> bool:
         """Moves gradients from the parameters to the sums; returns whether there are sums, or may be some later."""

@@ -96,9 +96,6 @@ def batch_norm_as(
 
     Returns:
         A context whose value is to be called at the beginning of each micro-batch.
-
-    Raises:
-        NotSplittable: the policy is to refuse and there is something to refuse; or to freeze what has no statistics.
     """
     if not may_couple(modules_of(*models)):
         yield _nothing

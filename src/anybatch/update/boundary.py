@@ -1,10 +1,9 @@
 """The boundary of a logical batch: everything that happens once, whatever the number of micro-batches."""
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGINT, default_int_handler
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ class Boundary:
 
     Attributes:
         is_committed: whether the optimizers have begun to change anything, so that nothing may be rolled back any more.
-        takes_closure: whether an optimizer may evaluate the gradient itself.
     """
 
     def __init__(
@@ -44,14 +42,12 @@ class Boundary:
         schedulers: Sequence[Any] = (),
         closure: bool | None = None,
     ) -> None:
-        self._model = model
-        self._optimizers = optimizers
+        self._model, self._optimizers = model, optimizers
         self._steps = [StepCall(optimizer, closure) for optimizer in optimizers]
         self._takes_long = any(step.is_needed for step in self._steps)
+        # whether an optimizer may evaluate the gradient itself
         self.takes_closure = any(step.is_given for step in self._steps)
-        self._scaler = scaler
-        self._clip_norm = clip_norm
-        self._schedulers = schedulers
+        self._scaler, self._clip_norm, self._schedulers = scaler, clip_norm, schedulers
         self._watches: list[OptimizerWatch] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self.is_committed = self._scales = False
@@ -110,7 +106,7 @@ class Boundary:
 
     def interrupts_deferred(self) -> AbstractContextManager[None]:
         """A context that holds Ctrl-C back until the update is complete; not where it runs the batch again."""
-        return nullcontext() if self._takes_long else _InterruptsDeferred()
+        return nullcontext() if self._takes_long else _interrupts_deferred()
 
     def step(self, progress: Progress, again: Again | None, *, is_shared: bool = False) -> None:
         """Steps all optimizers; what comes after it may not take them back.
@@ -232,30 +228,21 @@ class Boundary:
             self._scaler.update()
 
 
-class _InterruptsDeferred:
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
     """Holds Ctrl-C back until the update is complete, so that it is applied once and whole."""
-
-    def __init__(self) -> None:
-        self._pressed = False
-        self._holds = False
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
-            self._holds = True  # else somebody else decides what Ctrl-C does
-            signal(SIGINT, self._remember)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._pressed = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._holds:
-            return
-        signal(SIGINT, default_int_handler)
-        if not self._pressed:
-            return
-        if error is None:
-            raise KeyboardInterrupt
-        if isinstance(error, Exception) and is_out_of_memory(error):  # nothing was applied, so nothing to wait for
+    if threading.current_thread() is not threading.main_thread() or getsignal(SIGINT) is not default_int_handler:
+        yield  # somebody else decides what Ctrl-C does
+        return
+    pressed: list[int] = []
+    signal(SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    except Exception as error:
+        if pressed and is_out_of_memory(error):  # nothing was applied, so nothing to wait for
             raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal(SIGINT, default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt

@@ -32,9 +32,6 @@ class StepCall:
     Args:
         closure: whether to pass one; ``None`` for those outside of torch whose ``step`` takes one, and for those that
             need it.
-
-    Raises:
-        BatchError: ``closure`` can't be had with this optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, closure: bool | None = None) -> None:

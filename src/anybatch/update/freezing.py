@@ -7,14 +7,15 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.errors import BatchError
+from anybatch.memory.places import Handle
 from anybatch.units import format_bytes
 from anybatch.update.batchnorm import to_eval_mode
 
 logger = logging.getLogger(__name__)
 
 
-class Frozen:
-    """The result of ``freeze``; ``remove()`` undoes it. Also a context manager.
+class Frozen(Handle):
+    """The result of ``freeze``; ``remove()`` undoes it, and BatchNorm follows the model. Also a context manager.
 
     Attributes:
         parameters: names of the frozen parameters.
@@ -34,35 +35,24 @@ class Frozen:
     def __init__(
         self, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], modules: dict[str, torch.nn.Module]
     ) -> None:
-        self._model = model
-        self._parameters = parameters
         self.parameters = list(parameters)
         self.modules = list(modules)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self.optimizer_bytes = 2 * self.gradient_bytes
-        self._followed = [module for module in modules.values() if module.training == model.training]
-        self._hooks = [module.register_forward_pre_hook(to_eval_mode) for module in modules.values()]
+        followed = [module for module in modules.values() if module.training == model.training]
+
+        def unfreeze() -> None:
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
+            for module in followed:
+                module.training = model.training
+
+        super().__init__([unfreeze, *(m.register_forward_pre_hook(to_eval_mode).remove for m in modules.values())])
         for parameter in parameters.values():
             parameter.requires_grad_(False)
             parameter.grad = None
         for module in modules.values():
             module.training = False
-
-    def remove(self) -> None:
-        """Makes the parameters trainable again, and sets the BatchNorm modules to the mode of the model."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(True)
-        for module in self._followed:
-            module.training = self._model.training
-        self._hooks, self._parameters, self._followed = [], {}, []
-
-    def __enter__(self) -> "Frozen":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         return (

@@ -4,7 +4,6 @@ import contextlib
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.errors import AnyBatchWarning, BatchError, LossError
+from anybatch.errors import BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
@@ -81,18 +80,14 @@ def _now() -> RandomState:
 
 
 class DeviceDraws:
-    """The generator of an accelerator, which no other thread uses.
-
-    Attributes:
-        drew: whether anything was drawn from it.
-    """
+    """The generator of an accelerator, which no other thread uses."""
 
     def __init__(self, device: torch.device, seeds: Sequence[int]) -> None:
         self._device = device
         self._seeds = seeds
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._before: Any = None
-        self.drew = False
+        self.drew = False  # whether anything was drawn from it
 
     def begin(self, number: int) -> None:
         """Seeds it for a micro-batch; the device is the current one of its kind."""
@@ -119,43 +114,6 @@ class DeviceDraws:
             self._module.set_rng_state(state, self._device)
 
 
-def run_over_devices(
-    task: Task,
-    devices: Devices,
-    parts: Sequence[Part],
-    weights: Weights,
-    batches: Iterator[Any],
-    parameters: Sequence[torch.Tensor],
-    progress: Progress,
-    *,
-    differentiate: bool,
-) -> Sums:
-    """Goes through the parts once, on all devices.
-
-    The first time one micro-batch runs at a time, to see whether the model draws from the random generators of the
-    host, which all threads share. If it does, this goes on so, each with a seed of its own. If it begins to draw later,
-    what ran side by side is thrown away and runs again.
-    """
-    seeds = seeds_for(len(parts))  # before a collate draws, as where a forward counts
-    kept = list(batches)  # collated by one thread, in their order
-    run = _Run(task, devices, parts, weights, seeds, progress, differentiate)
-    in_turns = devices.drew_on_host.get(differentiate, True)
-    before = None if in_turns else Snapshot(task.modules)
-    try:
-        sums = run.over(kept, parameters, in_turns=in_turns)
-        if run.drew_on_host and before is not None:
-            for parameter in parameters:
-                parameter.grad = None
-            before.restore()
-            sums = run.over(kept, parameters, in_turns=True)
-        devices.drew_on_host[differentiate] = run.drew_on_host
-        _warn_of_buffers(devices)
-    finally:
-        for copy in devices.copies:
-            copy.clear()
-    return sums
-
-
 def count_draws_alike(task: Task, batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
     """The micro-batches for a forward that only counts, each with the random numbers that it will get later."""
     home, host = DeviceDraws(task.settings.device, seeds), HostDraws(seeds)
@@ -166,22 +124,46 @@ def count_draws_alike(task: Task, batches: Iterator[Any], seeds: Sequence[int]) 
 
 
 @dataclass
-class _Run:
-    """A pass, which may be gone through a second time."""
+class OverDevices:
+    """A pass over a logical batch on several devices, which may be gone through a second time."""
 
     task: Task
     devices: Devices
     parts: Sequence[Part]
     weights: Weights
-    seeds: Sequence[int]
     progress: Progress
     differentiate: bool
     in_turns: bool = False
     drew_on_host: bool = False  # from the generators that all threads share
 
     def __post_init__(self) -> None:
+        self.seeds = seeds_for(len(self.parts))  # before a collate draws, as where a forward counts
         self.stop, self.turn = threading.Event(), threading.Lock()
         self.host: HostDraws
+
+    def run(self, batches: Iterator[Any], parameters: Sequence[torch.Tensor]) -> Sums:
+        """Goes through the parts once, on all devices.
+
+        The first time one micro-batch runs at a time, to see whether the model draws from the random generators of the
+        host, which all threads share. If it does, this goes on so, each with a seed of its own. If it begins to draw
+        later, what ran side by side is thrown away and runs again.
+        """
+        kept = list(batches)  # collated by one thread, in their order
+        in_turns = self.devices.drew_on_host.get(self.differentiate, True)
+        before = None if in_turns else Snapshot(self.task.modules)
+        try:
+            sums = self.over(kept, parameters, in_turns=in_turns)
+            if self.drew_on_host and before is not None:
+                for parameter in parameters:
+                    parameter.grad = None
+                before.restore()
+                sums = self.over(kept, parameters, in_turns=True)
+            self.devices.drew_on_host[self.differentiate] = self.drew_on_host
+            _warn_of_buffers(self.devices)
+        finally:
+            for copy in self.devices.copies:
+                copy.clear()
+        return sums
 
     def over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> Sums:
         """Runs the micro-batches, and adds up on the home device what the others have."""
@@ -237,7 +219,7 @@ class _Worker:
     """What runs on one device."""
 
     def __init__(
-        self, run: _Run, placement: Placement, task: Task, numbers: Sequence[int], batches: list[Any],
+        self, run: OverDevices, placement: Placement, task: Task, numbers: Sequence[int], batches: list[Any],
         parameters: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
@@ -321,10 +303,8 @@ def _warn_of_buffers(devices: Devices) -> None:
     ]
     if names and not devices.was_warned:
         devices.was_warned = True
-        warnings.warn(
+        warn(
             f"the forward writes to {len(names)} buffers of the copies ({', '.join(names[:3])}): what the other "
             "devices write is lost, as under nn.DataParallel, and only what the micro-batches of the first device "
             "write is kept",
-            AnyBatchWarning,
-            stacklevel=2,
         )

@@ -1,7 +1,6 @@
 """One pass over a logical batch in given parts, its gradient or only its loss, and who is told what is running."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved
-from anybatch.errors import AnyBatchError, AnyBatchWarning, BatchError
+from anybatch.errors import AnyBatchError, BatchError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.loss.pieces import InPieces, Place
@@ -232,11 +231,10 @@ def run_pass(
         return weights, Sums()
     reducer = task.settings.reducer
     if task.devices is not None:
-        from anybatch.update.overdevices import run_over_devices
+        from anybatch.update.overdevices import OverDevices
 
-        sums = run_over_devices(
-            task, task.devices, parts, weights, batches(), parameters, progress, differentiate=differentiate
-        )
+        run = OverDevices(task, task.devices, parts, weights, progress, differentiate)
+        sums = run.run(batches(), parameters)
     else:
         with contextlib.ExitStack() as stack:
             stack.enter_context(reducer.apart(task.modules))
@@ -327,11 +325,9 @@ def _weighed_whole(task: Task, sums: Sums) -> None:
             "not known: pass count=, a function of a batch",
             path=getattr(obstacle, "path", ""),
         )
-    warnings.warn(
+    warn(
         "the batches of a window can't be cut, so how many samples each has is not known: each counts as much as any "
         "other. Pass count=, a function of a batch, if they are not of one size",
-        AnyBatchWarning,
-        stacklevel=2,
     )
 
 

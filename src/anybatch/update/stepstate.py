@@ -135,11 +135,7 @@ def part(name: str) -> Iterator[None]:
 
 
 def check_scaled(state: Any, *, has_scaler: bool) -> None:
-    """Refuses the state of a step that was built otherwise.
-
-    Raises:
-        BatchError: it is of another version, or was saved with a scaler and there is none, or the reverse.
-    """
+    """Refuses the state of a step that was built otherwise."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != 1:
         raise BatchError(

@@ -111,9 +111,6 @@ class SizeLimit:
 
     Args:
         ceiling: what the user asked for, in samples or in cost; ``None`` for the whole batch.
-
-    Attributes:
-        once: a smaller size for the next logical batch alone, which someone wants to see in parts.
     """
 
     PATIENCE = 32
@@ -124,6 +121,7 @@ class SizeLimit:
             ceiling = int(ceiling) if isinstance(ceiling, numbers.Integral) else float(ceiling)
         self.ceiling = ceiling
         self.value = ceiling
+        # a smaller size for the next logical batch alone, which someone wants to see in parts
         self.once: float | None = None
         self._patience = self.PATIENCE
         self._quiet = 0
@@ -207,9 +205,6 @@ class Retries:
     Args:
         limit: the size to begin with; it is changed when memory runs out.
 
-    Attributes:
-        failed: the attempts that ran out of memory.
-
     Raises:
         DoesNotFit: even micro-batches of one sample ran out of memory.
         LossError: memory ran out, and the loss had written into its batch.
@@ -232,7 +227,7 @@ class Retries:
         self._failure: Failure | None = None
         self._shortage: Shortage | None = None  # of another process
         self._is_done = False
-        self.failed: tuple[Attempt, ...] = ()
+        self.failed: tuple[Attempt, ...] = ()  # the attempts that ran out of memory
 
     def __iter__(self) -> "Retries":
         return self

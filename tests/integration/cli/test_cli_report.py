@@ -18,7 +18,7 @@ from source_tree import PACKAGE
 FACTS = [
     Started(script="train.py", arguments=("--lr", "1"), torch="2.13", device="cpu"),
     Root(root=0, variable="model", cls="Net", at=1, modules=(
-        ModuleFacts(name="", cls="Net", leaf=False), ModuleFacts(name="head", cls="Linear", parameters=(0,)),
+        ModuleFacts(name="", cls="Net"), ModuleFacts(name="head", cls="Linear", parameters=(0,)),
     )),
     ParameterFacts(parameter=0, names=("he<b>ad.weight",), root=0, module="head", shape=(2, 2), numel=4, at=2),
     OptimizerFacts(optimizer=0, variable="optimizer", cls="SGD", groups=(GroupFacts(parameters=(0,), lr=0.1),), at=3),

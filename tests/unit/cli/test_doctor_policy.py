@@ -196,7 +196,7 @@ def run_of(file: str, steps: int = 30) -> Run:
         ParameterFacts(parameter=n, names=(f"{name}.weight",), root=0, module=name, shape=(2, 2), numel=4, at=n + 2)
         for n, name in enumerate(("body", "head"))
     ]
-    modules = (ModuleFacts(name="", cls="Net", leaf=False), *(
+    modules = (ModuleFacts(name="", cls="Net"), *(
         ModuleFacts(name=one.module, cls="Linear", parameters=(one.parameter,)) for one in parameters
     ))  # fmt: skip
     facts: list[Fact] = [

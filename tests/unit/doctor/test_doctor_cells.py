@@ -59,13 +59,12 @@ def test_gradients_that_shrink_are_marked() -> None:
     assert [cell.shrinking for cell in cells(run)] == [True, False, False]
 
 
-def test_inputs_are_in_no_cell_and_roots_are_told_apart() -> None:
+def test_roots_are_told_apart() -> None:
     facts = [
         Root(root=0, variable="generator"),
         Root(root=1, variable="critic"),
         ParameterFacts(parameter=0, names=("generator.a.weight",), module="a", root=0),
         ParameterFacts(parameter=1, names=("critic.a.weight",), module="a", root=1),
-        ParameterFacts(parameter=2, names=("x",), is_input=True),
     ]
     assert [cell.module for cell in cells(Run(list(facts)))] == ["generator.a", "critic.a"]
 

@@ -80,9 +80,9 @@ def test_output_range_fires_on_bounded_scores_that_do_not_learn() -> None:
 def list_of(repeated: int, *, cls: str = "ModuleList", out: int = 8) -> RunBuilder:
     built = RunBuilder()
     modules = (
-        ModuleFacts(name="", cls="Net", leaf=False, file="net.py", line=3),
-        ModuleFacts(name="blocks", cls=cls, kind="container", leaf=False, repeated=repeated),
-        ModuleFacts(name="blocks.0", cls="Block", leaf=True, parameters=(0, 1)),
+        ModuleFacts(name="", cls="Net", file="net.py", line=3),
+        ModuleFacts(name="blocks", cls=cls, kind="container", repeated=repeated),
+        ModuleFacts(name="blocks.0", cls="Block", parameters=(0, 1)),
     )
     numbers = built.model(("blocks.0.weight", "blocks.0.bias"), modules=modules)
     samples = (
@@ -130,7 +130,7 @@ def test_frozen_at_zero_is_quiet(facts: dict[str, Any]) -> None:
 def normed(momentum: Any, *, training: bool = True) -> RunBuilder:
     built = RunBuilder()
     modules = (
-        ModuleFacts(name="", cls="Net", leaf=False),
+        ModuleFacts(name="", cls="Net"),
         ModuleFacts(
             name="norm", cls="BatchNorm1d", kind="batch_norm", parameters=(2, 3),
             options={"momentum": momentum, "track_running_stats": True},

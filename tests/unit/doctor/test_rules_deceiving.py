@@ -1,5 +1,6 @@
 """Runs whose loss looks well: a class left out, a set scaled by itself, one batch, samples learned by heart."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.views.outcomes import outcome
-from anybatch.records.lossfacts import Evaluated
+from anybatch.doctor.recording.printing import numbers_in
+from anybatch.doctor.views.outcomes import Outcome, outcome
+from anybatch.records.lossfacts import Evaluated, Printed
 from anybatch.records.runs import Run
 from number_runs import fires, silent
 from test_doctor_ask import TRAINING, nothing_was_compiled, unasked
@@ -283,3 +285,94 @@ def test_a_net_that_is_too_sure_of_itself_knows_something_all_the_same() -> None
     assert one.better
     assert one.value > one.guess
     assert outcome(run).word == "learning"
+
+
+@pytest.fixture(scope="module")
+def fitted() -> dict[str, Run]:
+    """Records of nets that fit their training data, by the loss; one prints a line at the end."""
+    x, y = kinds(256, spread=3.0)
+    torch.manual_seed(0)
+
+    def classes() -> None:
+        train(small(inside=64), lambda step: (x, y), 60)
+        sys.stdout.write("epoch 3 | train acc 99%, val_acc = 31.2%\n")
+
+    pairs = x, x[:, :2] - x[:, 2:4]
+    regression = lambda: train(small(2, 64), lambda step: pairs, 60, loss=F.mse_loss)  # noqa: E731
+    return {"classes": of(classes), "regression": of(regression)}
+
+
+def when_printed(run: Run, text: str) -> Outcome:
+    """What became of a run whose script prints this."""
+    others = [one for one in run.facts if not isinstance(one, Printed)]
+    return outcome(Run([*others, *(Printed(label=label, values=(value,)) for label, value in numbers_in(text))]))
+
+
+def test_what_the_script_prints_of_its_evaluation_is_weighed(fitted: dict[str, Run]) -> None:
+    found = outcome(fitted["classes"])
+    assert (found.word, "of its training data" in found.said) == ("undecided", True)
+    assert 'prints "val_acc" 0.312' in found.said
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("test accuracy: 0.31", "undecided"),
+        ("{'acc': tensor(0.31), 'n': 9}", "undecided"),
+        ("acc 0.31 at first, best accuracy 0.97", "learning"),
+        ("train accuracy: 0.31", "learning"),
+        ("31 correct: 12", "learning"),
+        ("loss 0.31", "learning"),
+    ],
+)
+def test_a_share_of_right_answers_is_known_by_its_words(fitted: dict[str, Run], text: str, word: str) -> None:
+    assert when_printed(fitted["classes"], text).word == word
+
+
+@pytest.mark.parametrize(("text", "word"), [("train mse 0.1, test mse 90", "undecided"), ("test mse 0.2", "learning")])
+def test_so_is_the_error_of_a_regression(fitted: dict[str, Run], text: str, word: str) -> None:
+    assert when_printed(fitted["regression"], text).word == word
+
+
+def follow(copied: nn.Module, net: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(copied.parameters(), net.parameters(), strict=True):
+            one.lerp_(other, 0.05)
+
+
+def with_a_copy(targets: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, follows: bool = True) -> Run:
+    """A regression beside a copy of the net, which may follow it, on what it or the data say."""
+
+    def script() -> None:
+        net, copied = small(2), small(2)
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        for step in range(120):
+            x = X[step % 4 :: 4]
+            target = targets(copied, x)
+            optimizer.zero_grad()
+            F.mse_loss(net(x), target).backward()
+            optimizer.step()
+            if follows:
+                follow(copied, net)
+        with torch.no_grad():
+            copied(X)
+
+    return of(script)
+
+
+def bootstrapped(copied: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.add(x[:, :2], copied(x.roll(1, 0)), alpha=0.5)
+
+
+def test_a_small_loss_on_what_a_target_net_says_shows_nothing() -> None:
+    found = outcome(with_a_copy(bootstrapped))
+    assert (found.word, "a copy of the model makes the targets" in found.said) == ("undecided", True)
+
+
+def test_one_on_what_a_fixed_teacher_says_does() -> None:
+    assert outcome(with_a_copy(bootstrapped, follows=False)).word == "learning"
+
+
+def test_so_does_one_on_data_beside_an_average_of_the_weights() -> None:
+    assert outcome(with_a_copy(lambda _, x: x[:, :2] - x[:, 2:4])).word == "learning"

@@ -128,7 +128,7 @@ def test_longer_windows_at_equal_distances_are_borders_of_epochs_without_a_loade
 
 def test_statistics_of_a_frozen_norm_may_follow_a_layer_that_is_trained() -> None:
     modules = (
-        ModuleFacts(name="", cls="Net", leaf=False),
+        ModuleFacts(name="", cls="Net"),
         ModuleFacts(name="first", cls="Linear", kind="linear", parameters=(0, 1)),
         ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", parameters=(2, 3)),
     )

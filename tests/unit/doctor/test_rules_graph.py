@@ -23,7 +23,7 @@ def followed(
 def cut(stop: Stop | None, *, steps: int = 6, training: bool = True) -> RunBuilder:
     built = RunBuilder()
     modules = (
-        ModuleFacts(name="", cls="Net", leaf=False, training=training),
+        ModuleFacts(name="", cls="Net", training=training),
         ModuleFacts(name="encoder", cls="Linear", training=training, parameters=(0, 1)),
         ModuleFacts(name="head", cls="Linear", training=training, parameters=(2, 3)),
     )

@@ -12,7 +12,7 @@ from anybatch.records.tables import ModuleFacts
 from rule_runs import FILE, LINES, RunBuilder, findings, simple
 
 MODULES = (
-    ModuleFacts(name="", cls="Net", leaf=False),
+    ModuleFacts(name="", cls="Net"),
     ModuleFacts(name="drop", cls="Dropout", kind="dropout", options={"p": 0.5}),
     ModuleFacts(name="norm", cls="BatchNorm1d", kind="batch_norm", parameters=(2, 3)),
 )

@@ -103,8 +103,8 @@ def test_opt_param_unregistered_fires_on_a_plain_tensor_of_a_module() -> None:
     assert "nn.Parameter(" in one.fix
 
 
-def test_opt_param_unregistered_is_quiet_on_inputs_and_other_leaves() -> None:
-    for facts in ({"is_input": True}, {"root": -1, "is_parameter": False}, {"requires_grad": False}):
+def test_opt_param_unregistered_is_quiet_on_other_leaves() -> None:
+    for facts in ({"root": -1, "is_parameter": False}, {"requires_grad": False}):
         assert not findings(unregistered(**facts), "OPT_PARAM_UNREGISTERED")
     held = unregistered()
     held.optimizer((2,), number=1)
@@ -238,7 +238,7 @@ def test_freeze_too_much_is_quiet_while_it_learns_and_where_weights_were_loaded(
 def flagged(*, frozen: bool) -> RunBuilder:
     built = RunBuilder()
     modules = (
-        ModuleFacts(name="", cls="Net", leaf=False),
+        ModuleFacts(name="", cls="Net"),
         ModuleFacts(name="encoder", cls="Linear", requires_grad=False, parameters=(0, 1)),
         ModuleFacts(name="head", cls="Linear", parameters=(2, 3)),
     )

@@ -121,19 +121,12 @@ def _where_read(live: Live, owner: Any, path: str) -> tuple[str, int]:
             source, scope = function_of(live, method) if callable(method) else (None, None)
             if source is None or scope is None or scope.name == "__init__":
                 continue
-            reads = [_line(one) for one in ast.walk(scope) if path_of(one) == path and _is_read(one)]
+            named = (one for one in ast.walk(scope) if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+            reads = [one.lineno for one in named if path_of(one) == path and isinstance(one.ctx, ast.Load)]
             stores = [one.lineno for one in simple_statements(scope) if path in targets(one)]
             if reads and stores and min(reads) <= min(stores):
                 return source.file, min(reads)
     return "", 0
-
-
-def _is_read(node: Any) -> bool:
-    return isinstance(node.ctx, ast.Load)
-
-
-def _line(node: Any) -> int:
-    return int(node.lineno)
 
 
 def function_of(live: Live, function: Any) -> tuple[Source | None, ast.FunctionDef | None]:

@@ -194,7 +194,7 @@ def _goals(value: ast.AST) -> Iterator[ast.AST]:
 
 def _switches(source: Source, statement: ast.stmt) -> Iterator[ast.expr]:
     """The blocks and decorators around a statement that switch autograd off."""
-    for above in source.outer(statement):
+    for above in source.ancestors(statement):
         heads = [item.context_expr for item in above.items] if isinstance(above, ast.With) else []
         heads = above.decorator_list if isinstance(above, ast.FunctionDef) else heads
         for head in heads:

@@ -19,12 +19,7 @@ Question = Callable[[Live, "re.Match[str]"], Answer | None]
 
 
 def answer(**found: Any) -> Answer:
-    """What a question found.
-
-    Args:
-        found: values for the texts; ``module``, ``parameters``, ``tensor`` and ``evidence`` are kept with the finding,
-            and ``at`` is the file, line and code of what has to be changed, where that is not the line that raised.
-    """
+    """What a question found."""
     return found
 
 

@@ -53,13 +53,11 @@ class Live:
         error: the exception.
         text: of it.
         doctor: the recorder.
-        frames: the outermost first.
-        user: the innermost frame of the user's code, if there is one.
     """
 
     def __init__(self, error: BaseException, doctor: Any = None) -> None:
         self.error, self.doctor, self.text = error, doctor, str(error)
-        self.frames: list[Frame] = []
+        self.frames: list[Frame] = []  # the outermost first
         self._raw: list[FrameType] = []
         self._sources: dict[str, Source | None] = {}
         self._modules: dict[int, str] | None = None
@@ -78,6 +76,7 @@ class Live:
             step = step.tb_next
         theirs = [frame for frame in self.frames if frame.whose == "user"]
         others = [frame for frame in self.frames if frame.whose == "library"]
+        # the innermost frame of the user's code, if there is one
         self.user: Frame | None = (theirs or others)[-1] if theirs or others else None
         self.users: list[Frame] = theirs or others[-1:]
 
@@ -279,12 +278,6 @@ class Live:
             if type(owner) in (list, tuple) or isinstance(owner, torch.nn.ModuleList | torch.nn.Sequential):
                 return owner[key] if isinstance(key, int) and -len(owner) <= key < len(owner) else None
         return None
-
-    def facts(self) -> list[Any]:
-        """What the recorder has noted so far."""
-        run = getattr(self.doctor, "run", None)
-        found = getattr(self.doctor, "facts", None) if run is None else getattr(run, "facts", None)
-        return list(found) if isinstance(found, list | tuple) else []
 
     def _find_roots(self) -> None:
         if self._modules is not None:

@@ -118,8 +118,7 @@ def nan_operation(live: Live, match: "re.Match[str]") -> Answer:
 
 def ragged(live: Live, match: "re.Match[str]") -> Answer | None:
     """The sizes of samples that could not be stacked, and the key that they have in the samples."""
-    in_worker = str(live.error).startswith("Caught")
-    if not in_worker and "collate" not in live.text and not any("collate" in one.function for one in live.frames):
+    if not str(live.error).startswith("Caught") and collating(live, match) is None:  # in a worker
         return None
     sizes = list(match.groups()[:2]) if match.groups() else []
     keys = [f.values["key"] for f in live.frames if "collate" in f.function and isinstance(f.values.get("key"), str)]

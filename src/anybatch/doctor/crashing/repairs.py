@@ -119,11 +119,7 @@ _FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def working_repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
-    """The repairs that make a call work, the likeliest first.
-
-    Args:
-        hint: the finding that the words of its error belong to.
-    """
+    """The repairs that make a call work, the likeliest first, by the finding that the words of its error hint at."""
     end, halfway = time.monotonic() + _SECONDS, None
     if not call.is_small() or (not call.writes and isinstance(_outcome(call.run), str) is False):
         return  # it does not fail by itself, so that nothing would be shown by another one that does not

@@ -4,7 +4,7 @@ import ast
 import itertools
 import linecache
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 _LONGEST = 160
@@ -15,25 +15,30 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
-@dataclass(slots=True)
-class Source:
+class Parsed:
+    """A file's syntax tree, of whose nodes it is known what they are in."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """What a node is directly in."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What a node is in, from the innermost on."""
+        while (outer := self._parents.get(node)) is not None:
+            yield outer
+            node = outer
+
+
+class Source(Parsed):
     """A file of the user's."""
 
-    file: str
-    lines: list[str]
-    tree: ast.Module
-    _parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for node in ast.walk(self.tree):
-            for child in ast.iter_child_nodes(node):
-                self._parents[child] = node
-
-    def outer(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node lies in, the innermost first."""
-        while (above := self._parents.get(node)) is not None:
-            yield above
-            node = above
+    def __init__(self, file: str, lines: list[str], tree: ast.Module) -> None:
+        super().__init__(tree)
+        self.file, self.lines = file, lines
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement that has a line."""
@@ -56,7 +61,7 @@ class Source:
     def loops(self, line: int) -> list[ast.For | ast.While]:
         """The loops of the same function around a line, the innermost first."""
         statement = self.statement(line)
-        outer = () if statement is None else self.outer(statement)
+        outer = () if statement is None else self.ancestors(statement)
         inside = itertools.takewhile(lambda node: not isinstance(node, (*_FUNCTIONS, ast.ClassDef)), outer)
         return [node for node in inside if isinstance(node, ast.For | ast.While)]
 
@@ -77,11 +82,7 @@ def _without_comment(line: str) -> str:
 
 
 def source_of(file: str, names: dict[str, Any] | None = None) -> Source | None:
-    """Reads a file as the traceback would.
-
-    Args:
-        names: globals of a module, through whose loader the source may be had.
-    """
+    """Reads a file as the traceback would, through the loader of its module where need be."""
     lines = linecache.getlines(file, names)
     if not lines:
         return None
@@ -153,11 +154,7 @@ def loads(node: ast.AST | None) -> list[str]:
 
 
 def simple_statements(node: ast.AST, *, inner: bool = False) -> list[ast.stmt]:
-    """The statements within a node that have no body, and the heads of loops, in order of lines.
-
-    Args:
-        inner: whether those of the functions and classes in it are among them.
-    """
+    """The statements in a node that have no body, and the heads of loops, in order; not of functions by default."""
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = list(ast.iter_child_nodes(node))
     while waiting:
@@ -182,11 +179,7 @@ class Carried:
 
 
 def carried(loop: ast.For | ast.While) -> list[Carried]:
-    """What a loop reads that comes from before the round: from the round before, or from before the loop.
-
-    Returns:
-        The names, in the order in which they are read; those with ``stored`` come from the round before.
-    """
+    """What a loop reads that comes from before the round, in order: those with ``stored`` from the round before."""
     first_read: dict[str, int] = {}
     stored: dict[str, ast.stmt] = {}
     made = set(targets(loop))

@@ -6,13 +6,13 @@ import os
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.crashing.usercode import Parsed, called
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Module)
@@ -44,7 +44,7 @@ class Edit:
     lines: str = ""  # those that are new; where some only went, what went
 
 
-class UserSource:
+class UserSource(Parsed):
     """A file that was parsed, with what is needed to change it by position."""
 
     def __init__(self, path: str, text: str | None = None) -> None:
@@ -55,7 +55,7 @@ class UserSource:
             if encoding != "utf-8":
                 raise UnclearEdit(f"{path} is not in UTF-8")
             self.text = data.decode()
-            self.tree = ast.parse(data)
+            super().__init__(ast.parse(data))
         except (OSError, SyntaxError, ValueError) as error:
             raise UnclearEdit(f"{path} can't be read: {error}") from None
         self._data = data
@@ -63,18 +63,6 @@ class UserSource:
         for line in data.split(b"\n")[:-1]:
             self._starts.append(self._starts[-1] + len(line) + 1)
         self._newline = "\r\n" if b"\r\n" in data else "\n"
-        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-
-    def parent(self, node: ast.AST) -> ast.AST | None:
-        """What a node is directly in."""
-        return self._parents.get(node)
-
-    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node is in, from the innermost on."""
-        inner = self._parents.get(node)
-        while inner is not None:
-            yield inner
-            inner = self._parents.get(inner)
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a node is in."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.doctor.containers import entries_of
+from anybatch.records.runs import grouped
 from anybatch.records.tables import GroupFacts, ModuleFacts
 from anybatch.tensors.dispatch import item_of, unseen
 
@@ -63,7 +64,7 @@ def module_facts(name: str, module: nn.Module, registered: bool, parameters: tup
     own = vars(module).get("requires_grad")
     file, line = _source(type(module))
     return ModuleFacts(
-        name=name, cls=type_name(module), kind=kind_of(module), leaf=not module._modules, registered=registered,
+        name=name, cls=type_name(module), kind=kind_of(module), registered=registered,
         training=bool(module.training), requires_grad=own if isinstance(own, bool) else None,
         options=_options(module), parameters=parameters, repeated=_repeated(module), file=file, line=line,
     )  # fmt: skip
@@ -137,10 +138,7 @@ def constants(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, bool]
     """For each tensor the value that all entries have, or ``None``; and whether a matrix has all rows equal."""
     with torch.no_grad():
         flags = [_flags(tensor) for tensor in tensors]
-        by_device: dict[torch.device, list[int]] = {}
-        for position, found in enumerate(flags):
-            if found is not None:
-                by_device.setdefault(found.device, []).append(position)
+        by_device = grouped((found.device, position) for position, found in enumerate(flags) if found is not None)
         read: dict[int, list[float]] = {}
         for positions in by_device.values():  # one wait for each device
             rows = torch.stack([flag for i in positions if (flag := flags[i]) is not None]).tolist()

@@ -21,15 +21,13 @@ class Gradients:
 
     Attributes:
         numbers: of the parameters.
-        present: how many of these had a gradient when last looked at.
         is_any: whether any had.
         is_aside: whether anybatch has put them aside.
-        version: of the numbering whose parameters were taken in.
     """
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
-        self.version = -1
+        self.version = -1  # of the numbering whose parameters were taken in
         self.numbers: tuple[int, ...] = ()  # the lists below are parallel to it
         self._references: list[weakref.ref[torch.Tensor]] = []
         self._ids: list[int] = []  # of the gradients when last looked at, 0 for none
@@ -38,7 +36,7 @@ class Gradients:
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
         self.is_any = self.is_aside = False
-        self.present = 0
+        self.present = 0  # how many of these had a gradient when last looked at
         self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
         self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
@@ -170,8 +168,7 @@ class Gradients:
     def at_step(self, *, closely: bool) -> tuple[int, int, int]:
         """Before a step how many gradients were cleared by hand since the last event, of how many, and how many edited.
 
-        Args:
-            closely: whether more is looked for than gradients that are gone.
+        Unless it looks ``closely``, it only looks for gradients that are gone.
         """
         if self._numbering.version != self.version:
             self.arrange()
@@ -193,11 +190,7 @@ class Gradients:
         return cleared, had, 0 if cleared else edited
 
     def after_step(self, numbers: frozenset[int], *, closely: bool) -> None:
-        """Notes which gradients a step has used.
-
-        Args:
-            closely: whether it is looked whether the step has written to them; else that is taken to be as it was.
-        """
+        """Notes which gradients a step has used, and if it looks ``closely``, whether the step has written to them."""
         if closely or numbers in self._edits or self._numbering.version != self.version:
             before = self._versions
             self._note(self._look())
@@ -220,7 +213,11 @@ class Gradients:
         gone = [place for place, one in enumerate(gradients) if ids[place] and (one is None or id(one) != ids[place])]
         here = [place for place, one in enumerate(gradients) if one is not None and id(one) == ids[place]]
         had = len(gone) + len(here)
-        fresh = [(place, one) for place in here if (one := gradients[place]) is not None and not self._is_zero(one)]
+        fresh = [
+            (place, one)
+            for place in here
+            if (one := gradients[place]) is not None and self._zero.get(id(one)) != one._version
+        ]
         if fresh and _are_zero([one for _, one in fresh]):
             gone += [place for place, _ in fresh]
             self._zero.update((id(one), one._version) for _, one in fresh)
@@ -232,9 +229,6 @@ class Gradients:
                 self._used[place] = 0
         self._note(gradients)
         return len(gone), had
-
-    def _is_zero(self, gradient: torch.Tensor) -> bool:
-        return self._zero.get(id(gradient)) == gradient._version
 
 
 @unseen

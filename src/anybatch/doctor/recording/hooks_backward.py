@@ -166,12 +166,7 @@ class BackwardHooks:
 
 
 def factor_and_top(loss: torch.Tensor, *, scaled: bool) -> tuple[float, str]:
-    """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them.
-
-    Example:
-        >>> factor_and_top(torch.ones(3, requires_grad=True).sum() / 4, scaled=False)
-        (0.25, 'SumBackward0')
-    """
+    """The product of the plain numbers at the top of the graph of a loss, and the kind of the node behind them."""
     node, factor = loss.grad_fn, 1.0
     for _ in range(_MOST_FACTORS):
         kind = "" if node is None else node.name()

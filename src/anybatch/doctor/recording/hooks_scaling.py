@@ -1,6 +1,6 @@
 """Sees gradient scalers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.values import tensors_in
 from anybatch.records.events import Scaler
 from anybatch.tensors.dispatch import item_of
 
@@ -23,15 +24,12 @@ class _Begun(NamedTuple):
 
 
 class ScalingHooks:
-    """Wraps ``GradScaler``.
-
-    Attributes:
-        unscaled: the optimizers whose gradients were unscaled since the last ``update``, by ``id``.
-    """
+    """Wraps ``GradScaler``."""
 
     def __init__(self, recording: Recording, gradients: Gradients, optimizers: OptimizerHooks) -> None:
         self._recording, self._gradients, self._optimizers = recording, gradients, optimizers
         self._losses = recording.scaled
+        # the optimizers whose gradients were unscaled since the last ``update``, by ``id``
         self.unscaled: set[int] = set()
 
     def attach(self) -> None:
@@ -54,7 +52,7 @@ class ScalingHooks:
         if not losses.pending:
             losses.pending = True
             self.unscaled.clear()
-        for loss in [result] if isinstance(result, torch.Tensor) else _tensors(result):
+        for loss in tensors_in(result):
             losses.add(loss)
         self._read_scale(scaler)
 
@@ -100,7 +98,3 @@ def _overflow(scaler: Any, begun: _Begun) -> torch.Tensor | bool:
         return False
     first: torch.Tensor = found[0]
     return first if len(found) == 1 else torch.stack([one.to(first.device) for one in found]).sum()
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return [one for one in values if isinstance(one, torch.Tensor)] if isinstance(values, (list, tuple)) else []

@@ -67,24 +67,21 @@ class Journal:
         max_bytes: after these only rare facts are recorded.
 
     Attributes:
-        dropped: how many facts were left out for that.
-        is_full: whether that is so by now.
         rows: facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
             differ, see ``records.repeats.DIFFERING``. Hooks add to it themselves.
-        lost: why nothing is written to the file any more; empty as long as it is.
     """
 
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
         self.counter, self.path, self.max_bytes = counter, path, max_bytes
-        self.dropped = 0
-        self.is_full = False
+        self.dropped = 0  # how many facts were left out for that
+        self.is_full = False  # whether that is so by now
         self._facts: list[Fact] = []
         self.rows: list[list[Any]] = []
         self._size = 0
         self._pid = os.getpid()
         self._written = time.perf_counter()
         self._waiting: list[tuple[Fact | list[Any], str, torch.Tensor, Callable[[float], Any]]] = []
-        self.lost = ""
+        self.lost = ""  # why nothing is written to the file any more; empty as long as it is
         self._file = None if path is None else _File(path)
 
     def emit(self, fact: Fact) -> int:
@@ -105,14 +102,9 @@ class Journal:
     def later(
         self, fact: Fact | list[Any], name: str, value: torch.Tensor, read: Callable[[float], Any] = float
     ) -> None:
-        """Fills an entry of a fact with a number of a tensor: at once on a CPU, at the next flush on other devices.
+        """Fills an entry of a fact or a row with a number of a tensor: at once on a CPU, else at the next flush.
 
-        Args:
-            fact: that was emitted, or an entry of ``rows``.
-            name: of the entry.
-            value: of one entry; it is copied before anything overwrites it, and nothing waits for it. One without a
-                number, as on meta, is passed over.
-            read: what the number is made into.
+        It is copied before anything overwrites it, nothing waits for it; without a number, as on meta, it is skipped.
         """
         if not has_numbers(value):
             return

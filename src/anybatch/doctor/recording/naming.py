@@ -1,6 +1,5 @@
 """What the user's code calls a thing, and which of the user's lines is running."""
 
-import contextlib
 import dis
 import functools
 import inspect
@@ -8,13 +7,13 @@ import itertools
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-_OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", contextlib.__file__, functools.__file__)
+from anybatch.doctor.sites import NOT_THE_USERS
+
 _LIBRARY = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
 )
@@ -41,7 +40,7 @@ def whose_file(file: str) -> int:
 
 
 def _belongs_to(file: str) -> int:
-    if file.startswith(_OURS) or file.startswith("<anybatch "):
+    if file.startswith(NOT_THE_USERS):
         return _HIDDEN
     return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else USERS
 

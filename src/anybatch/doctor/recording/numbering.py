@@ -8,19 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.recording.describing import (
-    WRAPPED,
-    config_of,
-    constants,
-    group_facts,
-    kind_of,
-    module_facts,
-    optimizer_facts,
-    role_of,
-    scheduler_options,
-    type_name,
-    wrapper_of,
-)
+from anybatch.doctor.recording import describing
 from anybatch.doctor.recording.holdings import Held, held_by, parameters_in
 from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
 from anybatch.records.lines import Fact
@@ -111,17 +99,12 @@ class Numbering:
 
     # parameters
 
-    def parameter(self, tensor: torch.Tensor, *, is_input: bool = False, is_tracked: bool = False) -> int:
-        """The number of a parameter or another leaf.
-
-        Args:
-            is_input: whether it came into a model as its input; asked when it is first seen.
-            is_tracked: whether its gradient and its value are followed like those of parameters.
-        """
+    def parameter(self, tensor: torch.Tensor, *, is_tracked: bool = False) -> int:
+        """The number of a parameter or another leaf."""
         number = self.known(tensor)
         if number is None:
             name = variable_of(tensor) or f"a leaf of shape {tuple(tensor.shape)}"
-            number = self._add(tensor, self._facts_of(tensor, [], (name,), is_input=is_input))
+            number = self._add(tensor, self._facts_of(tensor, [], (name,)))
         if is_tracked:
             self._track(number)
         return number
@@ -154,10 +137,10 @@ class Numbering:
         return numbers, [self._tensors[number] for number in numbers]
 
     def _facts_of(
-        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...], *, is_input: bool = False,
+        self, tensor: torch.Tensor, places: "list[_Place]", names: tuple[str, ...],
         value: tuple[float | None, bool] | None = None,
     ) -> ParameterFacts:  # fmt: skip
-        constant, equal_rows = constants([tensor])[0] if value is None else value
+        constant, equal_rows = describing.constants([tensor])[0] if value is None else value
         where = places[0] if places else None
         kind = where.kind if where is not None else ""
         return ParameterFacts(
@@ -172,8 +155,7 @@ class Numbering:
             requires_grad=tensor.requires_grad,
             registered=any(place.registered for place in places),
             is_parameter=isinstance(tensor, torch.nn.Parameter),
-            is_input=is_input,
-            role=role_of(tensor, kind, names[0] if where is None else where.attribute),
+            role=describing.role_of(tensor, kind, names[0] if where is None else where.attribute),
             constant=constant,
             equal_rows=equal_rows and kind not in ("norm", "batch_norm"),
         )
@@ -320,8 +302,8 @@ class Numbering:
         return number if number is not None and self.models[number].module() is module else None
 
     def _hold(self, model: Model, holdings: Iterable[Held]) -> None:
-        wrapper = wrapper_of(model.module())
-        inner = WRAPPED.get(wrapper, "")
+        wrapper = describing.wrapper_of(model.module())
+        inner = describing.WRAPPED.get(wrapper, "")
         for held in holdings:
             name = held.name
             if inner and not name:
@@ -338,7 +320,7 @@ class Numbering:
         return (model for model in self.models if model.module() is not None)
 
     def _prefixed(self, root: int, name: str) -> str:
-        variable = self.models[root].variable or f"{type_name(self.models[root].module())}{root or ''}"
+        variable = self.models[root].variable or f"{describing.type_name(self.models[root].module())}{root or ''}"
         return f"{variable}.{name}".removesuffix(".") if self._alive[0] > 1 else name
 
     def _tables(self, model: Model) -> None:
@@ -372,7 +354,7 @@ class Numbering:
                 self._where[key].in_roots.pop(number, None)
                 touched[key] = None
         for name, module, registered in model.modules():
-            kind = kind_of(module)
+            kind = describing.kind_of(module)
             for own, tensor, is_registered in parameters_in(module):
                 where = self._where.get(key := id(tensor))
                 if where is None or where.tensor() is not tensor:
@@ -389,7 +371,7 @@ class Numbering:
 
     def _values(self, tensors: dict[int, torch.Tensor]) -> dict[int, tuple[float | None, bool]]:
         new = {key: tensor for key, tensor in tensors.items() if self.known(tensor) is None}
-        return dict(zip(new, constants(list(new.values())), strict=True))
+        return dict(zip(new, describing.constants(list(new.values())), strict=True))
 
     def _record_root(self, model: Model) -> None:
         module = model.module()
@@ -399,11 +381,12 @@ class Numbering:
         rows = []
         for name, one, registered in model.modules():
             own = tuple(number for _, p, _ in parameters_in(one) if (number := self.known(p)) is not None)
-            rows.append(module_facts(name, one, registered, own))
+            rows.append(describing.module_facts(name, one, registered, own))
         self.emit(
             Root(
-                root=model.number, variable=model.variable, cls=type_name(module), modules=tuple(rows),
-                wrapper=wrapper_of(module), config=config_of(module), file=model.place[0], line=model.place[1],
+                root=model.number, variable=model.variable, cls=describing.type_name(module), modules=tuple(rows),
+                wrapper=describing.wrapper_of(module), config=describing.config_of(module),
+                file=model.place[0], line=model.place[1],
             )
         )  # fmt: skip
 
@@ -412,8 +395,7 @@ class Numbering:
     def optimizer(self, optimizer: Any, *, place: tuple[str, int] | None = None, after: int = 0) -> int:
         """The number of an optimizer; records it, and again when its groups have changed.
 
-        Args:
-            after: how many steps others had done with its parameters when it was made.
+        Others had done ``after`` steps with its parameters when it was made.
         """
         number = self.known_optimizer(optimizer)
         if number >= 0:
@@ -430,7 +412,7 @@ class Numbering:
             variable, place = variable_of(optimizer), place or user_place()
         facts = OptimizerFacts(
             optimizer=number, variable=variable, groups=self._groups(optimizer, variable or "optimizer"), after=after,
-            is_made_there=is_made_there, file=place[0], line=place[1], **optimizer_facts(optimizer),
+            is_made_there=is_made_there, file=place[0], line=place[1], **describing.optimizer_facts(optimizer),
         )  # fmt: skip
         if number == len(self._optimizer_facts):
             self._optimizer_facts.append(facts)
@@ -467,7 +449,7 @@ class Numbering:
                     number = self._add(tensor, self._facts_of(tensor, [], (name,)))
                 self._track(number)
                 numbers.append(number)
-            found.append(group_facts(group, tuple(numbers)))
+            found.append(describing.group_facts(group, tuple(numbers)))
         return tuple(found)
 
     def scheduler(self, scheduler: Any, *, place: tuple[str, int] | None = None) -> int:
@@ -481,9 +463,9 @@ class Numbering:
         file, line = place or user_place()
         self.emit(
             SchedulerFacts(
-                scheduler=number, variable=variable_of(scheduler), cls=type_name(scheduler),
+                scheduler=number, variable=variable_of(scheduler), cls=describing.type_name(scheduler),
                 optimizer=-1 if optimizer is None else self.optimizer(optimizer),
-                options=scheduler_options(scheduler), file=file, line=line,
+                options=describing.scheduler_options(scheduler), file=file, line=line,
             )
         )  # fmt: skip
         return number

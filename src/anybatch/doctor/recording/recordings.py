@@ -41,52 +41,40 @@ class Recording:
     """The state of one run that is recorded.
 
     Attributes:
-        numbering: of parameters, models, optimizers and schedulers.
-        patches: what was replaced.
         active: whether anything is recorded.
         sampled: whether this step is sampled.
         looks: whether more is done in this step than to note its calls: it is sampled, followed or written down.
         sampled_much: whether more is looked at than gradients and weights.
         sampled_all: whether what is dear on large models is looked at.
-        own: seconds that the doctor itself has taken.
-        failure: the first error of its own.
-        in_scaler: counts the calls of a ``GradScaler`` that run, within one of which it calls an optimizer.
-        scaled: losses that came out of ``GradScaler.scale``.
-        threads: say whose events are recorded.
-        stepped: a weak reference to the optimizer that has stepped last.
-        lock: is held by the hook that is running, and by whoever looks at gradients.
         root: the number of the model that runs or ran last, -1 for none.
         kept: the number of the model whose arguments were kept last.
-        running: the module that runs, if one does.
-        innermost: the module in it that runs, in steps that are sampled.
-        arguments: of the last forward with gradient, without their graph.
-        loss_calls: the numbers of calls of loss functions since the last backward.
     """
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
         self.journal, self.counter, self.sampling = journal, counter, sampling
         self.emit: Callable[[Fact], int] = journal.emit
-        self.numbering = Numbering(journal.emit, counter)
-        self.patches = Patches()
+        self.numbering = Numbering(journal.emit, counter)  # of parameters, models, optimizers and schedulers
+        self.patches = Patches()  # what was replaced
         self.active = self._active = True
         self.sampled = self.sampled_much = self.sampled_all = self.looks = True
-        self.own = 0.0
+        self.own = 0.0  # seconds that the doctor itself has taken
         self.saw_mode = False  # whether a mode of the user's that sees operations was on at the last look
-        self.failure = ""
+        self.failure = ""  # the first error of its own
+        # counts the calls of a ``GradScaler`` that run, within one of which it calls an optimizer
         self.in_scaler = Depth()
         self._pid = os.getpid()
-        self.lock = threading.Lock()
-        self.threads = TrainingThread(self.lock, self._knows, self._several)
+        self.lock = threading.Lock()  # is held by the hook that is running, and by whoever looks at gradients
+        self.threads = TrainingThread(self.lock, self._knows, self._several)  # say whose events are recorded
         self._holder = 0  # the thread of the guarded function that runs
         self._waiting: deque[Fact] = deque()
         self._known: dict[Any, Fact] = {}
-        self.scaled = ScaledLosses()
+        self.scaled = ScaledLosses()  # losses that came out of ``GradScaler.scale``
         self.root = self.kept = -1
-        self.running: torch.nn.Module | None = None
-        self.innermost: torch.nn.Module | None = None
-        self.arguments: tuple[Any, Any] = ((), {})
-        self.stepped: Callable[[], Any] = lambda: None
-        self.loss_calls: list[int] = []
+        self.running: torch.nn.Module | None = None  # the module that runs, if one does
+        self.innermost: torch.nn.Module | None = None  # the module in it that runs, in steps that are sampled
+        self.arguments: tuple[Any, Any] = ((), {})  # of the last forward with gradient, without their graph
+        self.stepped: Callable[[], Any] = lambda: None  # a weak reference to the optimizer that has stepped last
+        self.loss_calls: list[int] = []  # the numbers of calls of loss functions since the last backward
 
     def note(
         self, kind: type[Fact], same: Any, values: tuple[Any, ...] = (), entries: Any = None, *,

@@ -37,23 +37,15 @@ _FEW_MODULES = 60  # up to which every sample has activations
 
 
 class Samplers:
-    """Calls each sampler where it belongs; one that fails is left out from then on.
-
-    Attributes:
-        had_gradient: numbers of all parameters that a backward has touched so far.
-        last_inputs: for the roots that ran last: the module and the arguments of its last forward with gradient,
-            without their graph.
-        last_losses: for these roots the name and the arguments of the last loss of torch on a sampled step.
-        watcher: follows the modules that were asked for.
-        nonfinite: has to know the last loss that was finite, and its value.
-        matters: whether steps that are not sampled have to be told too.
-    """
+    """Calls each sampler where it belongs; one that fails is left out from then on."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        # of the roots that ran last: the module, and what its last forward with gradient was given, without graphs
         self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
+        # for these roots the name and the arguments of the last loss of torch on a sampled step
         self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
-        self.watcher = Watcher(recording.numbering)
+        self.watcher = Watcher(recording.numbering)  # follows the modules that were asked for
         self._failed: set[str] = set()
         self._running = ExitStack()
         self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
@@ -61,13 +53,14 @@ class Samplers:
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
-        self.nonfinite = NonFiniteWatch(numbering, self._stepped)
+        # has to know the last loss that was finite, and its value
+        self.nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())  # noqa: PLW0108 - replaced
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
-        self.had_gradient: set[int] = set()
+        self.had_gradient: set[int] = set()  # numbers of all parameters that a backward has touched so far
         self._walks: list[Walk] = []
-        self.matters = True
+        self.matters = True  # whether steps that are not sampled have to be told too
         self._never: list[int] = []
         self._is_measuring = False
         self._loss_calls = losscalls.Calls(recording, self._emit_call, self._current_root, self._keep_loss)
@@ -79,11 +72,6 @@ class Samplers:
         """What was taken outside of the guard that counts everything else."""
         hooks = sum(one.seconds for _, one in self._activations.values() if one is not None)
         return hooks + self._suspicion.seconds
-
-    @property
-    def not_finite(self) -> bool:
-        """Whether a number that is not finite was seen."""
-        return self.nonfinite.found
 
     def attach(self) -> None:
         """Starts what runs all the time."""
@@ -242,9 +230,6 @@ class Samplers:
         return losscalls.CurrentRoot(recording.root, *recording.arguments, name, module)
 
     # steps
-
-    def _stepped(self) -> Any:
-        return self._recording.stepped()
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""

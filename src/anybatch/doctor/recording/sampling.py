@@ -50,12 +50,7 @@ class Sampling:
         return step in _MUCH or (step >= FIRST and step % (_RARELY * self.every) == 0)
 
     def review(self, step: int, *, own: float, total: float, sampled: bool = False) -> None:
-        """Decides whether there is time for a sample.
-
-        Args:
-            own: seconds that the doctor has taken so far.
-            total: seconds of the run so far, its own among them.
-        """
+        """Decides whether there is time for a sample, by the seconds of the doctor and of the whole run so far."""
         if sampled:
             self._cost = own - self._own
         self._own = own

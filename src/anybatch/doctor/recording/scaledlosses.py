@@ -10,10 +10,6 @@ _MOST_LOSSES = 64
 class ScaledLosses:
     """The losses that came out of ``GradScaler.scale`` and whose backward has not run yet.
 
-    Attributes:
-        scale: when it was last read.
-        pending: whether a loss was scaled since the last ``update``, so that gradients may be scaled.
-
     Example:
         >>> losses, loss = ScaledLosses(), torch.ones(1, requires_grad=True).sum() * torch.tensor(8.0)
         >>> losses.scale = 8.0
@@ -25,8 +21,8 @@ class ScaledLosses:
     __slots__ = ("_losses", "pending", "scale")
 
     def __init__(self) -> None:
-        self.scale = 1.0
-        self.pending = False
+        self.scale = 1.0  # when it was last read
+        self.pending = False  # whether a loss was scaled since the last ``update``, so that gradients may be scaled
         self._losses: dict[int, weakref.ref[torch.Tensor]] = {}  # another one may come to lie in the same place
 
     def __len__(self) -> int:

@@ -42,7 +42,6 @@ class TrainingThread:
             thread.
         trains: whether it has done more than calling models.
         turns: how often another thread has taken the place of one that still lived.
-        taken: is called when another thread has taken the place.
     """
 
     __slots__ = (
@@ -52,7 +51,7 @@ class TrainingThread:
 
     def __init__(self, lock: threading.Lock, knows: Callable[[Any], bool], several: Callable[[], None]) -> None:
         self._lock, self._knows, self._several = lock, knows, several
-        self.taken: Callable[[], None] = lambda: None
+        self.taken: Callable[[], None] = lambda: None  # is called when another thread has taken the place
         self._pid, self._ended = os.getpid(), threading.Event()
         self.ident = self.turns = self._before = 0
         self.inside = self.trains = self.is_over = False

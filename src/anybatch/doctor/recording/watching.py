@@ -13,15 +13,11 @@ from anybatch.tensors.dispatch import unseen
 
 
 class Watcher:
-    """Follows modules by name.
-
-    Attributes:
-        names: of the modules, within their root or with its variable in front.
-    """
+    """Follows modules by name."""
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
-        self.names: set[str] = set()
+        self.names: set[str] = set()  # of the modules, within their root or with its variable in front
         self._seen: list[tuple[int, str, torch.Tensor, list[torch.Tensor]]] = []
 
     @contextmanager

@@ -15,7 +15,7 @@ from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, InputSample
 
 _NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RMSNorm", "Embedding", "SyncBatchNorm")
@@ -164,10 +164,7 @@ def data_repeated(
 ) -> Iterator[Found]:  # fmt: skip
     """Batches that are bitwise equal although they should differ, and samples that are never drawn."""
     yield from _never_drawn(run)
-    inputs: dict[tuple[int, str], list[InputSample]] = {}
-    for one in trained_on(run):
-        if one.hash:
-            inputs.setdefault((one.root, one.name), []).append(one)
+    inputs = grouped(((one.root, one.name), one) for one in trained_on(run) if one.hash)
     starts = [one for one in run.of(Epoch) if not one.ended]
     if max((one.batches for one in starts), default=0) < 2:
         return

@@ -27,7 +27,7 @@ from anybatch.records.draws import Drawn, Scored
 from anybatch.records.events import Backward, Forward, Stepped, Warned
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Stop
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, Norms
 
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
@@ -180,11 +180,12 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     """Parameters whose gradient is exactly zero in all samples, where such an operation is in the graph."""
     walks = [{op for kind in one.kinds if (op := stepwise(kind))} for one in run.of(Walk) if one.nodes]
     ops = sorted(walks[0].intersection(*walks)) if walks else []
-    seen: dict[int, list[float]] = {}
-    for norms in run.of(Norms):
-        for number, grad in zip(norms.parameters, norms.grad, strict=False):
-            if grad is not None:
-                seen.setdefault(number, []).append(grad)
+    seen = grouped(
+        (number, grad)
+        for norms in run.of(Norms)
+        for number, grad in zip(norms.parameters, norms.grad, strict=False)
+        if grad is not None
+    )
     own = optimized(run)
     zero = [one for one, grads in seen.items() if one in own and len(grads) >= least and not any(grads)]
     others = any(one in own and all(grads) for one, grads in seen.items())
@@ -319,10 +320,7 @@ def sample_cuts_gradient(
         return  # that the way is cut altogether says more
     yield from _of_normal(run, steps)
     scored = {one.width for one in run.of(Scored)}
-    by_line: dict[tuple[str, int], list[Drawn]] = {}
-    for one in run.of(Drawn):
-        if one.width not in scored:
-            by_line.setdefault((one.file, one.line), []).append(one)
+    by_line = grouped(((one.file, one.line), one) for one in run.of(Drawn) if one.width not in scored)
     for first, *rest in by_line.values():
         if len({one.step for one in (first, *rest)}) >= steps:
             yield Found(

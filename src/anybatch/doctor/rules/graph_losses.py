@@ -16,7 +16,7 @@ from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, o
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Walk
 from anybatch.records.paths import Cut, Paths, Term
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import InputSample
 
 
@@ -109,10 +109,7 @@ def _of_another(run: Run, seen: Followed, term: Term, step: Stepped, what: str, 
 def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
     """Terms, or whole losses, all of whose gradient is cleared before an optimizer could use it."""
     every = members(run)
-    counts: dict[tuple[str, int], list[tuple[Pass, frozenset[int], Stepped]]] = {}
-    for one, parts, step in _parts(run) if len(every) > 1 else ():
-        if not any(number in run.parameters and run.parameters[number].is_input for number in parts):
-            counts.setdefault(one.spot, []).append((one, parts, step))
+    counts = grouped((one.spot, (one, parts, step)) for one, parts, step in (_parts(run) if len(every) > 1 else ()))
     for found in counts.values():
         if len(found) < times:
             continue
@@ -251,9 +248,7 @@ class _Seen:
     """Walks by step, and steps in order, so that each is looked up once."""
 
     def __init__(self, run: Run) -> None:
-        self.walks: dict[int, list[Walk]] = {}
-        for walk in run.of(Walk):
-            self.walks.setdefault(walk.step, []).append(walk)
+        self.walks = grouped((walk.step, walk) for walk in run.of(Walk))
         self.steps = list(run.of(Stepped))
         self.stepped = [one.at for one in self.steps]
 

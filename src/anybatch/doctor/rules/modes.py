@@ -11,7 +11,7 @@ from anybatch.doctor.views.naming import Names, counted, module_code, near, qual
 from anybatch.doctor.views.windows import ever_touched, forwards_by_root, passes, trained_forwards, written
 from anybatch.records.events import Backward, DropoutCall, Forward, Loaded, Stepped
 from anybatch.records.lossfacts import LossCall, Replicas
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Buffers
 from anybatch.records.tables import ModuleFacts
 
@@ -160,10 +160,11 @@ def _evaluations(run: Run, root: int) -> list[list[Forward]]:
 
 def _drops(run: Run, *, training: bool) -> list[list[DropoutCall]]:
     """Calls of functions that drop, or don't, against the mode of their module, by line."""
-    found: dict[tuple[int, str, str, int], list[DropoutCall]] = {}
-    for one in run.of(DropoutCall):
-        if one.training is training and one.root_training is not training and one.p > 0:
-            found.setdefault((one.root, one.module, one.file, one.line), []).append(one)
+    found = grouped(
+        ((one.root, one.module, one.file, one.line), one)
+        for one in run.of(DropoutCall)
+        if one.training is training and one.root_training is not training and one.p > 0
+    )
     return list(found.values())
 
 
@@ -314,10 +315,11 @@ def bn_tiny_batch(
             is_trained = (one.root, sample.module) in norms and sample.training and len(shape) >= 2
             if is_trained and not (spread and "Sync" in sample.cls):
                 counts.setdefault((one.root, sample.module), []).append((one, shape[0] * prod(shape[2:])))
-    by_root: dict[int, list[str]] = {}
-    for (root, name), found in counts.items():
-        if len(found) >= samples and sum(count < fewest for _, count in found) * 2 > len(found):
-            by_root.setdefault(root, []).append(name)
+    by_root = grouped(
+        (root, name)
+        for (root, name), found in counts.items()
+        if len(found) >= samples and sum(count < fewest for _, count in found) * 2 > len(found)
+    )
     for root, tiny in by_root.items():
         names, found = Names(tiny), counts[root, tiny[0]]
         first, count = next(entry for entry in found if entry[1] < fewest)

@@ -15,7 +15,7 @@ from anybatch.doctor.views.naming import near, parameter_name, qualified, root_v
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.records.events import Backward, Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Walk
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, ModuleSample, NonFinite, Norms
 
 _REMEDIES = (
@@ -218,11 +218,12 @@ def saturated(
     """Squashing activations at their limits."""
     learned = course(run).fell or course(run).converged
     for root, taken in latest(run) if not learned else ():
-        full: dict[str, list[tuple[Activations, ModuleSample]]] = {}
-        for sample in taken:
-            for one in sample.modules:
-                if (one.saturated or 0.0) > share and one.cls in SQUASHING and one.order < _last(sample):
-                    full.setdefault(one.module, []).append((sample, one))
+        full = grouped(
+            (one.module, (sample, one))
+            for sample in taken
+            for one in sample.modules
+            if (one.saturated or 0.0) > share and one.cls in SQUASHING and one.order < _last(sample)
+        )
         found = [rows for rows in full.values() if len(rows) >= samples and rows[-1][0] is taken[-1]]
         if not found:
             continue

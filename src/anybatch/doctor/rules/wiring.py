@@ -34,7 +34,6 @@ def _in_no_group(run: Run) -> list[int]:
         number
         for number in sorted(ever_touched(run) - optimized(run) - written(run))
         if (one := run.parameters.get(number)) is not None
-        and not one.is_input
         and (one.requires_grad or number not in first)  # it was frozen at first, and is not any more
     ]
 

@@ -12,7 +12,7 @@ from anybatch.doctor.views.naming import module_code, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Norms
 from anybatch.records.tables import ParameterFacts
 
@@ -25,11 +25,9 @@ _LITTLE_LEFT = 0.3
 
 def _series(one: OptimizerView) -> dict[int, list[tuple[Norms, Entry]]]:
     """The entries of each parameter over the samples."""
-    found: dict[int, list[tuple[Norms, Entry]]] = {}
-    for norms in one.samples:
-        for entry in entries(one.run, norms):
-            found.setdefault(entry.parameter.parameter, []).append((norms, entry))
-    return found
+    return grouped(
+        (entry.parameter.parameter, (norms, entry)) for norms in one.samples for entry in entries(one.run, norms)
+    )
 
 
 def _lost(one: Entry) -> float:

@@ -59,11 +59,6 @@ class ActivationSampler:
 
     Of a model of more than 64 modules it looks at 64 evenly chosen ones, the first and the last among them, and of an
     output of more than 65536 entries at evenly spaced ones.
-
-    Attributes:
-        first: the class of the leaf module that was called first in the last forward.
-        seconds: that its hooks took.
-        failed: the first error of a hook of its own, after which nothing is looked at.
     """
 
     def __init__(self, numbering: "Numbering", root_module: torch.nn.Module, draws: "Draws | None" = None) -> None:
@@ -81,8 +76,9 @@ class ActivationSampler:
         self._calls: dict[int, int] = {}
         self._thread = 0
         self._padding = PaddingLook()
-        self.first = ""
-        self.seconds = 0.0
+        self.first = ""  # the class of the leaf module that was called first in the last forward
+        self.seconds = 0.0  # that its hooks took
+        # the first error of a hook of its own, after which nothing is looked at
         self.failed: BaseException | None = None
 
     @contextmanager

@@ -94,11 +94,7 @@ class Units:
     _counts: dict[Any, int] = field(default_factory=dict)
 
     def read(self, taken: Mapping[Any, Taken]) -> dict[Any, Figures]:
-        """Adds a sample.
-
-        Args:
-            taken: of tensors, by keys that are the same in each sample.
-        """
+        """Adds a sample of tensors, by keys that are the same in each sample."""
         found, alike = dict[Any, Figures](), dict[Any, list[Any]]()
         for key, one in taken.items():
             alike.setdefault((one.sample.device, one.sample.shape), []).append(key)

@@ -164,12 +164,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def memory(graphs: int = 0, losses: int = 0) -> Memory:
-    """What the process and the device hold now.
-
-    Args:
-        graphs: earlier steps whose graph is alive, as ``LiveGraphs.count`` gives them.
-        losses: of these, the ones whose loss is alive.
-    """
+    """What the process and the device hold now, beside earlier steps whose graph is alive, and whose loss is."""
     resident = allocated = peak = 0
     try:
         file = os.open(_STATM, os.O_RDONLY)

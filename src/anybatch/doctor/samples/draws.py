@@ -27,18 +27,14 @@ class _Draw(NamedTuple):
 
 
 class Draws:
-    """Remembers what ``sample()`` gave in a sampled step until a module is given it.
-
-    Attributes:
-        receivers: ids of modules that were given a draw.
-    """
+    """Remembers what ``sample()`` gave in a sampled step until a module is given it."""
 
     def __init__(self, recording: "Recording") -> None:
         self._recording = recording
         self._pending: list[_Draw] = []
         self._found: list[Drawn] = []
         self._scored: set[tuple[str, int]] = set()
-        self.receivers: set[int] = set()
+        self.receivers: set[int] = set()  # ids of modules that were given a draw
         self._followed: set[type] = {object}
 
     def attach(self) -> None:
@@ -145,14 +141,7 @@ def width_of(tensor: torch.Tensor) -> int:
 
 
 def learns(distribution: Any, depth: int = _DEPTH) -> bool:
-    """Whether one of the tensors that a distribution has requires a gradient.
-
-    Example:
-        >>> scale = torch.ones(2, requires_grad=True)
-        >>> inner = torch.distributions.Normal(torch.zeros(2), scale)
-        >>> learns(torch.distributions.Independent(inner, 1)), learns(torch.distributions.Normal(0.0, 1.0))
-        (True, False)
-    """
+    """Whether one of the tensors that a distribution has, or one within it, requires a gradient."""
     for value in vars(distribution).values():
         if isinstance(value, torch.Tensor):
             if value.requires_grad:

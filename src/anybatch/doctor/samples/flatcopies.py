@@ -54,10 +54,6 @@ class Layout:
     Args:
         tensors: whose copies it lays out, as ``plain`` gives them.
         strides: how far apart the entries are that stand for each; 1 for one that is copied whole.
-
-    Attributes:
-        large: positions of tensors that are not copied whole.
-        scales: what the 2-norm of the entries that stand for each has to be multiplied by.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], strides: Sequence[int]) -> None:
@@ -65,7 +61,9 @@ class Layout:
         numels = [tensor.numel() for tensor in tensors]
         self._sizes = [-(-numel // stride) for numel, stride in zip(numels, strides, strict=True)]
         self._device, self._dtype = tensors[0].device, tensors[0].dtype
+        # what the 2-norm of the entries that stand for each has to be multiplied by
         self.scales = [math.sqrt(numel / size) for numel, size in zip(numels, self._sizes, strict=True)]
+        # positions of tensors that are not copied whole
         self.large = [position for position, stride in enumerate(strides) if stride > 1]
         self._order = sorted(range(len(tensors)), key=self._sizes.__getitem__)
         places = sorted(range(len(tensors)), key=self._order.__getitem__)
@@ -98,11 +96,7 @@ class Layout:
         return torch.cat(parts)
 
     def of_each(self, flat: torch.Tensor, figure: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """A figure of each tensor, by position.
-
-        Args:
-            figure: takes the entries of some tensors of one size, a row for each, and gives one number for each.
-        """
+        """A figure of each tensor, by position; it is made of rows of entries of one size, a number for each."""
         parts = flat.split([size * count for size, count in self._counts.items()])
         sizes = self._counts.items()
         found = [figure(part.view(count, size)) for part, (size, count) in zip(parts, sizes, strict=True)]
@@ -156,10 +150,7 @@ def strides(tensors: Sequence[torch.Tensor], embeddings: Sequence[bool], entries
 
     At most 4096 evenly spaced entries stand for a large tensor: the 2-norm of a change is then known to about one part
     in a hundred (half of sqrt(2 / 4096) for entries of a normal distribution). Of an embedding a step may change a
-    few rows only, and so it is copied whole while there is room.
-
-    Args:
-        entries: how many numbers of embeddings are copied.
+    few rows only, and so all of them are copied whole while they have no more than ``entries`` together.
     """
     pairs = list(zip(tensors, embeddings, strict=True))
     fit = sum(tensor.numel() for tensor, embeds in pairs if embeds) <= entries

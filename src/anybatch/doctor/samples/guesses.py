@@ -24,11 +24,7 @@ class Guesses:
         self._seen: dict[Any, tuple[torch.Tensor, int]] = {}
 
     def of(self, name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> float | None:
-        """The loss of the best constant prediction for the targets of one call.
-
-        Returns:
-            The loss, ``None`` where too few targets were seen, or what is best is not known for this function.
-        """
+        """The loss of the best constant guess for the targets of a call; ``None`` while that is not known."""
         first, target = given.get("input"), given.get("target")
         if not isinstance(first, torch.Tensor) or not isinstance(target, torch.Tensor) or target.requires_grad:
             return None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anybatch.doctor.samples.lossgraphs import following
+from anybatch.doctor.graphs import MOVING, following, nodes_of
 
 _MOST = 400
 """Nodes that are looked at; where a model bends, it does so within a few."""
@@ -13,28 +13,21 @@ _OPERANDS = {
 }  # fmt: skip
 """Products with a weight: the places of what comes in and of the weight."""
 
-_STRAIGHT = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T"),
-        *("Expand", "Slice", "Select", "Index", "IndexSelect", "Alias", "Flatten", "Add", "Sub", "Rsub", "Neg", "Mean"),
-        *("Sum", "Cat", "Stack", "NativeDropout", "FusedDropout", "NativeBatchNorm", "CudnnBatchNorm", "AvgPool1D"),
-        *("AvgPool2D", "AdaptiveAvgPool2D", "MeanAdaptiveAvgPool2D", "ConstantPadNd", "Embedding", "Repeat", "Narrow"),
-    )
-    for number in range(3)
-)
+_STRAIGHT = MOVING | nodes_of(
+    *("Add", "Sub", "Rsub", "Neg", "Mean", "Sum", "Cat", "Stack", "NativeDropout", "FusedDropout", "NativeBatchNorm"),
+    *("CudnnBatchNorm", "AvgPool1D", "AvgPool2D", "AdaptiveAvgPool2D", "MeanAdaptiveAvgPool2D", "ConstantPadNd"),
+    *("Embedding", "Repeat", "Narrow"),
+)  # fmt: skip
 _SCALED = frozenset({"MulBackward0", "DivBackward0"})
 
 
 def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int, int], ...]:
     """Pairs of layers of which one feeds the other, where nothing bends from the input to the last layer.
 
-    What comes after the last layer is the loss, or an activation of the output.
-
-    Returns:
-        For each pair, the last one first, how many features or channels come into the first layer, lie between them,
-        and go out of the second; 0 lie between where they are ordered in another way there. Empty where something
-        bends, where a weight is frozen, computed or used twice, and where the graph is large.
+    What comes after the last layer is the loss, or an activation of the output. For each pair, the last one first, it
+    gives how many features or channels come into the first layer, lie between them, and go out of the second; 0 lie
+    between where they are ordered in another way there. Empty where something bends, where a weight is frozen,
+    computed or used twice, and where the graph is large.
     """
     last, count = _products_below([start], names, straight=False)
     if last is None:
@@ -70,8 +63,7 @@ class _Layer(NamedTuple):
 def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight: bool) -> tuple[list[Any] | None, int]:
     """The first products with a weight on each way down from some nodes, and how many nodes were looked at.
 
-    Args:
-        straight: whether nothing may bend on the way; there is no list then where something does.
+    Where the way has to be ``straight`` and something bends, there is no list.
     """
     waiting, found = list(nodes), list[Any]()
     known = {*nodes}

@@ -3,34 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-_ADDITIONS = frozenset({"AddBackward0", "SubBackward0", "RsubBackward1"})
+from anybatch.doctor.graphs import ADDITIONS, MOVING, SCALING, SUMMING, following, nodes_of, summands
+
 _MOST_TERMS = 8
 _MOST_PRODUCTS = 60  # nodes from the loss on among which products of an advantage are looked for
 _MOST_TOP = 6
 SOFTMAXES = frozenset({"SoftmaxBackward0", "LogSoftmaxBackward0"})
-# What leaves each entry what it is, so that what comes before it feeds what comes after it.
-_MOVING = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute"),
-        *("T", "Expand", "Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Alias", "Contiguous", "Flatten"),
-    )
-) | frozenset({"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"})  # fmt: skip
-_SCALING = frozenset({"MulBackward0", "DivBackward0", "NegBackward0"})
-_SUMMING = ("MeanBackward0", "SumBackward0")
 _PAIRING = frozenset({"SubBackward0", "RsubBackward1", "MulBackward0"})
 _LOGARITHMIC = (
     "Log", "Sub", "Rsub", "Add", "Gather", "Index", "Select", "NllLoss", "BinaryCrossEntropy", "Stack", "Cat", "Min",
 )  # fmt: skip
 """What log-probabilities come from: a density ends with differences, and one of classes picks an entry."""
 
-_BY_ENTRY = _ADDITIONS | _SCALING | frozenset(
-    f"{name}Backward{version}"
-    for name in (
-        *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
-        *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
-    )
-    for version in (0, 1, 2)
+_BY_ENTRY = ADDITIONS | SCALING | nodes_of(
+    *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
+    *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
 )  # fmt: skip
 _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
@@ -51,11 +38,6 @@ _USUAL = frozenset(
 _NLLS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 
 
-def following(node: Any) -> list[Any]:
-    """What a node of the graph is made of; ``None`` for what has no graph."""
-    return [after for after, _ in node.next_functions]
-
-
 def shape_of(node: Any) -> tuple[int, ...] | None:
     """The shape of what a node of the graph had made in the forward, ``None`` where this torch does not tell."""
     made = getattr(node, "_input_metadata", None)
@@ -64,37 +46,12 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
     return tuple(int(size) for size in made[0].shape)
 
 
-def summands(start: Any) -> list[Any]:
-    """The summands of a scalar by their nodes; ``None`` stands for a number or a tensor without a graph.
-
-    Returns:
-        The terms, through factors and signs; only the loss itself where it is no sum.
-    """
-    found: list[Any] = []
-    waiting, looked_at = [start], 0
-    while waiting and looked_at < 1000:
-        node = waiting.pop()
-        looked_at += 1
-        before = [] if node is None else following(node)
-        real = [after for after in before if after is not None]
-        name = "" if node is None else node.name()
-        if name in _ADDITIONS or name in ("StackBackward0", "CatBackward0"):
-            waiting.extend(reversed(before))
-        elif len(real) == 1 and (
-            name in _SCALING or name in _MOVING or (name in _SUMMING and real[0].name() == "StackBackward0")
-        ):
-            waiting.extend(real)
-        else:
-            found.append(node)
-    return found
-
-
 def entrywise(parts: Sequence[Any]) -> list[Any]:
     """Summands, with those of the entries in the place of a mean or sum over them; numbers in these are left out."""
     found: list[Any] = []
     for part in parts:
-        before = following(part) if part is not None and part.name() in _SUMMING else []
-        is_sum = len(before) == 1 and before[0] is not None and before[0].name() in _ADDITIONS
+        before = following(part) if part is not None and part.name() in SUMMING else []
+        is_sum = len(before) == 1 and before[0] is not None and before[0].name() in ADDITIONS
         found += [inner for inner in summands(before[0]) if inner is not None] if is_sum else [part]
     return found
 
@@ -109,8 +66,7 @@ def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tupl
 def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
     """Products of tensors one side of which is an advantage: a difference with a constant, maybe normalised.
 
-    Returns:
-        For each the node of the advantage, and that of the other side.
+    For each the node of the advantage, and that of the other side.
     """
     found = []
     for node in nodes[:_MOST_PRODUCTS]:
@@ -131,7 +87,7 @@ def _is_score(node: Any, names: Mapping[Any, str], *, inner: bool = False) -> bo
             return True
         if name == "ExpBackward0" and before and not inner:
             return _is_score(before[0], names, inner=True)
-        if not before or not (name in _SCALING or name in _MOVING or name.startswith(("Sum", "Mean", "Clamp"))):
+        if not before or not (name in SCALING or name in MOVING or name.startswith(("Sum", "Mean", "Clamp"))):
             return False
         node = before[0]
     return False
@@ -146,20 +102,17 @@ def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
                 return len(before) == 2
             if names.get(real[1]) not in ("MeanBackward0", "MeanBackward1"):
                 return False
-        elif not real or not (name in _SCALING or name in _MOVING):
+        elif not real or not (name in SCALING or name in MOVING):
             return False
         node = real[0]
     return False
 
 
 def spread(start: Any, rows: int) -> tuple[int, ...]:
-    """The shape of what a constant of another shape is spread over, in a difference or product below a loss.
+    """The shape, ``(N, 1)`` or ``(N,)``, of what a constant is spread over below a loss to ``(N, N)``; else empty.
 
     Only operations that take entry by entry, and means and sums, lie between it and the loss, so that each row of the
     batch is compared with each other one.
-
-    Returns:
-        ``(N, 1)`` or ``(N,)`` where the result is ``(N, N)``; empty where there is none.
     """
     nodes = dict.fromkeys([start])
     for node in (waiting := list(nodes)):
@@ -169,7 +122,7 @@ def spread(start: Any, rows: int) -> tuple[int, ...]:
             side = shape_of(real[0]) or ()
             if side in ((rows, 1), (rows,)):
                 return side
-        if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in _MOVING):
+        if len(waiting) < _MOST_PRODUCTS and (name in _BY_ENTRY or name in MOVING):
             waiting.extend(after for after in real if after not in nodes)
             nodes.update(dict.fromkeys(real))
     return ()
@@ -223,5 +176,5 @@ def _fed(node: Any, names: Mapping[Any, str]) -> Any:
     while True:
         before = following(node)
         node = before[0] if before else None
-        if node is None or names.get(node) not in _MOVING:
+        if node is None or names.get(node) not in MOVING:
             return node

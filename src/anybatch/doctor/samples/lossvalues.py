@@ -24,12 +24,7 @@ def facts_of_loss(
     name: str, given: Mapping[str, Any], result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     read: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The entries of a ``LossCall``, without where it was called.
-
-    Args:
-        args: that the root was called with last.
-        read: whether values may be read.
-    """
+    """The entries of a ``LossCall``, without where it was called, after a root was called with some arguments."""
     first, *others = (value for value in given.values() if isinstance(value, torch.Tensor))
     target = given.get("target", given.get("targets", others[0] if others else first))
     first = first.detach()

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.graphs import raw_saved
+
 _LIMIT = 20_000
 _HIDDEN = object()
 
@@ -49,16 +51,5 @@ def hides(node: Any) -> bool:
 
 def _looked_at(node: Any) -> Iterator[tuple[str, Any]]:
     """The tensors that a node has saved; ``_HIDDEN`` for one that was given to hooks."""
-    for name in () if is_custom(node) else dir(type(node)):
-        if name.startswith("_raw_saved_"):
-            for entry in _entries(node, name):
-                data = entry.data if getattr(entry, "unpack_hook", entry) is None else _HIDDEN
-                yield name.removeprefix("_raw_saved_"), data
-
-
-def _entries(node: Any, name: str) -> list[Any]:
-    try:
-        found = getattr(node, name)
-    except RuntimeError:  # freed by a backward
-        return []
-    return list(found) if isinstance(found, (list, tuple)) else [] if found is None else [found]
+    for name, entry in () if is_custom(node) else raw_saved(node):
+        yield name, entry.data if getattr(entry, "unpack_hook", entry) is None else _HIDDEN

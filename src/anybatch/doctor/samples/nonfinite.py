@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_files, user_place
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.samples.origins import Origin, SavedValues, kind_of
+from anybatch.doctor.samples.origins import Origin, kind_of, origin_in
 from anybatch.doctor.samples.spelling import lines_of
 from anybatch.doctor.samples.steep import risky
 from anybatch.records.samples import NonFinite
@@ -27,33 +27,18 @@ class NonFiniteWatch:
 
     Of the gradients that were not looked at, weights and what the optimizer keeps tell in the next step, whose loss is
     not finite then.
-
-    Attributes:
-        last: gives the loss of the last backward, if it is still there; and the value of the last one that was finite.
     """
 
     def __init__(self, numbering: "Numbering", stepped: Callable[[], Any] = lambda: None) -> None:
         self._numbering, self._stepped = numbering, stepped
+        # gives the loss of the last backward, if it is still there; and the value of the last one that was finite
         self.last: tuple[Callable[[], Any], float | None] = lambda: None, None
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._found = False
-
-    @property
-    def found(self) -> bool:
-        """Whether there was one."""
-        return self._found
+        self.found = False  # whether there was one
 
     def at_backward(self, loss: torch.Tensor, *, sampled: bool = True, scaled: bool = False) -> NonFinite | None:
-        """Looks at a loss before its backward.
-
-        Args:
-            sampled: whether a GPU may be waited for.
-            scaled: whether a scaler had scaled it, which may overflow.
-
-        Returns:
-            Where it came from, once in a run; ``None`` while all is finite.
-        """
-        if self._found or loss.numel() != 1 or (loss.device.type != "cpu" and not sampled):
+        """Where a loss that is not finite came from, once in a run; one that a scaler had scaled may overflow."""
+        if self.found or loss.numel() != 1 or (loss.device.type != "cpu" and not sampled):
             return None
         self.last = weakref.ref(loss), self.last[1]
         try:
@@ -63,20 +48,13 @@ class NonFiniteWatch:
         if math.isfinite(value) or (scaled and math.isinf(value)):
             self.last = self.last[0], value
             return None
-        self._found = True
+        self.found = True
         with torch.no_grad():
             return self._of_forward(loss, "nan" if math.isnan(value) else str(value))
 
     def at_step(self, optimizer: Any, *, sampled: bool = True) -> NonFinite | None:
-        """Looks at one gradient before a step of an optimizer.
-
-        Args:
-            sampled: whether a GPU may be waited for.
-
-        Returns:
-            Where the first gradient that is not finite came from, once in a run.
-        """
-        if self._found:
+        """Where the first gradient that is not finite came from, once in a run; looks at one before each step."""
+        if self.found:
             return None
         grad = self._probe(optimizer)
         if grad is None or (grad.device.type != "cpu" and not sampled):
@@ -88,20 +66,20 @@ class NonFiniteWatch:
         with torch.no_grad():
             if bool(grad.isfinite().all()) or (isinstance(overflow, torch.Tensor) and bool(overflow)):
                 return None
-            self._found = True
+            self.found = True
             return self._of_gradient(optimizer)
 
     def look_back(self) -> NonFinite | None:
         """Looks at weights at the end of a run, where the gradients of its last step were not looked at."""
         optimizer = self._stepped()
-        if self._found or optimizer is None:
+        if self.found or optimizer is None:
             return None
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with torch.no_grad():
             bad = self._bad(own)
             if not bad or not _came_with_gradients(bad, optimizer):
                 return None
-            self._found = True
+            self.found = True
             return self._of_gradients(None, bad, self.last[1], ("", 0), late=1)
 
     def _probe(self, optimizer: Any) -> torch.Tensor | None:
@@ -129,7 +107,7 @@ class NonFiniteWatch:
                              parameters=tuple(names), file=file, line=line)  # fmt: skip
         if loss.grad_fn is None:
             return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
-        origin = SavedValues(loss.grad_fn).origin()
+        origin = origin_in(loss.grad_fn)
         if origin is None:
             return NonFinite(where="forward", value=value, file=file, line=line)
         module, detail = self._told(origin)
@@ -150,12 +128,7 @@ class NonFiniteWatch:
     def _of_gradients(
         self, start: Any, bad: list[torch.Tensor], loss: float | None, place: tuple[str, int], *, late: int = 0
     ) -> NonFinite:
-        """Where gradients came from that are not finite, or weights that became so with them.
-
-        Args:
-            start: the node of the loss, or of that of a step with the same graph.
-            late: how many steps ago it was.
-        """
+        """Where gradients came from that are not finite, or weights that became so with them ``late`` steps ago."""
         seen = [values for p in bad if (values := plain(p if late else p.grad)) is not None]
         value = "nan" if any(kind_of(values) == "nan" for values in seen) else "inf"
         parameters = {id(parameter): parameter for parameter in bad}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.doctor.samples.flatcopies import ENTRIES, Layout, norms, plain, strides
+from anybatch.records.runs import grouped
 from anybatch.records.samples import Norms
 
 if TYPE_CHECKING:
@@ -86,12 +87,7 @@ class NormSampler:
             self._state_before(plan, optimizer)
 
     def after(self, optimizer: Any, count: int = 0) -> Norms:
-        """Compares with what was copied.
-
-        Args:
-            count: of its steps before this one; what those have changed that were not looked at is not taken for a
-                write outside of steps.
-        """
+        """Compares with what was copied; what steps between have changed is not taken for a write outside of steps."""
         plan = self._plans[id(optimizer)]
         with torch.no_grad():
             is_late = not plan.sparse and not any(any(bucket.graded) for bucket in plan.buckets)
@@ -303,9 +299,7 @@ def _sparse(grad: torch.Tensor) -> tuple[float, float]:
 
 def _norms_of(tensors: dict[int, torch.Tensor], numbers: Iterable[int]) -> dict[int, float]:
     chosen = {number: view for number in numbers if number in tensors and (view := plain(tensors[number])) is not None}
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in chosen.items():
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
+    kinds = grouped(((tensor.dtype, tensor.device), number) for number, tensor in chosen.items())
     found: dict[int, float] = {}
     for group in kinds.values():
         found.update(zip(group, norms([chosen[number] for number in group]).tolist(), strict=True))

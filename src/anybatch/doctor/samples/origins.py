@@ -53,41 +53,34 @@ class Origin:
     value: str = ""  # ``"nan"`` or ``"inf"``, where the numbers themselves were seen
 
 
-class SavedValues:
-    """What a graph has saved, as far as it can be read without running anything."""
+def origin_in(start: Any) -> Origin | None:
+    """The first operation of a graph, from the inputs on, that made something not finite out of what was finite.
 
-    def __init__(self, start: Any) -> None:
-        self._start = start
-        self._order = inputs_first(start)
+    It is told from what the graph has saved, as far as that can be read without running anything.
+    """
+    order = inputs_first(start)
+    found = _first(order, _nan_or_inf) or _culprit(order, what_went_in) or _first(order, _not_finite)
+    return found or _culprit(order, overflows) or _brought(order, order)
 
-    def origin(self) -> Origin | None:
-        """The first operation, from the inputs on, that made something not finite out of what was finite."""
-        found = self._first(_nan_or_inf) or _culprit(self._order, what_went_in) or self._first(_not_finite)
-        return found or _culprit(self._order, overflows) or _brought(self._order, self._order)
 
-    def _first(self, bad: Callable[[torch.Tensor], bool]) -> Origin | None:
-        """The first node that has saved something bad; minus infinity alone may be a mask that is meant."""
-        for node in self._order:
-            results = False
-            for name, tensor in saved_by(node):
-                if not tensor.is_floating_point() or not bad(tensor):
-                    continue
-                if name.startswith(_RESULTS):
-                    results = True
-                    continue
-                return replace(_maker(node, name, tensor), value=kind_of(tensor))
-            if results:
-                return _behind(node)
-        return None
+def _first(order: list[Any], bad: Callable[[torch.Tensor], bool]) -> Origin | None:
+    """The first node that has saved something bad; minus infinity alone may be a mask that is meant."""
+    for node in order:
+        results = False
+        for name, tensor in saved_by(node):
+            if not tensor.is_floating_point() or not bad(tensor):
+                continue
+            if name.startswith(_RESULTS):
+                results = True
+                continue
+            return replace(_maker(node, name, tensor), value=kind_of(tensor))
+        if results:
+            return _behind(node)
+    return None
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """What numbers that are not finite are: ``"nan"`` if any is.
-
-    Example:
-        >>> kind_of(torch.tensor([1.0, float("inf")]))
-        'inf'
-    """
+    """What numbers that are not finite are: ``"nan"`` if any is, else ``"inf"``."""
     return "nan" if bool(tensor.isnan().any()) else "inf"
 
 
@@ -176,11 +169,7 @@ def _brought(candidates: list[Any], nodes: list[Any]) -> Origin | None:
 
 
 def origin_of(node: Any, where: str, detail: str = "") -> Origin:
-    """An operation as an origin.
-
-    Args:
-        detail: what went into it; looked for if it is empty.
-    """
+    """An operation as an origin; what went into it is looked for if it is not known."""
     parameter, is_own = _nearest(node)
     known = detail or what_went_in(node) or what_came_out(node) or overflows(node)
     return Origin(where, node.name(), known, parameter, is_own, where == "forward" and _is_of_data(node, known))

@@ -54,13 +54,12 @@ class SafeFollower(Follower):
     Attributes:
         hidden: whether a reentrant checkpoint was met, whose inside is not looked at.
         failed: whether following had to be given up.
-        seconds: that it took beside the operations themselves.
     """
 
     def __init__(self, subject: Subject, running: Running) -> None:
         super().__init__(subject.bits, running, lambda tensor: None)
         self.hidden = self.failed = False
-        self.seconds = 0.0
+        self.seconds = 0.0  # that it took beside the operations themselves
         self._off = True
         self._calls = 0
         self._hooks = ExitStack()
@@ -68,11 +67,7 @@ class SafeFollower(Follower):
         self._operations, self._end = 0, time.monotonic() + _MOST_SECONDS
 
     def start(self) -> bool:
-        """Enters the mode and hangs the hooks, unless a mode of somebody else is on.
-
-        Returns:
-            Whether it follows now.
-        """
+        """Enters the mode and hangs the hooks, unless a mode of somebody else is on; whether it follows now."""
         if any(type(mode).__name__ not in ("DeviceContext", "Tape") for mode in function_modes()):
             return False
         if self.failed or not self._off:

@@ -29,12 +29,7 @@ def data_of(dataset: Any) -> torch.Tensor | None:
 def standardised(data: torch.Tensor | None) -> tuple[int, int, float]:
     """How many columns, or channels, are standardised, how many there are, and a number that tells sets apart.
 
-    Args:
-        data: of a set, on the host; the answer is 0 of 0 for what can't be looked at.
-
-    Example:
-        >>> standardised(torch.tensor([[1.0], [-1.0]]).repeat(20, 1))[:2]
-        (1, 1)
+    The answer is 0 of 0 for what can't be looked at on the host.
     """
     if (
         data is None

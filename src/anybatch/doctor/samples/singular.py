@@ -17,8 +17,7 @@ _MEAN = 1  # of a loss function: the number of its reduction
 def what_went_in(node: Any) -> str:
     """Zeros, negative numbers and the like in the saved input of a node, which has no finite value for them.
 
-    Returns:
-        A few words, empty if nothing of the kind is known; then its input was not saved, or it was harmless.
+    Empty if nothing of the kind is known; then its input was not saved, or it was harmless.
     """
     kind = node.name()
     if kind.startswith("NllLoss"):
@@ -45,11 +44,7 @@ def what_went_in(node: Any) -> str:
 
 
 def what_came_out(node: Any) -> str:
-    """What the saved output of a node says of its input, if that was finite.
-
-    Returns:
-        A few words, empty if its output was not saved, or is finite.
-    """
+    """What the saved output of a node says of its input, if that was finite; empty if it says nothing."""
     kind = node.name()
     out = [tensor for name, tensor in saved_by(node) if name.startswith("result") and tensor.is_floating_point()]
     if not out or out[0].is_complex():

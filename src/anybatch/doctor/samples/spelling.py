@@ -35,14 +35,7 @@ _NAMES = {
 
 
 def lines_of(op: str, files: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-    """The lines that spell an operation, where they are few and in one file.
-
-    Args:
-        op: a node, such as ``"LogBackward0"``.
-
-    Returns:
-        The file and its lines; empty where none or many were found.
-    """
+    """The file and the lines that spell an operation, where they are few and in one file; else empty."""
     kind = re.sub(r"Backward\d*$", "", op)
     names = {*_NAMES.get(kind, (re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower(),)), kind}
     names |= {f"{name}_" for name in names}

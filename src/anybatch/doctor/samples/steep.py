@@ -43,16 +43,10 @@ _BY_HAND = "its backward is written by hand"
 def risky(
     start: Any, bad: Mapping[int, torch.Tensor], *, late: bool = False
 ) -> tuple[Origin | None, list[torch.Tensor]]:
-    """The first operation of a backward that may have made the gradients that are not finite.
+    """The first operation of a backward that may have made gradients that are not finite; and all leaves, in order.
 
-    It lies where all that is behind it has such gradients, and its derivative can be infinite.
-
-    Args:
-        start: the node of the loss, ``None`` if it is gone; what it has saved may be, too.
-        late: whether they had these in the step before, which had the same graph, and may have none now.
-
-    Returns:
-        The operation if there is one, and all leaves, the nearest to the loss first.
+    It lies where all that is behind it has such gradients, and its derivative can be infinite. With ``late`` they had
+    these in the step before, which had the same graph, and may have none now.
     """
     if start is None:
         return None, []

@@ -12,7 +12,7 @@ from anybatch.doctor.sites import Running
 from anybatch.doctor.subjects import Subject
 from anybatch.doctor.values import NOTHING, joined
 from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Leaf, Paths
+from anybatch.records.paths import Paths
 from anybatch.torch_private import has_compiled
 
 if TYPE_CHECKING:
@@ -64,15 +64,7 @@ class Suspicion:
         )
 
     def after_step(self, walks: Sequence[Walk], never_had_grad: Sequence[int], stepped: int = -1) -> Followed | None:
-        """Begins to follow where there is a reason to.
-
-        Args:
-            never_had_grad: numbers of parameters of roots that require a gradient, that an optimizer has, and that have
-                had none in the whole run.
-
-        Returns:
-            What was seen of the last loss before this step, where that was waited for.
-        """
+        """Begins to follow where there is a reason; tells of the last loss before this step if that was waited for."""
         self._steps += 1
         if not (walks or never_had_grad or self._why or self._left):
             return None
@@ -106,10 +98,9 @@ class Suspicion:
         return next((why for why, is_there in reasons.items() if is_there and why not in self._asked), "")
 
     def _mates_of(self, suspects: frozenset[int]) -> tuple[frozenset[str], frozenset[int]]:
-        """What tells the loss in question from others: other parameters of their optimizers, else whose step is next.
+        """Names of other parameters of the suspects' optimizers, which tell their loss from others.
 
-        Returns:
-            Names of these parameters; and where there are none, and other optimizers, the numbers of the suspects' own.
+        Where there are none, and other optimizers, the numbers of the suspects' own, whose step is waited for.
         """
         mates: set[int] = set()
         owners: set[int] = set()
@@ -145,11 +136,7 @@ class Suspicion:
             self.stop()
 
     def before_backward(self, loss: torch.Tensor) -> Followed | None:
-        """Looks at what was followed, before the backward runs; the mode is left for the time of the backward.
-
-        Returns:
-            What was seen, ``None`` where nothing was followed or this loss does not show what was missing.
-        """
+        """What was followed, if this loss shows what was missing; the mode is left for the time of the backward."""
         follower = self._follower
         if follower is None:
             return None
@@ -199,14 +186,13 @@ class Suspicion:
         if follower.hidden:  # what a checkpoint hides has had a gradient, or it is suspected
             for name, parameter in subject.parameters.items():
                 mask |= 0 if name in self._suspects else subject.bits[id(parameter)]
-        leaves = {name: _leaf(p, reached=bool(mask & subject.bits[id(p)])) for name, p in subject.parameters.items()}
+        leaves = subject.leaves(mask)
         explanation = Explanation(subject, follower, self._running)
         stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
         terms = terms_of_loss(loss, follower, subject=subject)
         graph = Graph(subject.bits)
         graph.of(loss)
-        outside = tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in graph.others.values())
-        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), outside)
+        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), graph.outside)
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
             is_it = any(not (term.has_gradient and term.parameters) for term in terms)
@@ -218,8 +204,3 @@ class Suspicion:
             telling = any(op not in _ON_PURPOSE for op in suspected) or not suspected
             is_it = any(leaves[name].reached for name in known) if known else telling
         return Followed(why=self._why, paths=paths.to_dict(), unused=unused), is_it
-
-
-def _leaf(parameter: torch.Tensor, *, reached: bool) -> Leaf:
-    retains = not parameter.is_leaf and parameter.retains_grad
-    return Leaf(reached, parameter.requires_grad, parameter.is_leaf, retains, parameter.numel())

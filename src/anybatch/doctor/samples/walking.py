@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import Graph, reentrant
+from anybatch.doctor.graphs import Graph, reentrant, summands
+from anybatch.doctor.samples import lossgraphs
 from anybatch.doctor.samples.linearity import linear_layers
-from anybatch.doctor.samples.lossgraphs import (
-    SOFTMAXES,
-    activated,
-    doubled,
-    entrywise,
-    products,
-    shape_of,
-    softmax,
-    spread,
-    summands,
-    terms,
-)
 from anybatch.records.lossfacts import Walk
 
 if TYPE_CHECKING:
@@ -30,6 +19,7 @@ if TYPE_CHECKING:
 _LIMIT = 20_000
 _MOST_KINDS = 12
 _MOST_PREVIOUS = 3
+# kinds whose gradient is zero everywhere, which are told however rare they are
 _STEPWISE = ("Round", "Floor", "Ceil", "Trunc", "Sign", "Bernoulli", "Normal", "Heaviside")
 _BELOW = 6  # operations between a loss and the outputs that it is computed from, and some more
 _REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
@@ -58,22 +48,18 @@ class Walker:
         self._made: dict[int, dict[int, type]] = {}
 
     def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
-        """Goes through one graph; nothing is unpacked or run.
-
-        Args:
-            rows: of the batch, -1 if unknown.
-            step: how many optimizer steps were done; nodes that were gone through at an earlier one are old.
-        """
+        """Goes through one graph; nothing is unpacked or run. Nodes that were met at an earlier step are old."""
         if loss.grad_fn is None:
             forced = loss.requires_grad and not isinstance(loss, torch.nn.Parameter)
             return Walk(forced=forced)
         seen = self._gone_through(loss.grad_fn, step)
         reached, outside = self._sorted(seen.leaves, step)
         kinds = Counter(seen.names[node] for node in seen.nodes if node in seen.names)
-        softmaxes = [softmax(node, rows) for node in seen.nodes if seen.names.get(node) in SOFTMAXES]
+        of_softmax = (node for node in seen.nodes if seen.names.get(node) in lossgraphs.SOFTMAXES)
+        softmaxes = [lossgraphs.softmax(node, rows) for node in of_softmax]
         parts = summands(loss.grad_fn) if loss.numel() == 1 else []
-        advantages = products(seen.nodes, seen.names)
-        inner = entrywise(parts)
+        advantages = lossgraphs.products(seen.nodes, seen.names)
+        inner = lossgraphs.entrywise(parts)
         reach = self._reach(loss) if len(inner) > 1 or advantages else lambda node: ()
         return Walk(
             nodes=len(seen.nodes),
@@ -82,22 +68,24 @@ class Walker:
             outside=outside,
             constant_terms=sum(1 for part in parts if part is None or (len(parts) > 1 and not reach(part))),
             softmaxes=tuple(one for one in softmaxes if one is not None),
-            doubled=tuple(dict.fromkeys(doubled(seen.nodes, seen.names))),
+            doubled=tuple(dict.fromkeys(lossgraphs.doubled(seen.nodes, seen.names))),
             previous=tuple(_previous(seen.old, step)),
             again=seen.again,
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
             kinds={
-                kind: n for place, (kind, n) in enumerate(kinds.most_common()) if place < _MOST_KINDS or _steps(kind)
+                kind: count
+                for place, (kind, count) in enumerate(kinds.most_common())
+                if place < _MOST_KINDS or kind.startswith(_STEPWISE)
             },
-            terms=terms(inner, reach),
+            terms=lossgraphs.terms(inner, reach),
             advantages=tuple(
                 own
                 for one, other in advantages
                 if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
             ),
-            spread=spread(loss.grad_fn, rows),
+            spread=lossgraphs.spread(loss.grad_fn, rows),
             linear=linear_layers(loss.grad_fn, seen.names),
-            activated=tuple(dict.fromkeys(activated(seen.nodes, seen.names))),
+            activated=tuple(dict.fromkeys(lossgraphs.activated(seen.nodes, seen.names))),
         )
 
     def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:
@@ -170,11 +158,6 @@ class Walker:
         return None
 
 
-def _steps(kind: str) -> bool:
-    """Whether the gradient of a node is zero everywhere, which is told however rare it is."""
-    return kind.startswith(_STEPWISE)
-
-
 class LiveGraphs:
     """Counts graphs of earlier steps that are still alive: of their losses, or of what these were computed from."""
 
@@ -225,5 +208,5 @@ class _Token:
 def _previous(old: list[tuple[Any, int]], step: int) -> Iterator[str]:
     for node, earlier in old[:_MOST_PREVIOUS]:
         ago = "1 step" if step - earlier == 1 else f"{step - earlier} steps"
-        shape = shape_of(node)
+        shape = lossgraphs.shape_of(node)
         yield f"the result of {node.name()}{'' if shape is None else f' of shape {list(shape)}'}, made {ago} before"

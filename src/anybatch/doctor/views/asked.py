@@ -6,20 +6,10 @@ from anybatch.records.runs import Run
 
 
 def answers(run: Run, probe: str, answer: str = "yes") -> list[Probed]:
-    """The answers of one kind to a question.
-
-    Args:
-        run: the facts.
-        probe: the name of the question.
-        answer: ``"yes"``, ``"no"`` or ``"unknown"``.
-    """
+    """The answers of one kind to a question: ``"yes"``, ``"no"`` or ``"unknown"``."""
     return [one for one in run.of(Probed) if one.probe == probe and one.answer == answer]
 
 
 def began(run: Run) -> int:
-    """The first backward: a wiring fault is there from it on, however late it was asked for.
-
-    Args:
-        run: the facts.
-    """
+    """The first backward: a wiring fault is there from it on, however late it was asked for."""
     return next((one.at for one in run.of(Backward)), 0)

@@ -28,26 +28,13 @@ class _Seen:
 
 
 def cells(run: Run) -> tuple[Cell, ...]:
-    """Which gradients and which parameters change.
-
-    Args:
-        run: the facts.
-
-    Returns:
-        One entry for the parameters of each module of which the same is true, in the order of the model.
-
-    Example:
-        >>> weight = ParameterFacts(parameter=0, names=("head.weight",), module="head", root=0, numel=6)
-        >>> norms = Norms(optimizer=0, parameters=(0,), grad=(1.0,), weight=(2.0,), update=(0.0,), unchanged=(1.0,))
-        >>> [(one.cell, one.parameters, one.why) for one in cells(Run([weight, norms]))]
-        [(2, ('head.weight',), 'in no optimizer')]
-    """
+    """Which gradients and which parameters change: one entry for all of a module of which the same is true."""
     seen = _look(run)
     optimized = _optimized(run)
-    entries = []
-    for number, parameter in run.parameters.items():
-        if not parameter.is_input:
-            entries.append((parameter, seen[number], *_cell(parameter, seen[number], number in optimized)))
+    entries = [
+        (parameter, seen[number], *_cell(parameter, seen[number], number in optimized))
+        for number, parameter in run.parameters.items()
+    ]
     return tuple(
         _joined(run, [(parameter, one) for parameter, one, *_ in group], cell, why)
         for (_, _, cell, why), group in (

@@ -14,23 +14,14 @@ from anybatch.records.tables import GroupFacts, OptimizerFacts
 
 @remembered
 def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
-    """For each parameter of an optimizer the index of its group, and the group.
-
-    Args:
-        run: the facts.
-        optimizer: its number.
-    """
+    """For each parameter of an optimizer the index of its group, and the group."""
     facts = run.optimizers.get(optimizer, OptimizerFacts(optimizer=optimizer))
     return {number: (index, group) for index, group in enumerate(facts.groups) for number in group.parameters}
 
 
 @remembered
 def updates(run: Run) -> list[int]:
-    """The events at which parameters were changed: steps; or, of updates by hand without any optimizer, backwards.
-
-    Args:
-        run: the facts.
-    """
+    """The events at which parameters were changed: steps; or, of updates by hand without any optimizer, backwards."""
     steps = [one.at for one in run.of(Stepped)]
     if steps or run.optimizers or not any(run.of(Written)):
         return steps
@@ -39,19 +30,13 @@ def updates(run: Run) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The loss over the steps.
+    """The loss over the steps."""
 
-    Args:
-        ats: numbers of the events.
-        steps: how many steps had been done.
-        values: of the loss; summed over losses of one step, averaged over micro-batches.
-        prior: the loss of a constant guess as far as the targets tell: of classes at most the logarithm of their
-            number, of numbers their variance; ``None`` if it is not known.
-    """
-
-    ats: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
+    ats: tuple[int, ...] = ()  # numbers of the events
+    steps: tuple[int, ...] = ()  # how many steps had been done
+    values: tuple[float, ...] = ()  # of the loss; summed over losses of one step, averaged over micro-batches
+    # the loss of a constant guess as far as the targets tell: of classes at most the logarithm of their number, of
+    # numbers their variance; ``None`` if it is not known
     prior: float | None = None
 
     @property
@@ -114,11 +99,7 @@ class Course:
         return self.prior is not None and self.prior > 1e-6 and self.last > 0.95 * self.prior
 
     def since(self, at: int) -> "Course":
-        """The part from an event on.
-
-        Args:
-            at: its number.
-        """
+        """The part from an event on."""
         kept = [index for index, one in enumerate(self.ats) if one >= at]
         return Course(
             tuple(self.ats[index] for index in kept),
@@ -130,30 +111,18 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a run in which the same optimizers step: pretraining and fine-tuning are two.
+    """A part of a run in which the same optimizers step: pretraining and fine-tuning are two."""
 
-    Args:
-        start: the number of its first event.
-        end: of its last one.
-        optimizers: that step in it.
-        parameters: of these.
-        lines: where backward was called.
-    """
-
-    start: int
-    end: int
-    optimizers: frozenset[int]
-    parameters: frozenset[int]
-    lines: frozenset[tuple[str, int]]
+    start: int  # the number of its first event
+    end: int  # of its last one
+    optimizers: frozenset[int]  # that step in it
+    parameters: frozenset[int]  # of these
+    lines: frozenset[tuple[str, int]]  # where backward was called
 
 
 @remembered
 def phases(run: Run) -> list[Phase]:
-    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none.
-
-    Args:
-        run: the facts.
-    """
+    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none."""
     spans: dict[int, tuple[int, int]] = {}
     for one in run.of(Stepped):
         spans[one.optimizer] = (spans.get(one.optimizer, (one.at, 0))[0], one.at)
@@ -180,11 +149,9 @@ def phases(run: Run) -> list[Phase]:
 
 @remembered
 def course(run: Run, optimizer: int | None = None) -> Course:
-    """How the loss went; empty where several optimizers play against each other, and no single loss has to fall.
+    """How the loss went while an optimizer stepped; without one, in the last phase of the run.
 
-    Args:
-        run: the facts.
-        optimizer: only while this one stepped; without it the last phase of the run.
+    Empty where several optimizers play against each other, and no single loss has to fall.
     """
     parts = phases(run)
     part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
@@ -237,12 +204,7 @@ def _prior(run: Run, start: float, end: float) -> float | None:
 
 @remembered
 def adversarial(run: Run, optimizer: int | None = None) -> bool:
-    """Whether several optimizers with different parameters step by turns.
-
-    Args:
-        run: the facts.
-        optimizer: in the phase of this one; without it in the last phase.
-    """
+    """Whether optimizers with different parameters step by turns, in the phase of one of them or in the last."""
     parts = phases(run)
     part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
     return part is not None and len({frozenset(groups_of(run, number)) for number in part.optimizers}) > 1

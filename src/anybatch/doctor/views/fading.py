@@ -22,28 +22,15 @@ Sampled = tuple[Norms, list[Entry]]
 
 @dataclass(frozen=True, slots=True)
 class Faded:
-    """A gradient that is lost on its way back.
+    """A gradient that is lost on its way back."""
 
-    Args:
-        lost: the samples in which it is, each with the matrices in the order in which they run.
-        early: whether it is so from the first sample on, before any update.
-    """
-
-    lost: list[Sampled]
-    early: bool
+    lost: list[Sampled]  # the samples in which it is, each with the matrices in the order in which they run
+    early: bool  # whether it is so from the first sample on, before any update
 
 
 @remembered
 def faded(run: Run, optimizer: int) -> Faded | None:
-    """Whether the gradients of the first layers of an optimizer vanish, and since when.
-
-    Args:
-        run: the facts.
-        optimizer: its number.
-
-    Returns:
-        The samples in which they do, ``None`` where they arrive or the loss has converged.
-    """
+    """Whether the gradients of the first layers vanish, and since when; ``None`` where they arrive, or at the end."""
     samples = [norms for norms in run.of(Norms) if norms.optimizer == optimizer]
     losses = course(run, optimizer)
     if losses.converged or not samples:

@@ -24,27 +24,16 @@ _JUST_BEFORE = 3
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The first number that is not finite.
+    """The first number that is not finite."""
 
-    Args:
-        at: the number of its event.
-        step: of the run.
-        is_data: whether it came with the data, whatever the weights were.
-    """
-
-    at: int
-    step: int
-    is_data: bool
+    at: int  # the number of its event
+    step: int  # of the run
+    is_data: bool  # whether it came with the data, whatever the weights were
 
 
 @remembered
 def lost(run: Run, optimizer: int) -> Lost | None:
-    """The first number that is not finite, or the first such loss; ``None`` if all were finite.
-
-    Args:
-        run: the facts.
-        optimizer: whose loss it is.
-    """
+    """The first number that is not finite, or the first such loss; ``None`` if all were finite."""
     bad, losses = next(run.of(NonFinite), None), course(run, optimizer)
     if bad is not None:
         return Lost(bad.at, bad.step, bad.where == "input" or bad.of_data)
@@ -56,12 +45,7 @@ def lost(run: Run, optimizer: int) -> Lost | None:
 
 @remembered
 def loss_grew(run: Run, optimizer: int) -> bool:
-    """Whether the loss had risen when the first number was lost: not once, but in its last values.
-
-    Args:
-        run: the facts.
-        optimizer: whose loss it is.
-    """
+    """Whether the loss had risen when the first number was lost: not once, but in its last values."""
     losses, until = course(run, optimizer), lost(run, optimizer)
     before = []
     for at, value in zip(losses.ats, losses.values, strict=True):
@@ -76,12 +60,9 @@ def loss_grew(run: Run, optimizer: int) -> bool:
 
 
 def announced(run: Run, optimizer: int, limit: float) -> bool:
-    """Whether steps that were too long can have made it: the loss had risen, or one of the last steps was that long.
+    """Whether too long steps can have made it: the loss had risen, or one of the last was over a limit.
 
-    Args:
-        run: the facts.
-        optimizer: its number.
-        limit: the length of a step that is too long, as a share of the weights.
+    The limit is a share of the length of the weights.
     """
     until = lost(run, optimizer)
     if until is None or until.is_data or loss_grew(run, optimizer):

@@ -9,7 +9,7 @@ from typing import TypeVar
 from anybatch.doctor.views.courses import groups_of
 from anybatch.records.lossfacts import Followed
 from anybatch.records.paths import Paths
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, InputSample, ModuleSample, Norms
 from anybatch.records.tables import ParameterFacts
 
@@ -58,12 +58,7 @@ class Entry:
 
 
 def entries(run: Run, norms: Norms) -> Iterator[Entry]:
-    """What a sample says of the parameters that its optimizer steps.
-
-    Args:
-        run: the facts.
-        norms: the sample.
-    """
+    """What a sample says of the parameters that its optimizer steps."""
     mine = set(groups_of(run, norms.optimizer))
     for position, number in enumerate(norms.parameters):
         grad = _at(norms.grad, position, None)
@@ -87,12 +82,7 @@ def _at(values: Sequence[T], position: int, default: T) -> T:
 def ratio(run: Run, norms: Norms) -> float | None:
     """The median over matrices of the length of the update as a share of the weights.
 
-    Args:
-        run: the facts.
-        norms: a sample.
-
-    Returns:
-        The median, ``inf`` if any is not finite, ``None`` if there is no matrix with a gradient.
+    It is ``inf`` if any is not finite, ``None`` if there is no matrix with a gradient.
     """
     found = [one.ratio for one in entries(run, norms) if one.is_matrix]
     if any(not math.isfinite(value) for value in found):
@@ -103,14 +93,8 @@ def ratio(run: Run, norms: Norms) -> float | None:
 def grown_ratio(run: Run, norms: Norms) -> float:
     """The same without those that begin at or near zero, as adapters do: any step is long beside them.
 
-    The usual size of a weight is that of torch's layers: a root mean square of ``1 / sqrt(3 * inputs)``.
-
-    Args:
-        run: the facts.
-        norms: a sample.
-
-    Returns:
-        The median, 0 where all begin so.
+    The usual size of a weight is that of torch's layers: a root mean square of ``1 / sqrt(3 * inputs)``. It is 0 where
+    all begin so.
     """
     first: dict[int, float] = {}
     for sample in run.of(Norms):
@@ -126,36 +110,19 @@ def grown_ratio(run: Run, norms: Norms) -> float:
 
 
 def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
-    """For each root its samples of activations, in order.
-
-    Args:
-        run: the facts.
-    """
-    found: dict[int, list[Activations]] = {}
-    for one in run.of(Activations):
-        found.setdefault(one.root, []).append(one)
+    """For each root its samples of activations, in order."""
+    found = grouped((one.root, one) for one in run.of(Activations))
     yield from found.items()
 
 
 def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
-    """The output of the root in each sample.
-
-    Args:
-        samples: of one root.
-    """
+    """The output of the root in each sample."""
     return [(one, one.modules[-1]) for one in samples if one.modules and one.modules[-1].module == ""]
 
 
 def told_apart(run: Run, samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
-    """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is.
-
-    Args:
-        run: the facts.
-        samples: of one root.
-    """
-    given: dict[int, list[InputSample]] = {}
-    for one in run.of(InputSample):
-        given.setdefault(one.forward, []).append(one)
+    """The outputs of the root where its samples were not given to it all alike, as the first symbol of sequences is."""
+    given = grouped((one.forward, one) for one in run.of(InputSample))
     return [(one, output) for one, output in outputs(samples) if not _all_alike(given.get(one.forward, []), output)]
 
 
@@ -166,30 +133,17 @@ def _all_alike(given: Iterable[InputSample], output: ModuleSample) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Outputs that are the same for all inputs of a batch.
+    """Outputs that are the same for all inputs of a batch."""
 
-    Args:
-        at: the event at which that was certain.
-        step: since which it is so.
-        module: the first behind which the rows are equal.
-        first: the spread in the first sample, as a share of the size of the outputs.
-        last: in the last one.
-    """
-
-    at: int
-    step: int
-    module: str
-    first: float
-    last: float
+    at: int  # the event at which that was certain
+    step: int  # since which it is so
+    module: str  # the first behind which the rows are equal
+    first: float  # the spread in the first sample, as a share of the size of the outputs
+    last: float  # in the last one
 
 
 def constant_since(run: Run, root: int) -> Constant | None:
-    """From which sample on all inputs give one output.
-
-    Args:
-        run: the facts.
-        root: its number.
-    """
+    """From which sample on all inputs give one output."""
     samples = next((taken for number, taken in latest(run) if number == root), [])
     apart = told_apart(run, samples)
     last = [(one, output) for one, output in apart if output.spread is not None and output.absmax > 0]
@@ -218,9 +172,6 @@ def _rows_differ(run: Run, root: int) -> bool:
 def rounded(value: float) -> float:
     """A number rounded down to 1, 2, 3 or 5 times a power of ten.
 
-    Args:
-        value: positive.
-
     Example:
         >>> rounded(3.6e-5), rounded(0.0199)
         (3e-05, 0.01)
@@ -234,21 +185,13 @@ def rounded(value: float) -> float:
 
 @remembered
 def followed(run: Run) -> list[tuple[Followed, Paths]]:
-    """The iterations that were followed operation by operation, with what stopped the gradient in each.
-
-    Args:
-        run: the facts.
-    """
+    """The iterations that were followed operation by operation, with what stopped the gradient in each."""
     return [(one, Paths.from_dict(one.paths)) for one in run.of(Followed) if one.paths]
 
 
 @remembered
 def unused_names(run: Run) -> frozenset[str]:
-    """Names of parameters of which an iteration that was followed has seen that nothing, or no loss, uses them.
-
-    Args:
-        run: the facts.
-    """
+    """Names of parameters of which an iteration that was followed has seen that nothing, or no loss, uses them."""
     stops = (stop for _, paths in followed(run) for stop in paths.stopped.items())
     left = {name for name, stop in stops if stop.op in ("unused", "left out")}
     return frozenset(left.union(*(one.unused for one in run.of(Followed))))

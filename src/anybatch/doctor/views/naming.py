@@ -11,48 +11,19 @@ from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts
 
 
 def listed(names: Iterable[str], limit: int = 3) -> str:
-    """Some names in a row, and how many more there are.
-
-    Args:
-        names: all of them.
-        limit: how many are shown.
-
-    Example:
-        >>> listed(["a", "b", "c", "d", "e"])
-        'a, b, c and 2 more'
-    """
+    """Some names in a row, and how many more there are: ``"a, b, c and 2 more"``."""
     every = list(names)
     more = len(every) - limit
     return ", ".join(every) if more <= 0 else f"{', '.join(every[:limit])} and {more} more"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number with its noun.
-
-    Args:
-        count: the number.
-        noun: for one.
-        plural: for several; with an "s" where it is left out.
-
-    Example:
-        >>> counted(1, "step"), counted(2, "step"), counted(2, "pass", "passes")
-        ('1 step', '2 steps', '2 passes')
-    """
+    """A number with its noun: ``"1 step"``, ``"2 steps"``."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def verb(count: int, one: str, several: str) -> str:
-    """The form of a verb that fits a number.
-
-    Args:
-        count: the number.
-        one: the form for one.
-        several: the form for none or several.
-
-    Example:
-        >>> verb(1, "is", "are"), verb(3, "is", "are")
-        ('is', 'are')
-    """
+    """The form of a verb that fits a number."""
     return one if count == 1 else several
 
 
@@ -88,33 +59,17 @@ class Located(Protocol):
 
 
 def near(one: Located | None) -> str:
-    """The place of a fact in words, with a blank in front; empty where it is not known.
-
-    Args:
-        one: what has a line of the user's.
-    """
+    """The place of a fact in words, with a blank in front; empty where it is not known."""
     return at_line(one.file, one.line) if one is not None else ""
 
 
 def at_line(file: str, line: int) -> str:
-    """A place in the user's code in words, with a blank in front; empty where it is not known.
-
-    Args:
-        file: its path.
-        line: its number.
-
-    Example:
-        >>> at_line("/home/me/train.py", 12), at_line("", 0)
-        (' (train.py:12)', '')
-    """
+    """A place in the user's code in words, with a blank in front; empty where it is not known."""
     return f" ({PurePath(file).name}:{line})" if file else ""
 
 
 def as_code(name: str) -> str:
     """A qualified name as an expression: numbers become indices.
-
-    Args:
-        name: such as ``"encoder.0.weight"``.
 
     Example:
         >>> as_code("encoder.0.weight"), as_code("layers[1].bias"), as_code("0")
@@ -124,36 +79,19 @@ def as_code(name: str) -> str:
 
 
 def root_variable(run: Run, root: int) -> str:
-    """What the user's code calls a root, ``"model"`` where it is not known.
-
-    Args:
-        run: the facts.
-        root: the number of the root.
-    """
+    """What the user's code calls a root, ``"model"`` where it is not known."""
     found = run.roots.get(root)
     return found.variable if found is not None and found.variable else "model"
 
 
 def module_code(run: Run, root: int, module: str) -> str:
-    """An expression for a module, such as ``model.encoder[0]``.
-
-    Args:
-        run: the facts.
-        root: the number of its root.
-        module: its name within the root.
-    """
+    """An expression for a module, such as ``model.encoder[0]``."""
     inner = as_code(module)
     return root_variable(run, root) + ("" if not inner or inner.startswith("[") else ".") + inner
 
 
 def qualified(run: Run, root: int, module: str) -> str:
-    """The name of a module as findings show it: with the variable of its root in front where there are several.
-
-    Args:
-        run: the facts.
-        root: the number of its root.
-        module: its name within the root.
-    """
+    """The name of a module as findings show it: with the variable of its root in front where there are several."""
     if root in run.roots and (len(run.roots) > 1 or module[:1].isdigit()):
         variable = root_variable(run, root)
         return f"{variable}.{module}" if module else variable
@@ -161,48 +99,25 @@ def qualified(run: Run, root: int, module: str) -> str:
 
 
 def parameter_name(run: Run, parameter: ParameterFacts) -> str:
-    """The first name of a parameter; one that begins with a number has the variable of its root in front.
-
-    Args:
-        run: the facts.
-        parameter: of a root, or not.
-    """
+    """The first name of a parameter; one that begins with a number has the variable of its root in front."""
     if parameter.root in run.roots and parameter.name[:1].isdigit():
         return f"{root_variable(run, parameter.root)}.{parameter.name}"
     return parameter.name
 
 
 def optimizer_variable(run: Run, number: int) -> str:
-    """What the user's code calls an optimizer, ``"optimizer"`` where it is not known.
-
-    Args:
-        run: the facts.
-        number: of the optimizer.
-    """
+    """What the user's code calls an optimizer, ``"optimizer"`` where it is not known."""
     found = run.optimizers.get(number)
     return found.variable if found is not None and found.variable else "optimizer"
 
 
 def names_of(run: Run, numbers: Iterable[int]) -> Names:
-    """The first names of parameters, in the order of their numbers.
-
-    Args:
-        run: the facts.
-        numbers: of the parameters.
-    """
+    """The first names of parameters, in the order of their numbers."""
     return Names(parameter_name(run, run.parameters[number]) for number in sorted(numbers) if number in run.parameters)
 
 
 def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:
-    """The root and the innermost module that has all of some parameters.
-
-    Args:
-        run: the facts.
-        numbers: of the parameters.
-
-    Returns:
-        The number of the root, -1 where they lie in several or none, and the name of the module within it.
-    """
+    """The root and the innermost module that has all of some parameters; -1 where they lie in several roots or none."""
     found = [run.parameters[number] for number in numbers if number in run.parameters]
     roots = {one.root for one in found}
     if len(roots) != 1:
@@ -212,9 +127,6 @@ def common_module(run: Run, numbers: Iterable[int]) -> tuple[int, str]:
 
 def shared_path(names: Iterable[str]) -> str:
     """The innermost module that has all of some modules, or is the only one.
-
-    Args:
-        names: of the modules.
 
     Example:
         >>> shared_path(["encoder.0.norm", "encoder.0.linear"]), shared_path(["head"])
@@ -229,15 +141,7 @@ def shared_path(names: Iterable[str]) -> str:
 
 
 def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
-    """The fewest modules that hold some parameters and no other trainable ones, in order of the parameters.
-
-    Args:
-        run: the facts.
-        numbers: of the parameters.
-
-    Returns:
-        Pairs of the number of a root and the name of a module within it.
-    """
+    """The fewest modules, by root and name, that hold some parameters and no other trainable ones, in their order."""
     wanted = {number for number in numbers if number in run.parameters}
     owners: dict[tuple[int, str], set[int]] = {}
     for number, one in run.parameters.items():
@@ -267,13 +171,7 @@ def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
 def parameters_code(run: Run, numbers: Iterable[int], limit: int = 4) -> str:
     """An expression for a list of parameters, by whole modules where they are whole.
 
-    Args:
-        run: the facts.
-        numbers: of the parameters.
-        limit: of modules that are named.
-
-    Returns:
-        Such as ``model.head.parameters()`` or ``[*model.a.parameters(), *model.b.parameters()]``.
+    Such as ``model.head.parameters()`` or ``[*model.a.parameters(), *model.b.parameters()]``.
     """
     modules = modules_covered(run, numbers)
     parts = [f"{module_code(run, root, name)}.parameters()" for root, name in modules[:limit]]
@@ -285,12 +183,7 @@ def parameters_code(run: Run, numbers: Iterable[int], limit: int = 4) -> str:
 
 
 def module_facts(run: Run, parameter: ParameterFacts) -> ModuleFacts | None:
-    """What is known of the module that owns a parameter.
-
-    Args:
-        run: the facts.
-        parameter: of it.
-    """
+    """What is known of the module that owns a parameter."""
     root = run.roots.get(parameter.root)
     if root is None:
         return None
@@ -298,19 +191,10 @@ def module_facts(run: Run, parameter: ParameterFacts) -> ModuleFacts | None:
 
 
 def made_at(facts: OptimizerFacts | None) -> tuple[str, int]:
-    """The file and the line where an optimizer was made.
-
-    Args:
-        facts: of the optimizer, if known.
-    """
+    """The file and the line where an optimizer was made."""
     return (facts.file, facts.line) if facts is not None else ("", 0)
 
 
 def first_call(run: Run, root: int) -> Forward | None:
-    """The first call of a model with a gradient.
-
-    Args:
-        run: the facts.
-        root: its number.
-    """
+    """The first call of a model with a gradient."""
     return next((one for one in run.of(Forward) if one.root == root and one.grad), None)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from anybatch.records.events import Backward, Epoch, Forward
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run
+from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import InputSample
 
 _ENOUGH = 5
@@ -89,9 +89,6 @@ def one_batch(run: Run) -> str:
 
 def _same_targets(run: Run, *, least: int = 0) -> bool:
     """Whether the targets of each line have one and the same mean, as far as they were looked at."""
-    means: dict[tuple[str, int], list[float]] = {}
-    for one in run.of(LossCall):
-        if one.target_mean is not None:
-            means.setdefault((one.file, one.line), []).append(one.target_mean)
+    means = grouped(((one.file, one.line), one.target_mean) for one in run.of(LossCall) if one.target_mean is not None)
     looks = max(map(len, means.values()), default=0)
     return looks >= least and all(len(set(one)) == 1 for one in means.values())

@@ -9,19 +9,14 @@ from anybatch.doctor.views.growing import Lost, lost
 from anybatch.doctor.views.naming import at_line, optimizer_variable
 from anybatch.doctor.views.windows import MANY, Window, by_closure, members, stepping, windows_of
 from anybatch.records.events import Stepped
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """An optimizer of a run; as a text it is what the user's code calls it.
-
-    Args:
-        run: the facts.
-        number: of it.
-    """
+    """An optimizer of a run; as a text it is what the user's code calls it."""
 
     run: Run = field(repr=False, compare=False)
     number: int
@@ -86,55 +81,32 @@ class OptimizerView:
         return faded(self.run, self.number)
 
     def rate_at(self, step: int) -> float:
-        """The learning rate at one of its steps, the largest of the groups.
-
-        Args:
-            step: of it.
-        """
+        """The learning rate at one of its steps, the largest of the groups."""
         lrs = [max(one.lrs) for one in self.steps if one.lrs and one.number <= step + 1]
         return lrs[-1] if lrs else max((group.lr for group in self.facts.groups), default=self.facts.default_lr)
 
     def with_rate(self, lr: float) -> str:
-        """Code that gives it another learning rate, and leaves its other settings what the user made them.
-
-        Args:
-            lr: the learning rate.
-        """
+        """Code that gives it another learning rate, and leaves its other settings what the user made them."""
         return f"for group in {self}.param_groups: group['lr'] = {lr:g}"
 
 
 @remembered
 def _steps(run: Run) -> dict[int, list[Stepped]]:
-    found: dict[int, list[Stepped]] = {}
-    for one in run.of(Stepped):
-        found.setdefault(one.optimizer, []).append(one)
-    return found
+    return grouped((one.optimizer, one) for one in run.of(Stepped))
 
 
 @remembered
 def _samples(run: Run) -> dict[int, list[Norms]]:
-    found: dict[int, list[Norms]] = {}
-    for one in run.of(Norms):
-        found.setdefault(one.optimizer, []).append(one)
-    return found
+    return grouped((one.optimizer, one) for one in run.of(Norms))
 
 
 def optimizers(run: Run, *, most: int | None = MANY) -> list[OptimizerView]:
-    """The optimizers that stepped.
-
-    Args:
-        run: the facts.
-        most: how many, those with the most steps; ``None`` for all, of which meta-learning makes one for each task.
-    """
+    """The optimizers that stepped, at most those with the most steps: meta-learning makes one for each task."""
     return [OptimizerView(run, number) for number in _busiest(run, stepping(run), most)]
 
 
 def measured(run: Run) -> list[OptimizerView]:
-    """The optimizers that stepped or whose steps were measured; of many, those with the most steps.
-
-    Args:
-        run: the facts.
-    """
+    """The optimizers that stepped or whose steps were measured; of many, those with the most steps."""
     return [OptimizerView(run, number) for number in _busiest(run, _steps(run).keys() | _samples(run).keys(), MANY)]
 
 

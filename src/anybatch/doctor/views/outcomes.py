@@ -1,6 +1,8 @@
 """What became of a run: whether it was seen to learn."""
 
 import math
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -12,8 +14,8 @@ from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.naming import optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.draws import Scored
-from anybatch.records.events import Stepped
-from anybatch.records.lossfacts import Evaluated, LossCall, Probed
+from anybatch.records.events import Forward, Stepped
+from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Norms
 
@@ -44,6 +46,18 @@ _LITTLE = 0.05
 """What a model that learns little may have gained; less than this, with certainty, is nothing."""
 
 
+_OF_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+"""Losses that are minus the logarithm of a probability."""
+
+_MOSTLY_RIGHT = 0.6
+"""Of the training data; one that fits less of it may find its evaluation hard, too."""
+
+_FAR_BELOW = 0.7
+"""Of the share that is right in the training data: what an evaluation has where little of it carries over."""
+
+_RIGHT = frozenset({"acc", "accuracy", "correct", "right"})
+_TRAINED = frozenset({"train", "training", "trn"})
+
 _ENOUGH_EVALUATED = 100
 """Targets of an evaluation that tell what a constant guess gives."""
 
@@ -56,34 +70,21 @@ _AGAIN = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a part of a run.
+    """What became of a part of a run."""
 
-    Args:
-        word: whether it learned.
-        said: how that is known, as the end of a sentence.
-        call: of the loss function that ends where a constant guess is, ``None`` without.
-        last: its values at the end, on average.
-        guess: the loss of the best constant guess.
-        steps: of the part.
-        unrelated: the answer that its loss is the same with the targets of other rows, ``None`` without.
-    """
-
-    word: Word
-    said: str
-    call: LossCall | None = None
-    last: float = 0.0
-    guess: float = 0.0
-    steps: int = 0
+    word: Word  # whether it learned
+    said: str  # how that is known, as the end of a sentence
+    call: LossCall | None = None  # of the loss function that ends where a constant guess is, ``None`` without
+    last: float = 0.0  # its values at the end, on average
+    guess: float = 0.0  # the loss of the best constant guess
+    steps: int = 0  # of the part
+    # the answer that its loss is the same with the targets of other rows, ``None`` without
     unrelated: Probed | None = None
 
 
 @remembered
 def outcome(run: Run) -> Outcome:
-    """Whether a run was seen to learn: every part of it that is long enough to tell.
-
-    Args:
-        run: the facts.
-    """
+    """Whether a run was seen to learn: every part of it that is long enough to tell."""
     parts = phases(run) or _by_hand(run)
     found = [_doubted(run, part, _of_phase(run, part)) for part in parts]
     learned = [part for part, one in zip(parts, found, strict=True) if one.word == "learning"]
@@ -97,7 +98,7 @@ def outcome(run: Run) -> Outcome:
         worst = next((one for one in told if one.word == word), None)
         if worst is not None:
             return worst
-    beside = one_batch(run) or _by_heart(run, told[-1])
+    beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1])
     return Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
 
 
@@ -125,12 +126,36 @@ def _by_heart(run: Run, found: Outcome) -> str:
     )
 
 
-def learned_well(run: Run) -> bool:
-    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm.
+def _printed_worse(run: Run, found: Outcome) -> str:
+    """How it is known that the script's own evaluation is far from what such a loss gives on the training data."""
+    if found.call is None or not 0 <= found.last < _MOST * found.guess:
+        return ""
+    right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in run.of(Printed)]
+    if found.call.function in _OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
+        shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
+        value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
+        is_far, such = value < _FAR_BELOW * right, f"such a loss is one of about {right:.0%} right answers"
+    elif found.call.function == "mse_loss":
+        errors = [(value, one) for value, words, one in ends if "mse" in words]
+        value, one = min(errors, key=lambda pair: pair[0], default=(0.0, None))
+        is_far, such = value > found.guess, "it is far below a constant guess"
+    else:
+        return ""
+    if one is None or not is_far:
+        return ""
+    return (
+        f'that is of its training data, where {such}, and line {one.line} prints "{one.label}" {value:.4g} at the end'
+    )
 
-    Args:
-        run: the facts.
-    """
+
+def _words(one: Printed) -> set[str]:
+    """Of the label of numbers that were printed; none where they are of the training."""
+    words = set(re.findall("[a-z]+", one.label.lower()))
+    return set() if words & _TRAINED else words
+
+
+def learned_well(run: Run) -> bool:
+    """Whether a run was seen to learn most of what there is to learn, so that what only slows it down did no harm."""
     found = outcome(run)
     return found.word == "learning" and 0 <= found.last < _MOST * found.guess
 
@@ -192,6 +217,8 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return _moved(run, part, steps, "the losses of several optimizers need not fall")
     terms = [term for term in _terms(run, part) if term is not None]
     better = [term for term in terms if term.word == "learning"]
+    if better and all(term.call is not None and not term.call.classes for term in better) and _has_a_target_net(run):
+        return _moved(run, part, steps, "a copy of the model makes the targets, so that their loss says little")
     if better:
         return better[0]
     went = course(run, numbers[0] if numbers else None)
@@ -213,6 +240,20 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         "undecided", f"the loss did not clearly fall: {went.first:.4g} at first, {went.last:.4g} at the end",
         steps=steps,
     )  # fmt: skip
+
+
+def _has_a_target_net(run: Run) -> bool:
+    """Whether a copy of what is trained follows it by hand, and is called without a gradient at most of the steps."""
+    trained = {number for one in run.optimizers for number in groups_of(run, one)} & run.parameters.keys()
+    follows = {number for one in run.of(Norms) for number in one.since} & run.parameters.keys() - trained
+    shapes: dict[tuple[bool, int], Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for number in trained | follows:
+        one = run.parameters[number]
+        shapes[number in trained, one.root][one.shape] += 1
+    nets = [own for (is_trained, _), own in shapes.items() if is_trained]
+    copies = {root for (is_trained, root), own in shapes.items() if not is_trained and own in nets}
+    called = sum(1 for one in run.of(Forward) if one.root in copies and not one.grad)
+    return 2 * called >= len(updates(run)) > 0
 
 
 def _weighed(terms: list[Outcome], went: Course, steps: int) -> bool:

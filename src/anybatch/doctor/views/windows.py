@@ -7,7 +7,7 @@ from anybatch.doctor.views.courses import updates
 from anybatch.records.events import Backward, Cleared, Clipped, Epoch, Forward, Scaler, Stepped
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Norms, Written
 from anybatch.records.tables import OptimizerFacts
 
@@ -17,19 +17,13 @@ MANY = 32
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One backward with the sets that its record may leave to an earlier one.
+    """One backward with the sets that its record may leave to an earlier one."""
 
-    Args:
-        fact: the backward.
-        touched: numbers of the parameters that got gradient, ``None`` where they are not known.
-        kept: those of them whose gradient an earlier step had used and nobody had cleared; ``None`` if not known.
-        forwards: how many forwards with gradient were between the backward before and this one.
-    """
-
-    fact: Backward
-    touched: frozenset[int] | None
+    fact: Backward  # the backward
+    touched: frozenset[int] | None  # numbers of the parameters that got gradient, ``None`` where they are not known
+    # those of them whose gradient an earlier step had used and nobody had cleared; ``None`` if not known
     kept: frozenset[int] | None
-    forwards: int
+    forwards: int  # how many forwards with gradient were between the backward before and this one
 
     @property
     def spot(self) -> tuple[str, int]:
@@ -37,21 +31,13 @@ class Pass:
         return self.fact.file, self.fact.line
 
     def reaches(self, members: frozenset[int]) -> bool:
-        """Whether it gave gradient to some parameters; assumed where it is not known.
-
-        Args:
-            members: numbers of the parameters.
-        """
+        """Whether it gave gradient to some parameters; assumed where it is not known."""
         return bool(self.touched & members) if self.touched is not None else self.fact.touched_count > 0
 
 
 @remembered
 def passes(run: Run) -> list[Pass]:
-    """All calls of ``backward`` of a run; calls of ``autograd.grad`` leave no gradient and are left out.
-
-    Args:
-        run: the facts.
-    """
+    """All calls of ``backward`` of a run; calls of ``autograd.grad`` leave no gradient and are left out."""
     found: list[Pass] = []
     seen: dict[tuple[str, int], tuple[frozenset[int] | None, frozenset[int] | None]] = {}
     forwards = 0
@@ -82,11 +68,7 @@ def _resolved(recorded: tuple[int, ...] | None, before: frozenset[int] | None, c
 
 @remembered
 def members(run: Run) -> dict[int, frozenset[int]]:
-    """The parameters that each optimizer has had at any time.
-
-    Args:
-        run: the facts.
-    """
+    """The parameters that each optimizer has had at any time."""
     found: dict[int, set[int]] = {}
     for one in run.of(OptimizerFacts):
         found.setdefault(one.optimizer, set()).update(*(group.parameters for group in one.groups))
@@ -95,21 +77,13 @@ def members(run: Run) -> dict[int, frozenset[int]]:
 
 @remembered
 def ever_touched(run: Run) -> frozenset[int]:
-    """The parameters that got a gradient from any backward.
-
-    Args:
-        run: the facts.
-    """
+    """The parameters that got a gradient from any backward."""
     return frozenset().union(*(one.touched for one in passes(run) if one.touched is not None))
 
 
 @remembered
 def with_gradient(run: Run) -> frozenset[int]:
-    """The parameters that had a gradient: from a backward, or set by the user's code and seen at a step.
-
-    Args:
-        run: the facts.
-    """
+    """The parameters that had a gradient: from a backward, or set by the user's code and seen at a step."""
     seen = {
         number
         for one in run.of(Norms)
@@ -121,36 +95,24 @@ def with_gradient(run: Run) -> frozenset[int]:
 
 @remembered
 def written(run: Run) -> frozenset[int]:
-    """The parameters whose values changed outside of the steps of optimizers that have them.
-
-    Args:
-        run: the facts.
-    """
+    """The parameters whose values changed outside of the steps of optimizers that have them."""
     by_hand = (one.parameters for one in run.of(Written))
     return frozenset().union(*(one.since for one in run.of(Norms)), *by_hand)
 
 
 @dataclass(slots=True)
 class Window:
-    """What happened between two steps of one optimizer.
+    """What happened between two steps of one optimizer."""
 
-    Args:
-        optimizer: its number.
-        step: the step that ends it; ``None`` for what comes after the last one.
-        skipped: whether a scaler left that step out because gradients had overflowed.
-        events: of it, in order: forwards, clearing that concerns the optimizer, clipping, scaler, epochs.
-        passes: the backwards that gave gradient to its parameters.
-        used: of these, the ones after the last clearing: what the step used of this window.
-        clears: how many clearings were between the first backward and the step.
-    """
-
-    optimizer: int
-    step: Stepped | None = None
-    skipped: bool = False
+    optimizer: int  # its number
+    step: Stepped | None = None  # the step that ends it; ``None`` for what comes after the last one
+    skipped: bool = False  # whether a scaler left that step out because gradients had overflowed
+    # of it, in order: forwards, clearing that concerns the optimizer, clipping, scaler, epochs
     events: list[Fact] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)  # the backwards that gave gradient to its parameters
+    # of these, the ones after the last clearing: what the step used of this window
     used: list[Pass] = field(default_factory=list)
-    clears: int = 0
+    clears: int = 0  # how many clearings were between the first backward and the step
 
     @property
     def first(self) -> int:
@@ -175,12 +137,7 @@ class Window:
 def windows_of(run: Run, optimizer: int) -> list[Window]:
     """Cuts a run at the steps of one optimizer, those left out by a scaler included.
 
-    Args:
-        run: the facts.
-        optimizer: its number.
-
-    Returns:
-        The windows; the last one has no step, and is left out where no backward is in it.
+    The last window has no step, and is left out where no backward is in it.
     """
     every = members(run)
     own = every.get(optimizer, frozenset())
@@ -243,14 +200,7 @@ def _lives(run: Run) -> dict[int, tuple[int, int]]:
 
 
 def concerns(run: Run, clear: Cleared, optimizer: int, every: Mapping[int, frozenset[int]]) -> bool:
-    """Whether a clearing took away gradients of an optimizer's parameters.
-
-    Args:
-        run: the facts.
-        clear: the clearing.
-        optimizer: the number of the optimizer.
-        every: the parameters of all optimizers, by number.
-    """
+    """Whether a clearing took away gradients of an optimizer's parameters."""
     own = every.get(optimizer, frozenset())
     if clear.by == "optimizer":
         if clear.number == optimizer or clear.number < 0:
@@ -263,11 +213,7 @@ def concerns(run: Run, clear: Cleared, optimizer: int, every: Mapping[int, froze
 
 @remembered
 def stepping(run: Run) -> list[int]:
-    """The numbers of the optimizers that stepped.
-
-    Args:
-        run: the facts.
-    """
+    """The numbers of the optimizers that stepped."""
     return sorted({one.optimizer for one in run.of(Stepped)})
 
 
@@ -276,9 +222,6 @@ def trained_on(run: Run) -> frozenset[int]:
     """The forwards whose backward a step used, by the number of their event.
 
     Others were to evaluate, or for gradients of something else, as in adversarial training.
-
-    Args:
-        run: the facts.
     """
     windows = [window for number in stepping(run) for window in windows_of(run, number) if window.step is not None]
     used = {one.fact.at for window in windows for one in window.used}
@@ -294,14 +237,9 @@ def trained_on(run: Run) -> frozenset[int]:
 
 
 def usual_count(found: list[Window], least: int = 3) -> int:
-    """How many backwards a step usually uses.
+    """How many backwards a step usually uses, 0 where there is no such number.
 
-    Args:
-        found: the windows.
-        least: how many windows have to have that many: in a row, or all that lie within one epoch, or most of all.
-
-    Returns:
-        The number, 0 where there is none.
+    At least ``least`` windows have that many: in a row, or all that lie within one epoch, or most of all.
     """
     whole = [one for one in found if one.step is not None or one.skipped]
     counts = [len(one.used) for one in whole]
@@ -320,12 +258,7 @@ def usual_count(found: list[Window], least: int = 3) -> int:
 
 
 def by_closure(run: Run, window: Window) -> bool:
-    """Whether a window ends in a step that calls its closure as often as it likes.
-
-    Args:
-        run: the facts.
-        window: of an optimizer.
-    """
+    """Whether a window ends in a step that calls its closure as often as it likes."""
     facts = run.optimizers.get(window.optimizer)
     own = facts is not None and (facts.cls == "LBFGS" or not facts.is_torchs)
     return window.step is not None and window.step.closure and own
@@ -333,21 +266,12 @@ def by_closure(run: Run, window: Window) -> bool:
 
 @remembered
 def optimized(run: Run) -> frozenset[int]:
-    """The parameters that any optimizer has had at any time.
-
-    Args:
-        run: the facts.
-    """
+    """The parameters that any optimizer has had at any time."""
     return frozenset().union(*members(run).values())
 
 
 def trained_forwards(run: Run, root: int) -> list[Forward]:
-    """The forwards of a root with gradient that a backward into its optimized parameters followed.
-
-    Args:
-        run: the facts.
-        root: its number.
-    """
+    """The forwards of a root with gradient that a backward into its optimized parameters followed."""
     return _trained_forwards(run).get(root, [])
 
 
@@ -376,15 +300,8 @@ def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
 
 @remembered
 def forwards_by_root(run: Run) -> dict[int, list[Forward]]:
-    """The forwards of each root.
-
-    Args:
-        run: the facts.
-    """
-    found: dict[int, list[Forward]] = {}
-    for one in run.of(Forward):
-        found.setdefault(one.root, []).append(one)
-    return found
+    """The forwards of each root."""
+    return grouped((one.root, one) for one in run.of(Forward))
 
 
 @remembered
@@ -393,11 +310,6 @@ def _loss_calls(run: Run) -> dict[int, LossCall]:
 
 
 def calls_of(run: Run, backward: Backward) -> list[LossCall]:
-    """The calls of loss functions that a backward was of.
-
-    Args:
-        run: the facts.
-        backward: of it.
-    """
+    """The calls of loss functions that a backward was of."""
     every = _loss_calls(run)
     return [every[number] for number in backward.loss_calls if number in every]
