@@ -96,6 +96,8 @@ class LossCall(Fact):
     # shift matches or it was not examined
     shift: int | None = None
     shifted: int = 0  # the index of that input among the integer matrices that the root was given
+    start: int = 0  # the place of its first token that has a target; a prompt has none
+    time_first: bool = False  # whether its places are along dim 0
     module: str = ""  # the innermost module that ran; empty outside of modules
     root: int = -1  # the number of the root that was running or ran last; -1 for none
     file: str = ""  # file and line of the user's call

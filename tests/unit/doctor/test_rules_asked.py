@@ -58,6 +58,8 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "weighed late": {"by": "mse_loss", "entries": 32, "rows": 32},
     "mixed apart": {"share": 0.8, "rest": 0.2, "heavy": 1.9, "light": 0.7},
     "repeated rows": {"times": 5, "rows": 500},
+    "rounded": {"field": "stamp", "spacing": 128.0, "size": 1.7e9, "ties": 0.2},
+    "reseeded": {"generator": "np.random", "value": "self.seed", "times": 12},
     "turned list": {"name": "returns"},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},
@@ -423,6 +425,32 @@ def test_target_given_is_quiet_without_an_answer() -> None:
     both("target given", "TARGET_GIVEN", "warning")
     of_class = answered("target given", {"kind": "class", "place": 9, "of": 9, "rows": 600})
     assert "tells the class" in fires(Training(after=(of_class,)).run(), "TARGET_GIVEN", "warning").message
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [({"kind": "factor", "factor": -1.0}, "-1 times"), ({"kind": "turned"}, "transpose"), ({"kind": "zero"}, "is 0"),
+     ({"kind": "aside"}, "elsewhere")],
+)  # fmt: skip
+def test_function_gradient_says_what_it_is_instead(seen: dict[str, Any], says: str) -> None:
+    probed = answered("function gradient", {"cls": "Scaled", "place": 2, "shape": [8, 8], **seen})
+    assert says in fires(Training(after=(probed,)).run(), "FUNCTION_GRADIENT", "error").message
+
+
+def test_rounded_away_fires_where_the_answer_is_yes() -> None:
+    assert "128" in fires(replace(asked("rounded", "yes"), loss=flat).run(), "ROUNDED_AWAY", "warning").message
+
+
+def test_rounded_away_is_quiet_in_a_run_that_learns() -> None:
+    quiet(asked("rounded", "yes").run(), "ROUNDED_AWAY")
+
+
+def test_reseeded_fires_where_the_answer_is_yes() -> None:
+    assert "self.seed" in fires(asked("reseeded", "yes").run(), "RESEEDED", "warning").message
+
+
+def test_reseeded_is_quiet_without_an_answer() -> None:
+    both("reseeded", "RESEEDED", "warning")
 
 
 def test_axes_torn_fires_where_the_answer_is_yes() -> None:

@@ -25,6 +25,7 @@ from anybatch.doctor.ask import (
     relating,
     rows,
     schedules,
+    seeds,
     selecting,
     source,
     starting,
@@ -42,7 +43,7 @@ OBSERVED: tuple[Question, ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
-    uncounted.about_ends, selecting.about_best, collating.about_collates,
+    uncounted.about_ends, selecting.about_best, collating.about_collates, seeds.about_seeds,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.crossing import is_padded, of_classes, reads_across
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import MOVING, replayed, rows_of, slots_of
 from anybatch.doctor.ask.tape import Tape, slots
@@ -34,8 +35,12 @@ def turned(tape: Tape) -> Probed:
         if operation.name not in MOVING or not found or given is None or not needed & set(operation.outs):
             continue
         before, after = ([size for size in one.shape if size > 1] for one in (run.values[given], found[0]))
-        if before != after and sorted(before) == sorted(after):
+        is_other = before != after and sorted(before) == sorted(after)
+        is_across = rows in before[:2] and run.values[given].requires_grad and reads_across(before, after)
+        if (is_other or is_across) and not is_padded(tape, given):
             return told("axes", operation, op=operation.name, before=before, after=after)
+    if (crossed := of_classes(tape, run)) is not None:
+        return told("axes", crossed[0], op=crossed[0].name, before=crossed[1], after=crossed[2])
     for slot, leaf in tape.leaves.items():
         if slot not in needed or slot in tape.parameters or leaf.shape[:1] != (rows,):
             continue

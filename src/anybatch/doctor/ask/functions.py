@@ -4,11 +4,12 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.differences import differing
 from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
 from anybatch.doctor.ask.trials import FAILURES, tensors, told
@@ -21,16 +22,26 @@ _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "norm
 _LEAST_CUTS = 3
 _CELLS = frozenset({"gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"})
 _NEAREST = frozenset({"argmin", "min"})
+_PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 
 
-class Function(NamedTuple):
+@dataclass(slots=True)
+class Function:
     """A function of the user's, with what its forward left for its backward."""
 
     cls: Any
     context: Any  # has the tensors and attributes of the node of the graph, as copies
     shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
     dtype: torch.dtype
+    given: tuple[Any, ...] = ()  # what its next forward was given, where that is tensors and plain values
+
+    def called(self, args: tuple[Any, ...]) -> None:
+        """Is shown a call of its forward."""
+        if not self.given:
+            args = args[self.cls.setup_context is torch.autograd.Function.setup_context :]  # without the context
+            if all(isinstance(one, _PLAIN) for one in args):
+                self.given = tuple([one.detach().clone() if torch.is_tensor(one) else one for one in args])
 
 
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
@@ -54,10 +65,14 @@ def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
 
 
 def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
-    """Whether a backward gives the opposite for the opposite of what comes in."""
+    """Whether a backward gives the opposite for the opposite of what comes in, and what differences say."""
     for one in kept.functions:
         answer, why = _asked(one)
-        found = told("function gradient", answer=answer, detail=why, cls=one.cls.__name__)
+        seen: dict[str, Any] = {"cls": one.cls.__name__}
+        if answer == "no" and one.given:
+            answer, more = differing(one.cls, one.given, one.context.needs_input_grad)
+            seen |= more
+        found = told("function gradient", answer=answer, detail=why, **seen)
         file, line = _line(one.cls)
         yield replace(found, file=file, line=line)
 

@@ -1,6 +1,7 @@
 """What is kept of a run for the questions after it: steps as tapes, batches, what nets were given, copies of others."""
 
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.inputs import across
 from anybatch.doctor.samples.safefollowing import FUSED
+from anybatch.doctor.samples.streams import Streams
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
@@ -122,6 +124,7 @@ class Kept:
         own: states that were loaded into the module that they belong to.
         functions: of the user's own, with what their forwards left.
         collates: the sets of loaders with a collate function of the user's own, and that function.
+        streams: looks at the global random generators.
     """
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
@@ -137,6 +140,7 @@ class Kept:
         self.own: list[Own] = []
         self.functions: list[Function] = []
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
+        self.streams = Streams()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._left: list[Tape] = []  # whose modes are still on, and do nothing
@@ -149,6 +153,7 @@ class Kept:
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
         """Has two functions seen that no other hook looks at in this way."""
         note_value, note_state = guarded(self._valued), guarded(self._loads)
+        self._wrap, self._guarded = wrap, guarded
 
         def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -307,9 +312,25 @@ class Kept:
         """Is shown a loss whose backward is about to run."""
         if self._tape is not None:
             self._tape.loss(loss)
-            self.functions += functions_of(loss, self._classes)
+            for one in functions_of(loss, self._classes):
+                self.functions.append(one)
+                self._see_call(one)
             if len(self._tape.losses) > _MOST_LOSSES:  # where nothing steps that torch knows
                 self.stop()
+
+    def _see_call(self, function: Function) -> None:
+        """Has the next forward of a function of the user's seen, with what it is given."""
+        called = self._guarded(function.called)
+
+        def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if not function.given and not torch.compiler.is_compiling():
+                    called(args)
+                return original(*args, **kwargs)
+
+            return forward
+
+        self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", seeing)
 
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""

@@ -251,24 +251,29 @@ def _weights(one: torch.Tensor) -> torch.Tensor:
 
 def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     """Whether an output depends on later inputs, in a model whose targets are its inputs, or the next ones."""
-    place = next((one.shifted for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None), None)
-    if place is None:
+    call = next((one for one in run.of(LossCall) if one.root in (root, -1) and one.shift is not None), None)
+    if call is None:
         raise Unknown("no loss was seen whose targets are the inputs, or the inputs one place on")
     inputs = trial.inputs
-    tokens = _tokens(inputs, place)
-    if tokens is not None and tokens.shape[0] == tokens.shape[1]:
+    tokens = _tokens(inputs, call.shifted)
+    if tokens is not None and tokens.shape[0] == tokens.shape[1] and not call.time_first:
         inputs = trial.few_rows()  # with as many rows as tokens, a dim could be either
-        tokens = _tokens(inputs, place)
-    if tokens is None or tokens.shape[1] < 3 or tokens.shape[0] == tokens.shape[1]:
+        tokens = _tokens(inputs, call.shifted)
+    if tokens is None or tokens.shape[not call.time_first] < 3 or tokens.shape[0] == tokens.shape[1]:
         raise Unknown("the last input is no batch of sequences of three tokens and more")
-    length = tokens.shape[1]
-    cut = length // 2
-    changed = inputs.changed(lambda one: _other_tokens(one, cut) if one is tokens else one)
+    rows = tokens.T if call.time_first else tokens
+    length = rows.shape[1]
+    start = min(call.start, length - 2)
+    cut = (start + length + 1) // 2 if start else length // 2
+    other = _other_tokens(rows, cut)
+    other = other.T if call.time_first else other
+    changed = inputs.changed(lambda one: other if one is tokens else one)
     before, first = trial.operations(inputs)
     if _largest(_pairs(before, trial.operations(inputs)[0])) > 0:
         raise Unknown("two evaluations of the model differ")
     after, second = trial.operations(changed)
-    counted = _counted(inputs, tokens)
+    counted = _counted(inputs, tokens, rows)
+    counted[:, :start] = False  # what comes out at a prompt is in no loss, and may see all of it
     verdicts = [v for a, b in _pairs(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
     if not verdicts:
         raise Unknown("no output has a place for each token")
@@ -280,14 +285,14 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     return told("time", guilty, root=root, length=length, position=cut, op="" if guilty is None else guilty.name)
 
 
-def _counted(inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
-    """Which tokens are no padding: what comes out at a padded one, which may see anything, is in no loss."""
-    counted = torch.ones_like(tokens, dtype=torch.bool)
+def _counted(inputs: Inputs, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Which tokens of each row are no padding: a padded one may see anything, as it is in no loss."""
+    counted = torch.ones_like(rows, dtype=torch.bool)
     for one in inputs.tensors():
-        if one is not tokens and one.shape == tokens.shape and bool(((one == 0) | (one == 1)).all()):
+        if one is not tokens and one.shape == rows.shape and bool(((one == 0) | (one == 1)).all()):
             counted &= one != 0
-    first = tokens[:, 0].mode().values
-    runs = (tokens == first).long().cumprod(1).bool()  # on the left, one token again and again
+    first = rows[:, 0].mode().values
+    runs = (rows == first).long().cumprod(1).bool()  # on the left, one token again and again
     if bool((runs.sum(1) > 1).any()) and not bool(runs.all()):
         counted &= ~runs
     return counted if bool(counted.any()) else torch.ones_like(counted)

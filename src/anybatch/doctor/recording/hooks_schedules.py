@@ -13,8 +13,10 @@ from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place, whose_file
 from anybatch.doctor.recording.recordings import Depth, Recording
+from anybatch.doctor.samples.rounding import rounded_fields
 from anybatch.doctor.samples.scaledsets import data_of, standardised
 from anybatch.records.events import Epoch, Scheduled
+from anybatch.records.lossfacts import Probed
 
 _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
 _FIRST_STEPS = frozenset({"__init__", "_initial_step"})
@@ -143,6 +145,10 @@ class LoaderHooks:
             self._seen(loader)
             if number < _MOST_SETS:
                 self._scales[number] = standardised(data_of(getattr(loader, "dataset", None)))
+                found = rounded_fields(getattr(loader, "dataset", None))
+                if found is not None:
+                    place, seen = self._recording.place(), found._asdict()
+                    self._recording.tell(Probed(probe="rounded", root=-1, answer="yes", evidence=seen, **place))
         self._given[iterator] = [number, 0]
         sampler = getattr(loader, "sampler", None)
         self._recording.tell(

@@ -237,6 +237,7 @@ class Samplers:
         self._emit(self._safely("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled))
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
+            self._safely("kept", self.kept.streams.look, number)
 
     @property
     def is_following(self) -> bool:

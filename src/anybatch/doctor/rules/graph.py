@@ -107,7 +107,7 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
             else f"the way to the loss is cut by {stop.op}"
         )
         yield Found(
-            text=f"{names} {names:gets|get} no gradient in any of {counted(count, 'backward')}: {way.format(stop.op)}"
+            text=f"{names} {names:gets|get} no gradient in any of {counted(count, 'backward')}: {way}"
             f"{f' in {stop.module}' if stop.module else ''}{at_line(file, number)}.",
             fix=fix.format(op=stop.op, line=line),
             cause=stop.message or f"What {stop.op} gives has no graph behind it, so that nothing before it is trained.",

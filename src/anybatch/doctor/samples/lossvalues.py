@@ -57,7 +57,7 @@ def facts_of_loss(
             of_targets = _targets(target, None if all_count else ignore, by_class=by_class)
             facts |= _predictions(name, first, dim) | of_targets
             if by_class and name != "multi_margin_loss":
-                facts["shift"], facts["shifted"] = _shift(target, ignore, args, kwargs)
+                facts |= _shift(target, ignore, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # values of a transform such as vmap can't be read
         return facts
     return facts
@@ -127,30 +127,41 @@ def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dic
     return found
 
 
-def _shift(
-    target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[int | None, int]:
-    """How many places the targets are ahead of tokens that the root was given, and which of these; one place first."""
+def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """By how much the targets are ahead of tokens that the root was given, and of which of these; one place first."""
     found = [
-        (shift, place)
+        ahead | {"shifted": place}
         for place, tokens in enumerate(tokens_of((args, kwargs)))
-        if tokens is not None and (shift := _ahead(target, ignore, tokens)) is not None
+        if tokens is not None and (ahead := _ahead(target, ignore, tokens))
     ]
-    return min(found, key=lambda one: (one[0] != 1, one[1]), default=(None, 0))
+    return min(found, key=lambda one: (one["shift"] != 1, one["shifted"]), default={})
 
 
-def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> int | None:
-    """How many places the targets are ahead of tokens; predictions are cut at the end."""
-    if tokens.device != target.device or target.numel() % max(tokens.shape[0], 1):
-        return None
-    rows, length = tokens.shape
-    wanted = target.reshape(rows, -1)
-    width = wanted.shape[1]
-    if not 0 <= length - width <= _MOST_SHIFTED:
-        return None
+def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> dict[str, Any]:
+    """How many places the targets are ahead of tokens; predictions are cut at the end, or to the last of a row."""
+    for time_first in (False, True) if tokens.device == target.device else ():
+        rows, length = reversed(tokens.shape) if time_first else tokens.shape
+        width = target.numel() // rows
+        if target.numel() % rows or not 0 < width <= length:
+            continue
+        wanted = target.reshape(width, rows).T if time_first else target.reshape(rows, width)
+        given, start = tokens.T if time_first else tokens, length - width
+        if start <= _MOST_SHIFTED:
+            fitting, start = _fitting(wanted, ignore, given), int((wanted != ignore).any(0).byte().argmax())
+        else:
+            fitting = [
+                one for one in _fitting(wanted, ignore, given[:, start:]) if one
+            ]  # 0 may be a copy that is asked
+        if len(fitting) == 1:
+            return {"shift": fitting[0], "start": start, "time_first": time_first}
+    return {}
+
+
+def _fitting(wanted: torch.Tensor, ignore: int, tokens: torch.Tensor) -> list[int]:
+    """By how many places the tokens may be ahead to be what is wanted."""
     fitting = []
     for shift in range(_MOST_SHIFTED + 1):
-        overlap = min(width, length - shift)
+        overlap = min(wanted.shape[1], tokens.shape[1] - shift)
         if overlap < 1:
             break
         ours, theirs = wanted[:, :overlap], tokens[:, shift : shift + overlap]
@@ -158,7 +169,7 @@ def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> int | Non
         compared, wrong = torch.stack([counted.sum(), (counted & (ours != theirs)).sum()]).tolist()
         if compared >= _LEAST_COMPARED and not wrong:
             fitting.append(shift)
-    return fitting[0] if len(fitting) == 1 else None
+    return fitting
 
 
 def tokens_of(given: Any) -> Iterator[torch.Tensor | None]:

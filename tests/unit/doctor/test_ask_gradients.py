@@ -1,0 +1,123 @@
+"""Backwards of own functions that are not the slope are told, and those that are meant to be something else are not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.doctor.recorder import Doctor
+from test_doctor_ask import asked, nothing_was_compiled, steps
+
+__all__ = ["nothing_was_compiled"]
+
+Backward = Callable[..., Any]
+
+
+def made(forward: Backward, backward: Backward) -> Any:
+    """A function whose forward keeps all that it is given."""
+
+    def whole(ctx: Any, *given: torch.Tensor) -> Any:
+        ctx.save_for_backward(*given)
+        return forward(*given)
+
+    def back(ctx: Any, *grads: torch.Tensor) -> Any:
+        return backward(*grads, *ctx.saved_tensors)
+
+    parts = {"forward": staticmethod(whole), "backward": staticmethod(back)}
+    return type("Own", (torch.autograd.Function,), parts)
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+def squared(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x - y).square().mean()
+
+
+def fake(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return (x / s).round().clamp(-8, 7) * s
+
+
+def lost(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sigmoid()
+
+
+class Net(nn.Module):
+    """Has a function of one or two tensors behind its first layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.weight, self.scale = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.tensor([0.1]))
+        self.register_buffer("feedback", torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        given = {"w": self.weight, "s": self.scale, "b": self.feedback}
+        more = [given[name] for name in getattr(self.function, "more", "")]
+        return self.last(self.function.apply(self.first(x), *more))
+
+
+def with_more(more: str, forward: Backward, backward: Backward) -> Any:
+    function = made(forward, backward)
+    function.more = more
+    return function
+
+
+FAULTY = {
+    "turned": with_more("w", linear, lambda g, x, w: (g @ w, x.t() @ g)),
+    "factor": with_more("w", linear, lambda g, x, w: (g @ w, g.t() @ x / len(x))),
+    "aside": made(lost, lambda g, x: g * (x.sigmoid() - x * x.sigmoid() * (1 - x.sigmoid()))),
+    "zero": with_more("w", linear, lambda g, x, w: (g @ w, torch.zeros_like(w))),
+}
+MEANT = {
+    "the slope": with_more("w", linear, lambda g, x, w: (g @ w, g.t() @ x)),
+    "reversed": made(lambda x: x.view_as(x), lambda g, x: -g),
+    "rounded": made(lambda x: (x * 8).round() / 8, lambda g, x: g),
+    "cut off": made(lambda x: x.clamp(-1, 1), lambda g, x: g),
+    "guided": made(lambda x: x.clamp(min=0), lambda g, x: g.clamp(min=0) * (x > 0)),
+    "a spike": made(lambda x: (x > 0).to(x.dtype), lambda g, x: g / (1 + x.abs())),
+    "a learned scale": with_more("s", fake, lambda g, x, s: (g, (g * ((x / s).round() - x / s)).sum().reshape(1))),
+    "feedback": with_more("wb", lambda x, w, b: x @ w.t(), lambda g, x, w, b: (g @ b, g.t() @ x, None)),
+    "clipped": made(torch.tanh, lambda g, x: (g * (1 - x.tanh() ** 2)).clamp(-1e-5, 1e-5)),
+    "nearly": made(F.gelu, lambda g, x: g * (1.702 * x).sigmoid() * (1 + 1.702 * x * (1 - (1.702 * x).sigmoid()))),
+}
+
+
+def kind_of(function: Any, loss: Callable[..., torch.Tensor] = F.cross_entropy) -> str:
+    (found,) = asked(lambda: steps(Net(function), loss), "function gradient")
+    return str(found.evidence["kind"]) if found.answer == "yes" else found.answer
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+def test_a_gradient_that_is_not_the_slope_is_told(kind: str) -> None:
+    assert kind_of(FAULTY[kind]) == kind
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_gradient_that_is_meant_to_be_another_one_is_not(name: str) -> None:
+    assert kind_of(MEANT[name]) == "no"
+
+
+def test_a_loss_with_the_wrong_sign_is_told() -> None:
+    against = made(squared, lambda g, x, y: (g * 2 * (y - x) / x.numel(), None))
+    right = made(squared, lambda g, x, y: (g * 2 * (x - y) / x.numel(), None))
+    for function, kind in ((against, "factor"), (right, "no")):
+
+        def train(function: Any = function) -> None:
+            steps(nn.Linear(6, 1), lambda made, y: function.apply(made[:, 0], y.float()))
+
+        (found,) = asked(train, "function gradient")
+        assert found.evidence.get("kind", found.answer) == kind
+
+
+def test_a_function_stays_what_it_is() -> None:
+    function = MEANT["the slope"]
+    before = function.forward, function.forward.__code__
+    with Doctor():
+        steps(Net(function), F.cross_entropy)
+    assert (function.forward, function.forward.__code__) == before

@@ -1,0 +1,62 @@
+"""Generators that are seeded again and again in a training are told, and seeds that do no harm are not."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.samples.streams import Streams
+
+Seeds = Callable[[int], None]
+
+
+def back(seeds: Seeds, draws: Callable[[], object], trainings: int = 1) -> set[str]:
+    """The generators that went back in a training, at whose steps something draws and something may seed."""
+    streams = Streams()
+    torch.manual_seed(0)
+    random.seed(0)
+    for training in range(trainings):
+        for step in range(12):
+            seeds(step)
+            for _ in range(1 + step % 3):
+                draws()
+            streams.look(training)
+    return {name for name, times in streams.back.items() if times >= 3}
+
+
+def kept_apart(step: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        torch.rand(9)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "draws", "expected"),
+    [
+        (lambda step: random.seed(1), random.random, {"random"}),
+        (lambda step: torch.manual_seed(1), lambda: torch.rand(3), {"torch"}),
+        (lambda step: torch.manual_seed(1), lambda: torch.rand(2000), {"torch"}),
+        (torch.manual_seed, lambda: torch.rand(3), set()),
+        (lambda step: None, lambda: (torch.rand(300), random.random()), set()),
+        (kept_apart, lambda: torch.rand(3), set()),
+    ],
+)
+def test_a_generator_that_goes_back_is_seen(seeds: Seeds, draws: Callable[[], object], expected: set[str]) -> None:
+    before = random.getstate(), torch.get_rng_state()
+    assert back(seeds, draws) == expected
+    random.setstate(before[0])
+    torch.set_rng_state(before[1])
+
+
+def test_a_seed_before_each_of_several_trainings_is_none() -> None:
+    assert back(lambda step: random.seed(0) if step == 0 else None, random.random, trainings=5) == set()
+
+
+def test_a_look_changes_nothing() -> None:
+    before, of_torch = random.getstate(), torch.get_rng_state()
+    with Doctor():
+        Streams().look(0)
+    assert random.getstate() == before
+    assert torch.equal(torch.get_rng_state(), of_torch)
