@@ -203,13 +203,13 @@ class Tables(nn.Module):
             nn.init.normal_(one.weight, std=std)
 
     def forward(self, u: Tensor, i: Tensor) -> Tensor:
-        return (self.user(u) * self.item(i)).sum(-1)
+        return torch.sum(self.user(u) * self.item(i), -1)
 
 
 def wide(std: float) -> nn.Module:
-    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
-    nn.init.normal_(net[2].weight, std=std)
-    return net
+    last = nn.Linear(64, 5)
+    nn.init.normal_(last.weight, std=std)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), last)
 
 
 @pytest.mark.parametrize(("std", "expected"), [(1.0, "yes"), (0.05, "no")])
