@@ -165,6 +165,8 @@ def _guilty(
             if _is_of_cut_table(tape, operation, first, rows, patterns):
                 return operation, "row i of the batch gets entry i of a table, whatever is in it"
             given -= {None, (-1, 0)}
+            if any(pattern is not None and pattern[1] < 0 for pattern in given):
+                return None  # as many features as rows, whose order was changed as well
             aligned = {pattern for pattern in given if pattern is not None and pattern[0] == 0}
             if len(aligned) > 1 and operation.name not in ("matmul", "mm", "bmm", "einsum", "__matmul__", "cdist"):
                 return operation, "the rows of two tensors are in different orders"

@@ -22,6 +22,7 @@ from anybatch.records.events import Forward
 from anybatch.torch_private import is_jit_tracing, number_of_backward, stands_in
 
 _MOST_NAMES = 20
+_MOST_DRAWN = 16  # calls without gradient in training mode, which may be draws for the same input
 _training = attrgetter("training")
 
 
@@ -35,6 +36,7 @@ class _Called:
     names: list[str]
     modules: list[Any]
     is_looked_at: bool = False
+    drawn: int = 0  # how many calls were looked at that draw and do not train
 
 
 class ForwardHooks:
@@ -167,7 +169,9 @@ class ForwardHooks:
                 self._samplers.last_inputs[root] = (module, *recording.arguments)
             else:
                 self._samplers.keep(root, module)
-        called.is_looked_at = recording.looks or is_new
+        is_drawn = not grad and module.training and bool(called.names) and called.drawn < _MOST_DRAWN
+        called.drawn += is_drawn
+        called.is_looked_at = recording.looks or is_new or is_drawn
         if called.is_looked_at:
             at = noted.at if is_new else noted[1]
             self._samplers.before_forward(module, root, at, args, kwargs)

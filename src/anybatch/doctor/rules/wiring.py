@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.courses import groups_of, phases
 from anybatch.doctor.views.measures import copied_shapes
 from anybatch.doctor.views.naming import (
     Names,
@@ -26,18 +27,34 @@ from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations
 from anybatch.records.tables import ModuleFacts, ParameterFacts, Root
 
+_LATE = 3  # backwards: a few may be of something else than the training
+
 
 @remembered
 def _in_no_group(run: Run) -> list[int]:
     """Trainable parameters that got gradient while optimizers stepped, are in no group and were never written."""
     first = next((one.touched for one in passes(run) if one.touched), frozenset[int]())
-    return [
+    found = {
         number
-        for number in sorted(ever_touched(run) - optimized(run) - written(run))
+        for number in ever_touched(run) - optimized(run) - written(run)
         if (one := run.parameters.get(number)) is not None
         and (one.requires_grad or number not in first)  # it was frozen at first, and is not any more
         and one.shape not in copied_shapes(run)  # GRAPH_CUT says it of what they are copies of
-    ]
+    }
+    return sorted(found | _unfrozen(run))
+
+
+def _unfrozen(run: Run) -> set[int]:
+    """What was trained before, and gets a gradient again in the middle of a later training that does not have it."""
+    found = set[int]()
+    for part in phases(run)[1:]:
+        steps = [one.at for one in run.of(Stepped) if part.start <= one.at <= part.end]
+        mine = [
+            one.touched for one in passes(run) if one.touched is not None and part.start <= one.fact.at <= steps[-1]
+        ]
+        counts = Counter(number for touched in mine for number in touched - mine[0])
+        found |= {number for number, count in counts.items() if count >= _LATE} - part.parameters
+    return found & run.parameters.keys()
 
 
 def _numbers(run: Run, numbers: list[int]) -> int:
@@ -46,10 +63,11 @@ def _numbers(run: Run, numbers: list[int]) -> int:
 
 
 def _first_step_after(run: Run, numbers: list[int]) -> Stepped | None:
-    """The first step that came after one of some parameters had got its gradient."""
+    """The first step, of an optimizer without them, that came after one of some parameters had got its gradient."""
     reached = (one.fact.at for one in passes(run) if one.touched is not None and not one.touched.isdisjoint(numbers))
     first = next(reached, None)
-    return None if first is None else next((one for one in run.of(Stepped) if one.at > first), None)
+    after = (one for one in run.of(Stepped) if first is not None and one.at > first)
+    return next((one for one in after if groups_of(run, one.optimizer).keys().isdisjoint(numbers)), None)
 
 
 def _with_optimized(run: Run, numbers: list[int], shared: float) -> bool:
