@@ -152,7 +152,10 @@ def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> dict[str,
             fitting = [
                 one for one in _fitting(wanted, ignore, given[:, start:]) if one
             ]  # 0 may be a copy that is asked
-        if len(fitting) == 1:
+        fitting = [one for one in fitting if one < 2 or not time_first]
+        if len(fitting) > 1:
+            return {}
+        if fitting:
             return {"shift": fitting[0], "start": start, "time_first": time_first}
     return {}
 
