@@ -18,7 +18,7 @@ Row = dict[str, Any]
 OF_KINDS: dict[str, Row] = {
     "class": {"rows": 600},
     "split": {"held_out": "test_mask"},
-    **dict.fromkeys(("factor", "turned", "aside", "zero"), {"factor": -1.0, "place": 0, "shape": [2, 2]}),
+    **{one: {"factor": -1.0, "place": 0, "shape": [2, 2]} for one in ("factor", "turned", "aside", "zero")},
 }  # what answers of a kind have beside
 ROWS = [(code, at) for code, table in answered._TABLES.items() for at in range(len(table.get("answers", [{}])))]
 
