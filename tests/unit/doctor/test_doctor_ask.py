@@ -95,6 +95,23 @@ def test_a_dropout_and_numbers_that_are_drawn_belong_to_their_rows() -> None:
     assert answer(lambda: steps(net, noisy), "rows") == "no"
 
 
+def test_as_many_features_as_rows_are_not_torn_apart() -> None:
+    pattern = torch.randn(ROWS)
+
+    def train() -> None:
+        net = nn.Linear(ROWS, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for step in range(1, 19):
+            x = torch.randn(ROWS, ROWS)
+            x = x + torch.rand(ROWS, 1) * pattern
+            (F.cross_entropy(net(x), torch.randint(0, 3, (ROWS,))) / 3).backward()
+            if step % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert answer(train, "rows") == "unknown"
+
+
 def penalised(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda scores, y: F.cross_entropy(scores, y) + 0.1 * reduce(scores.pow(2))
 

@@ -167,6 +167,22 @@ def test_an_evaluation_that_draws_several_times_for_one_batch_is_told(again: boo
     assert answer(train, "drawn again") == expected
 
 
+def test_draws_behind_the_last_step_that_is_sampled_are_told() -> None:
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(15):
+            optimizer.zero_grad()
+            net(torch.randn(ROWS, 6)).pow(2).mean().backward()
+            optimizer.step()
+        same = torch.randn(ROWS, 6)
+        with torch.no_grad():
+            for _ in range(5):
+                net(same)
+
+    assert answer(train, "drawn again") == "yes"
+
+
 @pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
 @pytest.mark.parametrize("ends", [[], [nn.Sigmoid()]])
 def test_labels_of_yes_and_no_are_asked_of_too(ends: list[nn.Module], related: bool, expected: str) -> None:

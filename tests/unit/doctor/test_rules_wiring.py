@@ -45,6 +45,31 @@ def test_opt_param_missing_is_quiet_on_frozen_and_on_hand_written_parameters() -
         assert not findings(built, "OPT_PARAM_MISSING")
 
 
+def unfrozen(*, then: tuple[int, ...] = (), by_step: bool = True) -> RunBuilder:
+    """The body is trained, then a head alone, and then the body gets a gradient again."""
+    built = RunBuilder()
+    numbers = built.model()
+    built.optimizer(numbers, variable="first")
+    built.train(numbers, 6)
+    built.optimizer((*HEAD, *then), number=1, variable="second")
+    built.train(HEAD, 6, number=1)
+    if by_step:
+        built.train(numbers, 6, number=1)
+    for _ in range(0 if by_step else 6):  # of something else than the training, as an attack on it
+        built.backward(numbers)
+    return built
+
+
+def test_opt_param_missing_fires_on_what_a_later_training_unfreezes_behind_its_optimizer() -> None:
+    (one,) = findings(unfrozen(), "OPT_PARAM_MISSING")
+    assert (one.place.optimizer, one.fix.partition(".")[0]) == ("second", "second")
+
+
+@pytest.mark.parametrize("built", [unfrozen(then=(0, 1)), unfrozen(by_step=False)])
+def test_it_is_quiet_where_that_optimizer_has_it_or_no_step_uses_it(built: RunBuilder) -> None:
+    assert not findings(built, "OPT_PARAM_MISSING")
+
+
 def test_opt_param_missing_is_quiet_on_a_model_that_no_backward_reaches() -> None:
     built = simple()
     built.model(("teacher.weight",), root=1, variable="teacher")

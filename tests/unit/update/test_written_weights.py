@@ -142,7 +142,7 @@ def test_a_step_in_one_micro_batch_is_the_plain_one(name: str, loss_fn: Any, mon
 @pytest.mark.parametrize("is_method", [False, True])
 def test_planning_leaves_what_an_object_of_the_loss_keeps(writes: bool, is_method: bool) -> None:
     torch.manual_seed(0)
-    model, batch = nn.Linear(16, 8), torch.randn(1, 16)
+    model, batch = nn.Linear(16, 8), torch.randn(1, 16)  # no plan splits it, however long its runs take
     other, hand, loss = copy.deepcopy(model), Centred(writes=writes), Centred(writes=writes)
     expected = trained_by_hand(other, hand, batch)
     step = anybatch.TrainStep(model, loss.method if is_method else loss, optimizer_of(model), memory="1GiB")
