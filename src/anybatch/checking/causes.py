@@ -266,7 +266,7 @@ CAUSES: dict[str, Cause] = {
         "weight",
         "The forward or the loss writes into {weights!l}: once with the whole batch, and once for each of several "
         "micro-batches, of which the next computes with what it finds there. Move them once for each step, after it.",
-        ("step(batch)\n    model.update_average()  # here, and not in forward", WHOLE),
+        ("step(batch)\n    model.update_average()  # a method of yours, called here and not in forward", WHOLE),
     ),
     "state": Cause(
         "state",
