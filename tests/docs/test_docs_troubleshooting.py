@@ -161,7 +161,9 @@ RAISED: dict[str, Callable[[], object]] = {
     "Using a target size ... that is different to the input size": lambda: F.mse_loss(x[:, :1], torch.rand(4)),
     "index out of range in self": lambda: nn.Embedding(3, 2)(torch.tensor([3])),
     "Target 7 is out of bounds": lambda: F.cross_entropy(x, torch.tensor([7, 0, 0, 0])),
-    "Expected parameter scale ... to satisfy the constraint": lambda: torch.distributions.Normal(x, x - 10, validate_args=True),
+    "Expected parameter scale ... to satisfy the constraint": lambda: torch.distributions.Normal(
+        x, x - 10, validate_args=True
+    ),
     "cannot assign module before Module.__init__() call": Unmade,
     "Expected more than 1 value per channel when training": lambda: nn.BatchNorm1d(3)(x[:1]),
     "stack expects each tensor to be equal size": lambda: torch.utils.data.default_collate([x[0], x[0, :2]]),
