@@ -277,11 +277,11 @@ def test_a_loss_that_runs_no_smaller_part_is_compared_in_its_own_micro_batches(l
         anybatch.backward(net(), loss_fn, batch, micro_batch_size=size)
 
 
-def test_pairs_that_stay_together_are_proved_by_their_losses() -> None:
+def test_pairs_that_stay_together_are_proved_by_their_gradients() -> None:
     batch = {name: value[:24] for name, value in batch_of().items()}
     proof = anybatch.backward(net(), neighbours, batch, micro_batch_size=8).proof
     assert proof is not None
-    assert (proof.outcome, proof.by) == ("exact", "losses")
+    assert (proof.outcome, proof.by, proof.group) == ("exact", "comparison", 2)
 
 
 class LargestSoFar(nn.Module):
