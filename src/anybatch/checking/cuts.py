@@ -1,5 +1,6 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,8 +11,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from anybatch.batch.batches import Part, Splittable, sizes_of
-from anybatch.batch.layout import Rows, rows_of
+from anybatch.batch.layout import Rows, placement, rows_of
 from anybatch.batch.trees import leaves
+from anybatch.errors import BatchError
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
 _MANY = 32  # the same where a micro-batch has many times as many: among more a selection is rarely the same by chance
@@ -22,6 +24,7 @@ _GROUPS = 3  # of samples that belong together, the fewest of which two parts ha
 _COUNTED = 8  # parts, if a loss keeps something from one to the next: what it does with every fourth shows
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
+_MOST_LEAVES = 8  # of a batch, which are tried without a cut
 _SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
@@ -63,6 +66,16 @@ class Cut(NamedTuple):
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
+
+
+def uncut_one_by_one(splittable: Splittable) -> Iterator[tuple[str, str, Splittable]]:
+    """The batch with one of its leaves not cut, each in turn, with the label and the path of the leaf."""
+    tensors = [one for one in leaves(splittable.batches[0], "batch") if isinstance(one[2], torch.Tensor)]
+    for label, keys, _ in tensors[:_MOST_LEAVES] if splittable.collate is None and len(tensors) > 1 else ():
+        path = ".".join(keys)
+        placed = placement((*splittable.broadcast, path), getattr(splittable.broadcast, "dims", None))
+        with contextlib.suppress(BatchError):  # then nothing is left that is cut
+            yield label, path, Splittable(splittable.batches, broadcast=placed)
 
 
 def most_of(largest: int) -> int:

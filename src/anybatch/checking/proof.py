@@ -26,6 +26,7 @@ from anybatch.checking.cuts import (
     cuts_of_groups,
     cuts_of_other_groups,
     most_of,
+    uncut_one_by_one,
 )  # fmt: skip
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
@@ -132,8 +133,27 @@ class _Prover:
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
+        if notes and uncut is None and not self._task.is_planned and (found := self._uncut()):
+            return found
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
+
+    def _uncut(self) -> Found | None:
+        """Whether a part runs, and adds up to the whole, once one of the leaves is not cut."""
+        for label, path, other in uncut_one_by_one(self._task.splittable):
+            rows = min(3, other.rows)
+            cut, failure = Cut(other.chosen(range(rows)), (rows - 1, 1)), None
+            try:
+                found = self._trial.difference(cut, in_single=False)
+                if rows < 2 or not found.is_none or self._trial.is_the_same(cut):
+                    continue  # what is no longer cut may be all the data
+                evidence = {"path": path, "error_with_remedy": found.error}
+                told = worded("not per sample", label, evidence, label=label, rows=self._task.splittable.rows)
+                return Proof("not exact", "comparison", rows, cut.sizes), told
+            except Exception as error:  # noqa: BLE001 - it may be another leaf
+                failure = Failure(error)
+            failure.release()
+        return None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -313,9 +333,14 @@ def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
     remedies = "".join(f"\n    {line}" for line in reason.remedies)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
-    return NotSplittable(
+    found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({proof.error:.2g} off). {reason.message} Nothing was changed. "
+        f"give another one as {sizes} than whole ({proof.error:.2g} off)."
+    )
+    if math.isnan(proof.error):
+        found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
+    return NotSplittable(
+        f"{found} {reason.message} Nothing was changed. "
         f"anybatch.check says more; verify='off' splits all the same. Instead:{remedies}",
         modules=modules,
     )
