@@ -142,8 +142,9 @@ class _Prover:
         """Whether a part runs, and adds up to the whole, once one of the leaves is not cut."""
         for label, path, other in uncut_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
-            cut, failure = Cut(other.chosen(range(rows)), (rows - 1, 1)), None
+            failure = None
             try:
+                cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
                 if rows < 2 or not found.is_none or self._trial.is_the_same(cut):
                     continue  # what is no longer cut may be all the data
