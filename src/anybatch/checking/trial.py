@@ -22,7 +22,7 @@ from anybatch.interception import unobserved
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
-from anybatch.memory.meter import Recording
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
@@ -34,7 +34,7 @@ from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, run_pass
-from anybatch.update.transaction import Snapshot
+from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
@@ -141,21 +141,24 @@ class Trial:
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
+        counted, error = self._gradient_error(whole, split)
+        found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
+        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
+        return replace(found, bound=bound)
+
+    def _gradient_error(self, whole: "Ran", split: "Ran") -> tuple[list[torch.Tensor], float]:
+        """How far two gradients are apart, and of which leaves."""
         # Leaves that a loss makes itself, or that stand for cut tensors, are others in each run.
         lasting = {id(one) for one in self.parameters} | set(map(id, whole.leaves)) & set(map(id, split.leaves))
         counted = [one for one in [*whole.leaves, *split.leaves] if id(one) in lasting]
         distance = split.gradient.distance(whole.gradient, of=counted)
-        error = relative(distance, whole.gradient.distance(of=counted))
-        found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
-        bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
-        return replace(found, bound=bound)
+        return counted, relative(distance, whole.gradient.distance(of=counted))
 
     def is_the_same(self, cut: Cut) -> bool:
         """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
         alone = cut.alone(cut.parts[0])
         whole, part = self.run(cut, cut.whole, None), self.run(alone, alone.whole, None)
-        distance = part.gradient.distance(whole.gradient)
-        return self.judged(self.parameters, relative(distance, whole.gradient.distance()), 0.0, draws=False).is_none
+        return self.judged(self.parameters, self._gradient_error(whole, part)[1], 0.0, draws=False).is_none
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
@@ -201,12 +204,23 @@ class Trial:
             OverBudget: they take more than a plan has room for.
         """
         room = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
-        cut, difference, drew_others = self._of_losses(cut, room if self._task.is_planned else None)
-        return None if drew_others else (cut, difference)
+        limit, failure = room if self._task.is_planned else None, None
+        try:
+            chosen, difference, drew_others = self._of_losses(cut, limit)
+        except OverBudget:
+            raise
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            failure = Failure(error)
+        if failure is not None:  # the loss may differentiate by itself, which takes a graph
+            failure.release()
+            chosen, difference, drew_others = self._of_losses(cut, limit, differentiate=True)
+        return None if drew_others else (chosen, difference)
 
-    def _of_losses(self, cut: Cut, limit: int | None) -> tuple[Cut, Difference, bool]:
+    def _of_losses(self, cut: Cut, limit: int | None, *, differentiate: bool = False) -> tuple[Cut, Difference, bool]:
         with contextlib.nullcontext() if limit is None else Recording(limit=limit):
-            whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=False)
+            whole, numbers = self._whole(cut, StandIns() if self._draws else None, differentiate=differentiate)
         draws = bool(numbers is not None and numbers.draws) or whole.drew_others
 
         def orders() -> Iterator[Cut]:
@@ -217,9 +231,10 @@ class Trial:
                 yield cut.alike
 
         for other in orders():
-            split = self.run(other, other.parts, numbers if draws else None, differentiate=False)
+            split = self.run(other, other.parts, numbers if draws else None, differentiate=differentiate)
             off = split.value_error(whole, without=math.inf)
-            difference = self.judged(self.parameters, off, off, draws=draws)
+            error = self._gradient_error(whole, split)[1] if differentiate else off
+            difference = self.judged(self.parameters, error, off, draws=draws)
             if not difference.is_none:
                 break
         return other, difference, whole.drew_others

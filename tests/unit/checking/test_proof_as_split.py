@@ -1,5 +1,6 @@
 """What only micro-batches as large as the step's own show, or samples of unlike lengths, and what is said of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -379,3 +380,34 @@ def test_what_shows_among_more_than_two_samples_is_refused(loss_fn: Any, size: i
     batch = {name: value[:16] for name, value in batch_of().items()}
     with pytest.raises(anybatch.NotSplittable):
         anybatch.backward(net(), loss_fn, batch, micro_batch_size=size)
+
+
+def penalised(each: Callable[[torch.Tensor, int], torch.Tensor], *, after: int = 0) -> Any:
+    """A loss that differentiates by its inputs, from a call on."""
+    calls = [0]
+
+    def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+        x = batch["x"].clone().requires_grad_()
+        losses = F.cross_entropy(model(x), batch["y"], reduction="none")
+        (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+        calls[0] += 1
+        return each(losses, len(x)) + 0.1 * slope.square().sum(1).mean() * (calls[0] > after)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("size", [12, 24])
+def test_a_loss_that_differentiates_is_compared_in_its_own_micro_batches(size: int) -> None:
+    def hardest(losses: torch.Tensor, rows: int) -> torch.Tensor:
+        return losses.topk(min(10, rows)).values.mean()
+
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), penalised(hardest), batch_of(), micro_batch_size=size)
+    result = anybatch.backward(net(), penalised(lambda losses, _: losses.mean()), batch_of(), micro_batch_size=size)
+    assert result.proof is not None
+    assert (result.proof.exact, result.proof.by) == (True, "comparison")
+
+
+def test_a_counter_in_a_loss_that_differentiates_is_seen_where_it_matters_in_a_later_call() -> None:
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), penalised(lambda losses, _: losses.mean(), after=5), batch_of(), micro_batch_size=8)
