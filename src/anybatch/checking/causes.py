@@ -161,6 +161,13 @@ CAUSES: dict[str, Cause] = {
         "here. The loss is no mean over count(batch) items, it compares samples, or something keeps a state.",
         ("anybatch.check(model, loss_fn, batch)  # on a small model of the same kind",),
     ),
+    "whole batch": Cause(
+        "not-additive",
+        "The loss of all {rows} samples, from what the model gives in the micro-batches, has another gradient by its "
+        "outputs, {error:.2g} off. It depends on more samples than a micro-batch has, such as a fixed number of the "
+        "hardest, or a number that a micro-batch may lack.",
+        (WHOLE, _COUPLED),
+    ),
     "in parts": Cause(
         "not-additive",
         "The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "

@@ -21,6 +21,7 @@ from anybatch.tensors.modules import modules_of
 from anybatch.update.passes import Task
 
 if TYPE_CHECKING:
+    from anybatch.checking.replaying import Replay
     from anybatch.records.certificates import Reason
     from anybatch.records.proofs import Proof
 
@@ -37,6 +38,9 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        # sees the loss of the whole first batch, once its micro-batches have run; ``None`` from the second batch on
+        self.replay: Replay | None = None
+        self._key: Hashable = None  # of the layout that it is about
 
     def look(
         self,
@@ -47,15 +51,19 @@ class Proofs:
         *,
         clear: Callable[[], None] = lambda: None,
         update: int | None = None,
-    ) -> None:
+    ) -> Task:
         """Proves a split before it is made, if that was not done.
+
+        Returns:
+            The task to run, in which what the model gives may be kept; then ``conclude`` looks at it.
 
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
         reducer, splits = task.settings.reducer, self.verify != "off" and len(parts) > 1
+        self.replay = None
         if trial.get() or not (splits or reducer.is_sharded):
-            return
+            return task
         key = layout_key(task.splittable)
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
@@ -74,26 +82,46 @@ class Proofs:
                         self._known[key] = proof
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
-            return
+            return task
         if holds:
             self.latest = known
-            return
+            return task
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
-            return  # a first batch makes lazy parameters, and the next one is proved
+            return task  # a first batch makes lazy parameters, and the next one is proved
         from anybatch.checking.proof import prove
 
         clear()
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
-            return
+            return task
         self._conclude(*found, task)
         self._known[key] = self.latest = found[0]
+        self._key = key
         if self.latest.outcome == "undecided":
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
+        from anybatch.checking.replaying import Replay
+
+        if not Replay.can_be(task, parts, self.latest):
+            return task
+        self.replay = Replay(task, parts, parameters, optimizations, self.latest)
+        return self.replay.task
+
+    def conclude(self, task: Task) -> None:
+        """Looks at the loss of all micro-batches that have run.
+
+        Raises:
+            NotSplittable: the loss of the whole batch has another gradient.
+        """
+        replay, self.replay = self.replay, None
+        found = None if replay is None else replay.found()
+        if found is not None:
+            self._known.pop(self._key, None)  # it is proved again if it is tried again
+            self._conclude(*found, task)
+            self._known[self._key] = self.latest = found[0]
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
         from anybatch.checking.proof import refusal

@@ -1,0 +1,139 @@
+"""The loss of the whole first batch, from what the model gave in its micro-batches.
+
+How this could be wrong: it is silent where it can't look, refuses what only differs in value, or leaves something.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[Any, Batch], Any]
+ROWS, SIZE = 64, 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
+
+
+def batch_of() -> Batch:
+    torch.manual_seed(1)
+    return {"x": torch.randn(ROWS, 6), "y": torch.randint(4, (ROWS,))}
+
+
+def each(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def hardest(model: Any, batch: Batch) -> torch.Tensor:
+    losses = each(model, batch)
+    return losses.topk(min(20, len(losses))).values.mean()
+
+
+def above_a_count(model: Any, batch: Batch) -> torch.Tensor:
+    losses, of_one = each(model, batch), batch["y"] == 1
+    return losses.mean() + losses[of_one].sum() / len(losses) * (int(of_one.sum()) > 10)
+
+
+def hardest_yielded(model: Any, batch: Batch) -> Iterator[torch.Tensor]:
+    losses = each(model, batch)
+    yield losses.topk(min(20, len(losses))).values.mean()
+    yield each(model, batch).mean()
+
+
+def hardest_of_two(model: Any, batch: Batch) -> torch.Tensor:
+    losses = each(model, batch) + each(model, {**batch, "x": -batch["x"]})
+    return losses.topk(min(20, len(losses))).values.mean()
+
+
+@pytest.mark.parametrize("loss_fn", [hardest, above_a_count, hardest_yielded, hardest_of_two])
+@pytest.mark.parametrize("verb", ["step", "backward"])
+def test_what_only_many_samples_show_is_stopped_before_the_first_update(loss_fn: Loss, verb: str) -> None:
+    model, batch = net(), batch_of()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)
+    for _ in range(2):  # and again if it is tried again
+        torch.manual_seed(3)
+        drawn = torch.get_rng_state()
+        with pytest.raises(anybatch.NotSplittable, match="The loss of all 64 samples"):
+            step(batch) if verb == "step" else anybatch.backward(model, loss_fn, batch, micro_batch_size=SIZE)
+        assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(one.grad is None for one in model.parameters())
+    assert not model._forward_hooks
+    assert "forward" not in vars(model)
+    assert step.updates == 0
+
+
+def of_parts(model: Any, batch: Batch) -> torch.Tensor:
+    """Runs what is within the model, so that nothing stands in for it."""
+    return F.cross_entropy(model[3](model[1](model[0](batch["x"]))), batch["y"])
+
+
+def of_some_rows(model: Any, batch: Batch) -> Any:
+    chosen = batch["y"] > 1
+    losses = F.cross_entropy(model(batch["x"][chosen]), batch["y"][chosen], reduction="sum")
+    return anybatch.Mean(losses, int(chosen.sum()))
+
+
+def with_noise(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]) + 0.1 * torch.randn(len(batch["x"]), 4), batch["y"])
+
+
+def with_a_value_beside(model: Any, batch: Batch) -> torch.Tensor:
+    out = model(batch["x"])
+    return F.cross_entropy(out, batch["y"]) + (out.std() - out.std()).detach()
+
+
+def in_place(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]).mul_(2), batch["y"])
+
+
+@pytest.mark.parametrize("loss_fn", [of_parts, of_some_rows, with_noise, with_a_value_beside, in_place])
+def test_a_mean_over_the_samples_passes(loss_fn: Loss) -> None:
+    model = net()
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)
+    for _ in range(2):
+        result = step(batch_of())
+        assert result.proof is not None
+        assert result.proof.outcome == "exact"
+    assert not model._forward_hooks
+
+
+def test_it_is_the_same_step_bit_for_bit() -> None:
+    def run(verify: Any) -> list[torch.Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+            return each(model, batch).mean()
+
+        step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=SIZE, verify=verify)
+        torch.manual_seed(5)
+        for _ in range(3):
+            step(batch_of() | {"x": torch.randn(ROWS, 6)})
+        return [one.detach() for one in model.parameters()]
+
+    assert all(map(torch.equal, run("first"), run("off")))
+
+
+def test_a_warning_instead_where_that_is_asked_for() -> None:
+    with pytest.warns(anybatch.AnyBatchWarning, match="The loss of all 64 samples"):
+        anybatch.backward(net(), hardest, batch_of(), micro_batch_size=SIZE, verify="warn")
+
+
+def test_a_loss_in_low_precision_is_not_refused_for_its_rounding() -> None:
+    def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+        return each(model, batch).mean()
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=SIZE, autocast=torch.bfloat16)
+    assert step(batch_of()).micro_batches == ROWS // SIZE
