@@ -11,8 +11,8 @@ from typing import Any
 from anybatch.doctor.crashing.kinds import told_of
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import source_of
-from anybatch.doctor.tested import is_tested
 from anybatch.records.events import Crashed
+from anybatch.records.findings import is_tested
 from anybatch.tensors.dispatch import nobody_looks
 from anybatch.tensors.randomness import RandomState
 
@@ -116,9 +116,7 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
         if worker is not None:
             live.text = _message_of(worker.group(2), worker.group(1))
             place = _place_in(worker.group(2)) or place
-        from anybatch.doctor.crashing.table import TABLE  # not needed by a run that ends well
-
-        told = told_of(live, TABLE) or _asked(live)
+        told = told_of(live) or _asked(live)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as failure:  # noqa: BLE001 - whatever fails here must not hide the user's error

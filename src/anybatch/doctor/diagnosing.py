@@ -1,22 +1,21 @@
-"""From the facts of a run to a diagnosis: runs all rules, ranks their findings and fills the four cells."""
+"""From the facts of a run to a diagnosis: runs all rules, ranks their findings, judges, and fills the four cells."""
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
 from anybatch.doctor.policy import Policy
-from anybatch.doctor.ranking import ranked
 from anybatch.doctor.rules.registry import Rule, all_rules
-from anybatch.doctor.tested import is_tested
-from anybatch.doctor.verdicts import verdict_on
 from anybatch.doctor.views.changes import cells
 from anybatch.doctor.views.courses import updates
 from anybatch.doctor.views.naming import Located
-from anybatch.doctor.views.outcomes import learned_well
-from anybatch.records.diagnoses import SEVERAL_THREADS, Cell, Diagnosis, Suppressed
-from anybatch.records.events import Backward, Ended, Forward, Stepped, ThreadsAtOnce
-from anybatch.records.findings import Finding, Severity
+from anybatch.doctor.views.outcomes import learned_well, outcome
+from anybatch.records.diagnoses import INTERRUPTED, SEVERAL_THREADS, Cell, Diagnosis, Suppressed, Verdict, missing_of
+from anybatch.records.events import Backward, Crashed, Ended, Forward, Stepped, ThreadsAtOnce
+from anybatch.records.findings import SEVERITIES, Finding, Severity, is_tested
 from anybatch.records.runs import Run
+from anybatch.records.samples import Norms
 
 __all__ = ["Cell", "cells", "diagnose", "diagnosis"]
 
@@ -156,3 +155,130 @@ def _note(rule: Rule, error: BaseException) -> str:
     note = f"the rule {rule.code} {rule.name} failed with {type(error).__name__}: {error}; its findings are missing"
     _log.warning(note, exc_info=error)
     return note
+
+
+OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
+"""Findings that say what became of a run, and not why."""
+
+_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW"}
+"""Findings that follow from what explains them whenever that began: they are asked of the whole run."""
+
+
+def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
+    """Orders findings: each root is followed by its consequences.
+
+    Roots are ordered by the gravest severity among them and their consequences, then by the time of the anomaly; each
+    finding keeps its own severity. A finding is a consequence of another one that explains it, directly or through
+    other findings, is not later, and is not merely ``info`` unless both are. That nothing was learned is a consequence
+    of any fault.
+    """
+    found = sorted(_without_repeats(findings), key=lambda one: (one.at, _severity(one), one.code))
+    parents: dict[int, int] = {}
+    for index in range(len(found)):
+        parent = _parent(index, found, explains, parents)
+        if parent is not None:
+            parents[index] = parent
+    roots = [index for index in range(len(found)) if index not in parents]
+    under: dict[int, list[int]] = {root: [] for root in roots}
+    for index in parents:
+        under[_root(index, parents)].append(index)
+    worst = {root: min(_severity(found[one]) for one in (root, *under[root])) for root in roots}
+    order = sorted(roots, key=lambda root: (worst[root], found[root].at, _severity(found[root]), found[root].code))
+    shown: list[Finding] = []
+    for root in order:
+        shown.append(found[root])
+        behind = sorted(under[root], key=lambda one: (found[one].at, _severity(found[one]), found[one].code))
+        shown += [replace(found[one], consequence_of=found[root].name) for one in behind]
+    return tuple(shown)
+
+
+def _parent(
+    index: int, found: list[Finding], explains: Mapping[str, tuple[str, ...]], parents: Mapping[int, int]
+) -> int | None:
+    """The finding that one follows from, the earliest; never one that itself follows from it."""
+    finding = found[index]
+    for other, candidate in enumerate(found):
+        later = candidate.at > finding.at and finding.name not in _OF_THE_WHOLE
+        if other == index or candidate.name == finding.name or later:
+            continue
+        if candidate.severity == "info" != finding.severity or _root(other, parents) == index:
+            continue
+        if candidate.at == finding.at and other > index and _explains(finding, candidate, explains):
+            continue
+        if _explains(candidate, finding, explains):
+            return other
+    return None
+
+
+def _explains(root: Finding, finding: Finding, explains: Mapping[str, tuple[str, ...]]) -> bool:
+    if finding.name in OUTCOMES and root.name not in OUTCOMES:
+        return True
+    return finding.name in explains.get(root.name, ())
+
+
+def _root(index: int, parents: Mapping[int, int]) -> int:
+    while index in parents:
+        index = parents[index]
+    return index
+
+
+def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for each name and place, the earliest."""
+    first: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        key = (finding.name, finding.place.module, finding.place.parameters, finding.place.optimizer,
+               finding.place.group, finding.place.file, finding.place.line)  # fmt: skip
+        if key not in first or finding.at < first[key].at:
+            first[key] = finding
+    return list(first.values())
+
+
+def _severity(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity or "info")
+
+
+_MOST_NAMES = 3
+
+
+def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str]) -> tuple[Verdict, str]:
+    """The verdict on a run, and its reason; what could not be examined keeps it from being ``"learning"``."""
+    crash = next(iter(list(run.of(Crashed))[-1:]), None)
+    ended = next(run.of(Ended), Ended())
+    if crash is not None:
+        return "crashed", f"{crash.error}: {crash.text}".strip(": \n")
+    if ended.exit_code not in (None, 0, INTERRUPTED):
+        return "crashed", f"it ended with exit code {ended.exit_code}"
+    grave = [one for one in findings if one.severity != "info"]
+    if grave:
+        only = all(one.name in OUTCOMES or one.consequence_of in OUTCOMES for one in grave)
+        return ("not learning", grave[0].message) if only else ("faults", grave[0].message)
+    if unexamined:
+        return "undecided", f"not all was examined: {missing_of(unexamined)}"
+    if not updates(run):
+        return "undecided", "no optimizer stepped"
+    unseen = _unseen(run)
+    if unseen:
+        more = f" and {len(unseen) - _MOST_NAMES} more" if len(unseen) > _MOST_NAMES else ""
+        return (
+            "undecided",
+            f"not every trained parameter was looked at and named: {', '.join(unseen[:_MOST_NAMES])}{more}",
+        )
+    found = outcome(run)
+    if ended.exit_code == INTERRUPTED:
+        return "undecided", f"it was interrupted, and {found.said}"
+    return ("learning" if found.word == "learning" else "undecided"), found.said
+
+
+def _unseen(run: Run) -> list[str]:
+    """Parameters that an optimizer stepped and that were not looked at, or for which no name was found."""
+    seen = {number for one in run.of(Norms) for number in one.parameters}
+    seen |= {number for one in run.of(Backward) for number in one.touched or ()}
+    found = []
+    for optimizer in sorted({one.optimizer for one in run.of(Stepped)} & run.optimizers.keys()):
+        for number in (one for group in run.optimizers[optimizer].groups for one in group.parameters):
+            facts = run.parameters.get(number)
+            if facts is None:
+                found.append(f"parameter {number} of {run.optimizers[optimizer].variable or 'the optimizer'}")
+            elif facts.requires_grad and (number not in seen or ".param_groups[" in facts.name):
+                found.append(facts.name)
+    return found

@@ -16,12 +16,10 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
-from anybatch.doctor.recording.hooks_clipping import ClippingHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
-from anybatch.doctor.recording.hooks_loading import LoadingHooks
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.hooks_scaling import ScalingHooks
-from anybatch.doctor.recording.hooks_schedules import LoaderHooks, ScheduleHooks
+from anybatch.doctor.recording.hooks_scaling import ClippingHooks, ScalingHooks
+from anybatch.doctor.recording.hooks_schedules import LoaderHooks, LoadingHooks, ScheduleHooks
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
 from anybatch.doctor.recording.printing import PrintedNumbers

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import anybatch
 from anybatch.cli.main import main
-from anybatch.doctor.samples.activationtables import Units, take
+from anybatch.doctor.samples.activations import Units, take
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import Fact, to_line

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.samples.draws import Streams
 from anybatch.doctor.samples.inputs import across
-from anybatch.doctor.samples.safefollowing import FUSED
-from anybatch.doctor.samples.streams import Streams
+from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled

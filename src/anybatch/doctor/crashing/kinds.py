@@ -1,9 +1,13 @@
 """How a kind of crash is declared: what its error says, what is asked of the state that was alive, and what is told."""
 
+import functools
+import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,9 +66,24 @@ class Kind:
         )  # fmt: skip
 
 
-def told_of(live: Live, table: Iterable[Kind]) -> Crashed | None:
+@functools.cache
+def table() -> tuple[Kind, ...]:
+    """What is known of errors for which no call can be run again; the files that ask are loaded with it."""
+    return tuple(_rows())
+
+
+def _rows() -> Iterator[Kind]:
+    patterns: list[str] = []
+    for row in tomllib.loads(Path(__file__).with_name("table.toml").read_text(encoding="utf-8"))["rows"]:
+        patterns = [row.pop("pattern")] if "pattern" in row else row.pop("patterns", patterns)
+        file, _, function = row.pop("asks", "").partition(".")
+        asking = {"asks": getattr(importlib.import_module(f"{__package__}.{file}"), function)} if file else {}
+        yield Kind(patterns=tuple(patterns), **row, **asking)
+
+
+def told_of(live: Live) -> Crashed | None:
     """What the first row says that knows an error; a row whose question fails leaves the others their turn."""
-    for kind in table:
+    for kind in table():
         try:
             told = kind.told(live)
         except (KeyboardInterrupt, SystemExit):

@@ -1,9 +1,11 @@
 """Sees optimizers made, their steps, and the clearing of gradients by ``zero_grad``."""
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +14,6 @@ import torch
 from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch.doctor.compiling import stay_uncompiled
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
@@ -297,3 +298,15 @@ def _depth_of_steps() -> int:
             depth += 1
         frame = frame.f_back
     return depth
+
+
+def stay_uncompiled() -> None:
+    """Makes torch's compiler, if it has been loaded, skip the functions of the doctor.
+
+    Where a compiled function calls one, such as a hook on an optimizer step, they would be compiled again for each
+    tensor that they read.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    folder = f"{Path(__file__).parents[1]}{os.sep}"
+    if rules is not None and folder not in rules.SKIP_DIRS:
+        rules.add("anybatch.doctor")

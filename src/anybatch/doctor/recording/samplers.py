@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.arguments import rows_of, without_graph
+from anybatch.doctor.frames import is_interruption
+from anybatch.doctor.recording.describing import first_rows, without_graph
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.replicas import ReplicaWatch
-from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
-from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, TieSampler, memory
+from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, ReplicaWatch, TieSampler, Watcher, memory
 from anybatch.doctor.samples.draws import Draws
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
@@ -189,7 +187,9 @@ class Samplers:
             if into_grad:
                 self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self._safely("walking", self._walker.walk, loss, rows_of(self._recording.arguments), step=step)
+                walk = self._safely(
+                    "walking", self._walker.walk, loss, first_rows(self._recording.arguments), step=step
+                )
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.containers import entries_of
+from anybatch.doctor.values import entries_of
 from anybatch.records.samples import InputSample
 
 if TYPE_CHECKING:
