@@ -225,7 +225,7 @@ class Attendance:
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if isinstance(error, BaseException):  # of a script with an excepthook of its own
                 self._emit(self._tell(error), error)
-            from anybatch.cli.doctor_probes import probed
+            from anybatch.doctor.probing import probed
 
             for fact in probed(self._doctor, active=self._settings["active"]) if self._settings["ask"] else ():
                 self._doctor.emit(fact)

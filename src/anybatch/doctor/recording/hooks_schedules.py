@@ -16,7 +16,7 @@ from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place, variable_of, whose_file
 from anybatch.doctor.recording.recordings import Depth, Recording
-from anybatch.doctor.samples.scaledsets import data_of, rounded_fields, standardised
+from anybatch.doctor.samples.inputs import data_of, rounded_fields, standardised
 from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
 from anybatch.records.lossfacts import Probed
 
