@@ -200,7 +200,7 @@ class Attendance:
             return
         try:
             if crashed.name == "OUT_OF_MEMORY" and ended is not None:
-                from anybatch.cli.doctor_memory import with_plan
+                from anybatch.cli.plan_loops import with_plan
 
                 crashed = with_plan(crashed, ended)
             self._doctor.emit(crashed)

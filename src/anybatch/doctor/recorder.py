@@ -23,9 +23,8 @@ from anybatch.doctor.recording.hooks_schedules import LoaderHooks, LoadingHooks,
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
 from anybatch.doctor.recording.printing import PrintedNumbers
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import EVERY, FIRST, Recording, Sampling
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
 from anybatch.interception import watchers
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.lines import Fact, to_line

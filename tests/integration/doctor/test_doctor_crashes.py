@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor.crashes import prefix
-from anybatch.doctor.crashing.kinds import table
+from anybatch.doctor.crashes import prefix, table
 from anybatch.doctor.rules.crashes import CRASHES, OF_OTHER_FAMILIES
 from crash_running import SCRIPTS, crash
 from crash_scripts import questions, slips, unseen

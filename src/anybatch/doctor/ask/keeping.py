@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.draws import Streams
 from anybatch.doctor.samples.inputs import across
 from anybatch.doctor.samples.suspicion import FUSED
@@ -152,29 +153,11 @@ class Kept:
 
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
         """Has two functions seen that no other hook looks at in this way."""
-        note_value, note_state = guarded(self._valued), guarded(self._loads)
         self._wrap, self._guarded = wrap, guarded
+        wrap(lr_scheduler.ReduceLROnPlateau, "step", noting(after=guarded(self._valued)))
+        wrap(torch.nn.Module, "load_state_dict", noting(guarded(self._loads)))
 
-        def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-                result = original(scheduler, *args, **kwargs)
-                note_value(scheduler, args, kwargs)
-                return result
-
-            return step
-
-        def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(module: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
-                note_state(module, state)
-                return original(module, state, *args, **kwargs)
-
-            return load_state_dict
-
-        wrap(lr_scheduler.ReduceLROnPlateau, "step", stepping)
-        wrap(torch.nn.Module, "load_state_dict", loading)
-
-    def _valued(self, scheduler: Any, args: Any, kwargs: Any) -> None:
-        value = args[0] if args else kwargs.get("metrics")
+    def _valued(self, _: Any, scheduler: Any, value: Any = None, *args: Any) -> None:
         known = self.plateaus.get(id(scheduler))
         if known is None:
             known = self.plateaus[id(scheduler)] = Plateau(scheduler.mode, *user_place(3))
@@ -182,7 +165,7 @@ class Kept:
             known.values.append(float(value))
             known.rates.append(float(scheduler.optimizer.param_groups[0]["lr"]))
 
-    def _loads(self, module: torch.nn.Module, state: Any) -> None:
+    def _loads(self, module: torch.nn.Module, state: Any, *args: Any) -> None:
         own = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
         if not isinstance(state, Mapping) or not own or self._step() == 0:
             return
@@ -322,15 +305,11 @@ class Kept:
         """Has the next forward of a function of the user's seen, with what it is given."""
         called = self._guarded(function.called)
 
-        def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if not function.given and not torch.compiler.is_compiling():
-                    called(args)
-                return original(*args, **kwargs)
+        def see(*args: Any, **_: Any) -> None:
+            if not function.given:
+                called(args)
 
-            return forward
-
-        self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", seeing)
+        self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", noting(see))
 
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""

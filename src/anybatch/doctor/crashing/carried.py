@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
+from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in, whose
 from anybatch.doctor.crashing.usercode import (
     Carried,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.crashes import Answer, answer, quoted
 from anybatch.doctor.crashing.carried import function_of, loss_name, losses_of
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted
 from anybatch.doctor.crashing.live import Frame, Live, whose
 from anybatch.doctor.crashing.usercode import Source, called, loads, path_of, simple_statements, targets
 

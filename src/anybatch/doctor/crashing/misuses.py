@@ -8,7 +8,7 @@ from types import GeneratorType
 
 import torch
 
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
+from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
 from anybatch.doctor.graphs import nodes_behind

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.carried import function_of, kept_over, losses_of, stepped_in
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live
 from anybatch.doctor.crashing.usercode import Source, called, loads, path_of, simple_statements, targets
 from anybatch.doctor.graphs import nodes_behind

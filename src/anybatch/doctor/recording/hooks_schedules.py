@@ -15,6 +15,7 @@ from anybatch.doctor.ask.tape import reissued
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
 from anybatch.doctor.recording.naming import user_place, variable_of, whose_file
+from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.doctor.samples.inputs import data_of, rounded_fields, standardised
 from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
@@ -41,23 +42,15 @@ class ScheduleHooks:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         for cls in scheduler_classes():
             self._follow(cls)
-        made = self._recording.guarded(self._was_made)
-
-        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
-                made(scheduler)
-                original(scheduler, *args, **kwargs)
-
-            return init
-
-        self._recording.patches.wrap(lr_scheduler.LRScheduler, "__init__", wrapped)
+        made = noting(self._recording.guarded(self._was_made))
+        self._recording.patches.wrap(lr_scheduler.LRScheduler, "__init__", made)
 
     def _follow(self, cls: type) -> None:
         if cls not in self._classes and "step" in vars(cls):
             self._classes.add(cls)
             self._recording.patches.wrap(cls, "step", self._wrapped)
 
-    def _was_made(self, scheduler: Any) -> None:
+    def _was_made(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         for cls in type(scheduler).__mro__:
             if issubclass(cls, lr_scheduler.LRScheduler):
                 self._follow(cls)
@@ -114,14 +107,6 @@ class LoaderHooks:
         begun, ended = guarded(self._begun, everywhere=True), guarded(self._ended, everywhere=True)
         given = self._given
 
-        def starting(original: Callable[..., Any]) -> Callable[..., Any]:
-            def iterate(loader: Any) -> Any:
-                iterator = original(loader)
-                begun(loader, iterator)
-                return iterator
-
-            return iterate
-
         def giving(original: Callable[..., Any]) -> Callable[..., Any]:
             def give(iterator: Any) -> Any:
                 try:
@@ -136,10 +121,10 @@ class LoaderHooks:
 
             return give
 
-        self._recording.patches.wrap(DataLoader, "__iter__", starting)
+        self._recording.patches.wrap(DataLoader, "__iter__", noting(after=begun))
         self._recording.patches.wrap(loaders._BaseDataLoaderIter, "__next__", giving)
 
-    def _begun(self, loader: Any, iterator: Any) -> None:
+    def _begun(self, iterator: Any, loader: Any) -> None:
         number = self._numbers.get(loader)
         if number is None:
             number = self._numbers[loader] = self._count

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.values import tensors_in
 from anybatch.records.draws import Drawn, Scored
 
@@ -43,57 +44,40 @@ class Draws:
         """Wraps the methods of those distributions of torch that are made; ``Recording.patches`` takes them off."""
         follow, known = self._recording.guarded(self._follow), self._followed
 
-        def making(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(distribution: Any, /, *args: Any, **kwargs: Any) -> None:
-                # Older compilers can't trace the look into a set.
-                if not torch.compiler.is_compiling() and type(distribution) not in known:
-                    follow(type(distribution))
-                original(distribution, *args, **kwargs)
+        def made(distribution: Any, *_: Any, **__: Any) -> None:
+            if type(distribution) not in known:
+                follow(type(distribution))
 
-            return init
-
-        self._recording.patches.wrap(torch.distributions.Distribution, "__init__", making)
+        self._recording.patches.wrap(torch.distributions.Distribution, "__init__", noting(made))
 
     def _follow(self, made: type) -> None:
         for cls in set(made.__mro__) - self._followed:
             self._followed.add(cls)
             if cls.__module__.startswith("torch.distributions."):
-                for name, make in (("sample", self._sampling), ("log_prob", self._scoring)):
+                for name, after in (("sample", self._sampling()), ("log_prob", self._scoring())):
                     if name in vars(cls):
-                        self._recording.patches.wrap(cls, name, make)
+                        self._recording.patches.wrap(cls, name, noting(after=after))
 
-    def _sampling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``sample``; compilers go through the wrapper, and can take no more than functions in its closure."""
+    def _sampling(self) -> Callable[..., Any]:
+        """What is told of ``sample``; compilers go through it, and can take no more than functions in its closure."""
         recording, drew = self._recording, self._recording.guarded(self._drew)
 
-        def look(distribution: Any, result: Any) -> None:
+        def look(result: Any, distribution: Any, *_: Any, **__: Any) -> None:
             if recording.sampled_much and torch.is_grad_enabled():
                 drew(distribution, result)
 
-        def sample(distribution: Any, /, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                look(distribution, result)
-            return result
+        return look
 
-        return sample
-
-    def _scoring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _scoring(self) -> Callable[..., Any]:
         seen, score = self._scored, self._recording.guarded(self._score)
 
-        def look(distribution: Any, value: Any, result: Any) -> None:
+        def look(result: Any, distribution: Any, value: Any, *_: Any, **__: Any) -> None:
             if isinstance(value, torch.Tensor) and getattr(result, "requires_grad", False):
                 key = type(distribution).__name__, width_of(value)
                 if key not in seen:
                     score(key)
 
-        def log_prob(distribution: Any, value: Any, /, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, value, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                look(distribution, value, result)
-            return result
-
-        return log_prob
+        return look
 
     def _drew(self, distribution: Any, result: Any) -> None:
         if type(result) is not torch.Tensor or result.requires_grad or not result.is_floating_point():
