@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -154,21 +154,6 @@ def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
     return values[tuple([slice(None, None, step) for step in steps])]
 
 
-@dataclass(slots=True, eq=False)
-class Figures:
-    """What is known of one tensor."""
-
-    percentiles: tuple[float, ...]  # of the sample, as ``records.samples.PERCENTILES``
-    mean: float  # of the sample
-    std: float  # of the sample
-    spread: float | None  # over the batch, divided by the mean absolute value
-    zeros: float  # share of entries of the sample that are exactly zero
-    saturated: float | None  # share near a limit
-    absmax: float  # of all entries
-    dead: float  # share of units that are zero for the whole batch
-    always_dead: float  # share of units that were zero in all samples; 0 before there are enough of them
-
-
 @dataclass(slots=True)
 class Units:
     """Reads samples, and remembers over them which units have ever given something other than zero."""
@@ -176,9 +161,9 @@ class Units:
     _live: dict[Any, torch.Tensor] = field(default_factory=dict)
     _counts: dict[Any, int] = field(default_factory=dict)
 
-    def read(self, taken: Mapping[Any, Taken]) -> dict[Any, Figures]:
-        """Adds a sample of tensors, by keys that are the same in each sample."""
-        found, alike = dict[Any, Figures](), dict[Any, list[Any]]()
+    def read(self, taken: Mapping[Any, Taken]) -> dict[Any, dict[str, Any]]:
+        """Adds a sample of tensors, by keys that are the same in each sample; gives entries of a ``ModuleSample``."""
+        found, alike = dict[Any, dict[str, Any]](), dict[Any, list[Any]]()
         for key, one in taken.items():
             alike.setdefault((one.sample.device, one.sample.shape), []).append(key)
             known = self._live.get(key)
@@ -196,18 +181,19 @@ class Units:
             found |= {key: self._figures(key, taken[key], next(read[device])) for key in keys}
         return found
 
-    def _figures(self, key: Any, one: Taken, row: list[float]) -> Figures:
+    def _figures(self, key: Any, one: Taken, row: list[float]) -> dict[str, Any]:
         mean, std, spread, zeros, near_one, near_zero, absmax, alive, ever = row[len(PERCENTILES) :]
         saturated = near_one + (near_zero if one.limit == "sigmoid" else 0.0) if one.limit else None
         if one.limit == "softmax":
             saturated = min(1.0, near_one * one.classes)
         units = len(one.live)
-        return Figures(
-            tuple(row[: len(PERCENTILES)]), mean, std,
-            spread if one.several and spread == spread else 0.0 if one.several else None, zeros, saturated, absmax,
-            dead=(units - alive) / units,
-            always_dead=1.0 - ever / units if self._counts[key] >= _LEAST_SAMPLES else 0.0,
-        )  # fmt: skip
+        return {
+            "percentiles": tuple(float(f"{value:.4g}") for value in row[: len(PERCENTILES)]),
+            "mean": mean, "std": std, "zeros": zeros, "saturated": saturated, "absmax": absmax,
+            "spread": spread if one.several and spread == spread else 0.0 if one.several else None,
+            "dead": (units - alive) / units,
+            "always_dead": 1.0 - ever / units if self._counts[key] >= _LEAST_SAMPLES else 0.0,
+        }  # fmt: skip
 
 
 _MOST = 2000  # outputs of one forward
@@ -226,20 +212,13 @@ _CHANNELS_FIRST = (
 )
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """One output of one module, and what went into it."""
 
-    name: str
-    call: int
-    cls: str
-    training: bool
-    shape: tuple[int, ...]
-    dtype: str
+    key: tuple[str, int]  # the name of the module, and the number of its call
+    facts: dict[str, Any]  # entries of a ``ModuleSample``
     output: Taken
-    input_shape: tuple[int, ...] = ()
-    input: Taken | None = None
-    input_by: str = ""
+    input: Taken | None
 
 
 class ActivationSampler:
@@ -301,18 +280,21 @@ class ActivationSampler:
             return None
         number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
-        seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
-        taken = {(one.name, one.call, "output"): one.output for one in seen}
-        taken |= {(one.name, one.call, "input"): one.input for one in seen if one.input is not None}
+        seen = list({one.key: one for one in seen}.values())  # a wrapper has the name of what it wraps
+        taken = {(one.key, "output"): one.output for one in seen}
+        taken |= {(one.key, "input"): one.input for one in seen if one.input is not None}
         try:
             with torch.no_grad():
-                figures = self._units.read(taken)
+                found = self._units.read(taken)
         except RuntimeError:  # of tensors of a transform such as vmap, which has ended
             return None
-        found = {id(part): figures[key] for key, part in taken.items()}
+        modules = []
+        for order, one in enumerate(seen):
+            given = {f"input_{name}": found[one.key, "input"][name] for name in ("dead", "always_dead") if one.input}
+            modules.append(ModuleSample(order=order, **one.facts, **found[one.key, "output"], **given))
         return Activations(
             root=-1 if number is None else number, forward=forward, uncalled=uncalled, hidden=self._padding.result,
-            modules=tuple([_sample(order, one, found) for order, one in enumerate(seen)]),
+            modules=tuple(modules),
         )  # fmt: skip
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -413,34 +395,19 @@ class ActivationSampler:
         made = self._made.get(id(given)) if given is not None else None
         is_modules = made is not None and made[0]() is given
         axis = _axis(module, output, made[1] if made is not None and is_modules else -1)
-        cls = type(module).__name__
-        seen = _Seen(
-            self._names[id(module)], call, cls, module.training, tuple(output.shape),
-            str(output.dtype).removeprefix("torch."), take(output, axis, _LIMITS.get(cls, "")),
-        )  # fmt: skip
+        cls, name, entered = type(module).__name__, self._names[id(module)], None
+        facts: dict[str, Any] = {
+            "module": name, "cls": cls, "training": module.training, "shape": tuple(output.shape),
+            "dtype": str(output.dtype).removeprefix("torch."),
+        }  # fmt: skip
         if given is not None:
-            seen.input_shape = tuple(given.shape)
+            facts["input_shape"] = tuple(given.shape)
             node = given.grad_fn
             if not is_modules and node is not None and given.is_floating_point():
-                seen.input_by = node.name()
-                seen.input = take(given, _axis(module, given, -1), "")
-        self._seen.append(seen)
+                facts["input_by"] = node.name()
+                entered = take(given, _axis(module, given, -1), "")
+        self._seen.append(_Seen((name, call), facts, take(output, axis, _LIMITS.get(cls, "")), entered))
         self._made[id(output)] = weakref.ref(output), axis
-
-
-def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
-    row = figures[id(one.output)]
-    of_input = None if one.input is None else figures[id(one.input)]
-    return ModuleSample(
-        module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
-        mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
-        saturated=row.saturated, spread=row.spread,
-        training=one.training,
-        input_by=one.input_by,
-        input_dead=None if of_input is None else of_input.dead,
-        input_always_dead=None if of_input is None else of_input.always_dead,
-        percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
-    )  # fmt: skip
 
 
 def _first(values: Any) -> torch.Tensor | None:
