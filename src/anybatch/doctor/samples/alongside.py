@@ -14,7 +14,7 @@ from anybatch.doctor.recording.describing import wrapper_of
 from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.values import entries_of
+from anybatch.doctor.values import tensors_in
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.samples import Buffers, Memory, Tied, Watched, Written
 from anybatch.tensors.dispatch import unseen
@@ -271,16 +271,10 @@ class Watcher:
 
         @unseen
         def see(module: torch.nn.Module, args: Any, result: Any) -> None:
-            output = _first(result)
+            output = next(tensors_in(result), None)
             if output is not None and output.requires_grad:
                 gradients: list[torch.Tensor] = []
                 self._seen.append((number, name, norm(output), gradients))
                 output.register_hook(lambda gradient: gradients.append(norm(gradient)))
 
         return see
-
-
-def _first(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    return next((found for _, entry in entries_of(value) if (found := _first(entry)) is not None), None)
