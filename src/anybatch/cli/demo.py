@@ -200,8 +200,7 @@ def _read_text(options: Options) -> "tuple[SourceText, TextFacts]":
 
 
 def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
-    from anybatch.demo.budgeting import plan_update
-    from anybatch.demo.comparison import compare_gradients
+    from anybatch.demo.comparison import compare_gradients, plan_update
     from anybatch.demo.facts import DemoRecord
     from anybatch.demo.training import TrainingRun, as_tensor, first_batch
     from anybatch.demo.transformer import make_model, write_text
