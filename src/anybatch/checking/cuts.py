@@ -1,26 +1,30 @@
 """Which samples of a batch are run to prove its split, and where they are cut."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from anybatch.batch.batches import Part, Splittable, sizes_of
-from anybatch.batch.layout import Rows, rows_of
+from anybatch.batch.layout import Rows, placement, rows_of
 from anybatch.batch.trees import leaves
+from anybatch.errors import BatchError
 
 MOST = 8  # samples: among few the lengths, classes and missing labels of two parts are the least alike
 _MANY = 32  # the same where a micro-batch has many times as many: among more a selection is rarely the same by chance
 _AMONG = 64  # the first of a batch, among which there are some of one class also where there are many classes
 _CHANGED = 5  # samples of a group that are changed for others
 _TURNS = 4  # cuts at most: what their samples have in common does not fit into one
-_ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
+_GROUPS = 3  # of samples that belong together, the fewest of which two parts have unequal numbers
 _COUNTED = 8  # parts, if a loss keeps something from one to the next: what it does with every fourth shows
 _AGAIN = 2  # cuts of any samples where a micro-batch has many times as many: a quantile of each is rarely the same
 _PAIRED = 32  # the first micro-batches of a batch, of which two are taken
+_MOST_LEAVES = 8  # of a batch, which are tried without a cut
 _SORTED = 1024  # samples at most that are sorted
 _RAW = 64  # the same of raw samples, which have to be looked at one by one
 _KINDS = 16  # numbers of a raw sample
@@ -64,36 +68,99 @@ class Cut(NamedTuple):
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
 
 
+def uncut_one_by_one(splittable: Splittable) -> Iterator[tuple[str, str, Splittable]]:
+    """The batch with one of its leaves not cut, each in turn, with the label and the path of the leaf."""
+    tensors = [one for one in leaves(splittable.batches[0], "batch") if isinstance(one[2], torch.Tensor)]
+    for label, keys, _ in tensors[:_MOST_LEAVES] if splittable.collate is None and len(tensors) > 1 else ():
+        path = ".".join(keys)
+        placed = placement((*splittable.broadcast, path), getattr(splittable.broadcast, "dims", None))
+        with contextlib.suppress(BatchError):  # then nothing is left that is cut
+            yield label, path, Splittable(splittable.batches, broadcast=placed)
+
+
 def most_of(largest: int) -> int:
     """How many samples are run of micro-batches of a size: few, which are cheap, and more where more are cheap, too."""
     return max(MOST, min(_MANY, largest // 8))
 
 
 def cuts_inside(
-    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int = 1, beyond: bool = False
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, beyond: bool = False
 ) -> Iterator[Cut]:
     """Cuts some samples of the largest micro-batch's batch in two; none if micro-batches have one sample.
 
     The sizes have no common divisor, so that a loss of pairs or groups of samples fails rather than pairs others.
 
     Args:
-        group: samples that stand together, and are not cut apart. Cuts of any of them come after those of unlike ones,
-            as of single samples where there are many.
         beyond: whether more samples than a micro-batch has are taken.
     """
     largest = max(parts, key=lambda part: len(part.samples))
     columns = _numbers(splittable, largest.batch)
-    rows = columns.shape[1]
-    wanted = min(rows, most, rows if beyond else len(largest.samples)) // group
-    if wanted < 2:
-        return
-    units = [list(range(start, start + group)) for start in range(0, rows - group + 1, group)]
-    first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
-    yield from _cuts(splittable, largest.batch, units, _choices(columns, units, first, wanted - first))
+    wanted = min(columns.shape[1], most, columns.shape[1] if beyond else len(largest.samples))
+    if wanted >= 2:
+        units = [[row] for row in range(columns.shape[1])]
+        again = _AGAIN if wanted == _MANY and not beyond else 0
+        yield from _cuts_of(splittable, largest.batch, columns, units, wanted, again)
+
+
+def cuts_of_groups(
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int, again: int = 0
+) -> Iterator[Cut]:
+    """Cuts between groups of samples that stand together, into unequal numbers of groups.
+
+    Args:
+        again: cuts of any groups that come after those of unlike ones.
+    """
+    batch, columns, wanted = _in_groups(splittable, parts, most, group)
+    if wanted:
+        units = _grouped(range(columns.shape[1]), group)
+        yield from _cuts_of(splittable, batch, columns, units, wanted, again)
+
+
+def cuts_of_other_groups(
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int
+) -> Iterator[Cut]:
+    """The same of groups that the batch does not have: of samples that are alike in one of their numbers, and of any.
+
+    If these make no difference, either, it is for their places that samples belong together, and not for what is in
+    them, which is another in each batch.
+    """
+    batch, columns, wanted = _in_groups(splittable, parts, most, group)
     generator = torch.Generator("cpu").manual_seed(0)
-    for _ in range(_ANY if group > 1 else _AGAIN if wanted == _MANY and not beyond else 0):
+    orders = [torch.randperm(columns.shape[1], generator=generator, device="cpu"), *columns.argsort(dim=1, stable=True)]
+    for order in dict.fromkeys(tuple(order.tolist()) for order in orders) if wanted else ():
+        yield from islice(_cuts_of(splittable, batch, columns, _grouped(order, group), wanted), 1)
+
+
+def are_marked(splittable: Splittable, parts: Sequence[Part], group: int) -> bool:
+    """Whether a number of samples, such as a class or a query, is shared within each group and never between two."""
+    batch = max(parts, key=lambda part: len(part.samples)).batch
+    columns = _numbers(splittable, batch, among=splittable.rows)
+    groups = columns[:, : columns.shape[1] // group * group].unflatten(1, (-1, group)).tolist()
+    kinds = [[set(one) for one in column] for column in groups]
+    return any(max(map(len, held)) < group and sum(map(len, held)) == len(set().union(*held)) for held in kinds)
+
+
+def _in_groups(splittable: Splittable, parts: Sequence[Part], most: int, group: int) -> tuple[int, torch.Tensor, int]:
+    """The batch that is cut, its numbers, and how many groups are taken of it; 0 where it has too few."""
+    batch = max(parts, key=lambda part: len(part.samples)).batch
+    columns = _numbers(splittable, batch)
+    wanted = max(most // group, _GROUPS)
+    return batch, columns, wanted if wanted * group <= columns.shape[1] else 0
+
+
+def _grouped(rows: Sequence[int], group: int) -> list[list[int]]:
+    return [list(rows[start : start + group]) for start in range(0, len(rows) - group + 1, group)]
+
+
+def _cuts_of(
+    splittable: Splittable, batch: int, columns: torch.Tensor, units: "Units", wanted: int, again: int = 0
+) -> Iterator[Cut]:
+    first = max((k for k in range(1, (wanted + 1) // 2) if math.gcd(k, wanted) == 1), default=1)
+    yield from _cuts(splittable, batch, units, _choices(columns, units, first, wanted - first))
+    generator = torch.Generator("cpu").manual_seed(0)
+    for _ in range(again):
         drawn = torch.randperm(len(units), generator=generator, device="cpu")[:wanted].tolist()
-        yield from _cuts(splittable, largest.batch, units, [(drawn[:first], drawn[first:])])
+        yield from _cuts(splittable, batch, units, [(drawn[:first], drawn[first:])])
 
 
 def cut_as_split(

@@ -16,7 +16,18 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
-from anybatch.checking.cuts import MOST, Cut, cut_as_split, cuts_between, cuts_inside, most_of
+from anybatch.checking.cuts import (
+    MOST,
+    Cut,
+    are_marked,
+    cut_as_split,
+    cuts_between,
+    cuts_inside,
+    cuts_of_groups,
+    cuts_of_other_groups,
+    most_of,
+    uncut_one_by_one,
+)  # fmt: skip
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.pieces import InPieces
@@ -35,6 +46,8 @@ CERTAIN = 128
 SMALL = 4
 """Samples of a micro-batch, below which two of them are compared rather than two parts of one."""
 _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all there is to it
+_ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
+_AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
@@ -50,8 +63,12 @@ def prove(
     parameters: Sequence[torch.Tensor],
     optimizations: Optimizations,
     update: int | None,
+    known: Proof | None = None,
 ) -> Found | None:
     """Proves that a step may split its batch.
+
+    Args:
+        known: what was proved of another batch, and may hold for this one.
 
     Returns:
         What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
@@ -63,7 +80,8 @@ def prove(
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
         prover = _Prover(Trial(task, parameters, optimizations), task, parts)
-        proof, reason = prover.found()
+        again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
+        proof, reason = again or prover.found()
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason
@@ -81,13 +99,16 @@ class _Prover:
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
         self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
         self._trial, self._task, self._parts = trial, task, parts
-        self._largest = max(len(part.samples) for part in parts)
+        self._rows = [part.samples for part in parts]
+        self._largest = max(map(len, self._rows))
 
     def found(self) -> Found:
         """What a cut of one micro-batch, or of two, shows; what the losses say where a plan has room for no more."""
         ways: list[Cuts] = [cuts_inside]
         if not self._task.is_planned:  # two micro-batches at once take more than a plan has room for
             ways = [cuts_between, cuts_inside] if self._largest < SMALL else [cuts_inside, cuts_between]
+            if 1 < self._largest < SMALL:  # a last micro-batch may be smaller in another batch
+                ways[:0] = [lambda splittable, parts, _: cuts_of_groups(splittable, parts, 0, group=self._largest)]
         notes = []
         for cuts in ways:
             found = None
@@ -100,13 +121,40 @@ class _Prover:
                     found = proof, reason
                 if reason is not None or proof.by == "certificate":
                     break
+            if notes and (found is None or found[1] is None):
+                found = self.in_groups(range(2, self._largest + 1)) or found
             if found is not None:
-                return found if found[1] else self._as_split(found)
+                if found[1] is not None:
+                    return found
+                if found[0].exact and cuts is not cuts_inside:  # what smaller micro-batches give was not seen
+                    whole = replace(found[0], group=max(found[0].group, self._largest))
+                    found = (whole if whole.holds_for(self._rows) else found[0]), None
+                return self._as_split(found)
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
+        if notes and uncut is None and not self._task.is_planned and (found := self._uncut()):
+            return found
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
+
+    def _uncut(self) -> Found | None:
+        """Whether a part runs, and adds up to the whole, once one of the leaves is not cut."""
+        for label, path, other in uncut_one_by_one(self._task.splittable):
+            rows = min(3, other.rows)
+            failure = None
+            try:
+                cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
+                found = self._trial.difference(cut, in_single=False)
+                if rows < 2 or not found.is_none or self._trial.is_the_same(cut):
+                    continue  # what is no longer cut may be all the data
+                evidence = {"path": path, "error_with_remedy": found.error}
+                told = worded("not per sample", label, evidence, label=label, rows=self._task.splittable.rows)
+                return Proof("not exact", "comparison", rows, cut.sizes), told
+            except Exception as error:  # noqa: BLE001 - it may be another leaf
+                failure = Failure(error)
+            failure.release()
+        return None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -174,7 +222,7 @@ class _Prover:
             if not isinstance(again, str) and again[1].is_none:
                 return _proof("exact", "comparison", *again), None
         proof, reason = self._decided(cut, difference)
-        return (proof, None) if reason is None else self._in_groups() or (proof, reason)
+        return (proof, None) if reason is None else self.in_groups(range(2, self._largest + 1)) or (proof, reason)
 
     def _compared(self, cuts: Cuts, *, in_single: bool | None = None) -> Compared:
         """Compares the gradients of cuts, of fewer samples where memory runs out; at last why, where it can't."""
@@ -243,18 +291,24 @@ class _Prover:
         failure.release()
         return None
 
-    def _in_groups(self) -> tuple[Proof, None] | None:
+    def in_groups(self, groups: Sequence[int], again: int = _ANY) -> tuple[Proof, None] | None:
         """Whether only samples that stand together belong together, such as pairs, which the user's sizes keep."""
         if self._task.is_planned or self._task.micro_batch_size is None:
             return None
         own: Cuts = lambda splittable, parts, _: cuts_between(splittable, parts, 4 * self._largest)  # noqa: E731
-        for group in range(2, self._largest // 2 + 1):
-            if any(len(part.samples) % group for part in self._parts):
+        for group in groups:
+            if not Proof("exact", group=group).holds_for(self._rows):
                 continue
-            in_groups = self._all_the_same(partial(cuts_inside, group=group))
+            in_groups = self._all_the_same(partial(cuts_of_groups, group=group, again=again))
             if in_groups is not None and self._all_the_same(own):  # which may be of several groups each
+                is_of_places = self._all_the_same(partial(cuts_of_other_groups, group=group)) is not None
+                if not is_of_places and not are_marked(self._task.splittable, self._parts, group):
+                    continue  # it is by chance that it makes no difference in this batch
                 note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
-                return _proof("exact", "comparison", *in_groups, note=note), None
+                if not is_of_places:
+                    note = f"{note}, and each batch is proved, since what belongs together is told by a value of it"
+                proof = _proof("exact", "comparison", *in_groups, note=note)
+                return replace(proof, group=group, is_of_batch=not is_of_places), None
         return None
 
     def _all_the_same(self, cuts: Cuts) -> tuple[Cut, Difference] | None:
@@ -280,9 +334,14 @@ def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
     remedies = "".join(f"\n    {line}" for line in reason.remedies)
     sizes = " + ".join(map(str, proof.parts))
     modules = [reason.where] if reason.code in ("module", "batch-norm", "buffer") else []
-    return NotSplittable(
+    found = (
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
-        f"give another one as {sizes} than whole ({proof.error:.2g} off). {reason.message} Nothing was changed. "
+        f"give another one as {sizes} than whole ({proof.error:.2g} off)."
+    )
+    if math.isnan(proof.error):
+        found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
+    return NotSplittable(
+        f"{found} {reason.message} Nothing was changed. "
         f"anybatch.check says more; verify='off' splits all the same. Instead:{remedies}",
         modules=modules,
     )

@@ -57,8 +57,10 @@ class Proofs:
         if trial.get() or not (splits or reducer.is_sharded):
             return
         key = layout_key(task.splittable)
+        known = self._known.get(key)
+        holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
-            self.latest = self._known.get(key)
+            self.latest = known if holds else None
 
             def prove_with_others() -> None:
                 from anybatch.checking.together import prove_together
@@ -73,8 +75,8 @@ class Proofs:
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return
-        if key in self._known:
-            self.latest = self._known[key]
+        if holds:
+            self.latest = known
             return
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
@@ -82,7 +84,7 @@ class Proofs:
         from anybatch.checking.proof import prove
 
         clear()
-        found = prove(task, parts, parameters, optimizations, update)
+        found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return
         self._conclude(*found, task)

@@ -18,6 +18,7 @@ from anybatch.checking.averages import Averages
 from anybatch.checking.beginnings import announced
 from anybatch.checking.causes import listed, more, reason
 from anybatch.checking.comparison import Case, Comparison
+from anybatch.checking.cuts import uncut_one_by_one
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.isolation import muted
 from anybatch.checking.rig import Outcome, scaled
@@ -29,7 +30,6 @@ from anybatch.tensors.sideeffects import Effect
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
-_MOST_LEAVES = 8  # which are tried without a cut
 _MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
 
@@ -212,21 +212,14 @@ _SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
 
 def _not_per_sample(case: Case) -> Reason | None:
     """Whether a split works once one of the leaves is not cut."""
-    own = case.rig.splittable
-    if own.collate is not None:
-        return None
-    tensors = [found for found in leaves(own.batches[0], "batch") if isinstance(found[2], torch.Tensor)]
-    for label, keys, _ in tensors[:_MOST_LEAVES] if len(tensors) > 1 else ():
-        path = ".".join(keys)
+    for label, path, other in uncut_one_by_one(case.rig.splittable):
         try:
-            placed = placement((*own.broadcast, path), getattr(own.broadcast, "dims", None))
-            other = Splittable(own.batches, broadcast=placed)
             error = case.compared(splittable=other).error
         except AnyBatchError:
             continue
         if error <= case.tolerance and not _is_whole(case, other):
             evidence = {"path": path, "error_with_remedy": error}
-            return reason("not per sample", label, evidence, label=label, rows=own.rows)
+            return reason("not per sample", label, evidence, label=label, rows=other.rows)
     return None
 
 

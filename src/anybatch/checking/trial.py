@@ -150,6 +150,13 @@ class Trial:
         bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
         return replace(found, bound=bound)
 
+    def is_the_same(self, cut: Cut) -> bool:
+        """Whether the first part of a cut has the gradient of the whole cut, which then is not of its samples."""
+        alone = cut.alone(cut.parts[0])
+        whole, part = self.run(cut, cut.whole, None), self.run(alone, alone.whole, None)
+        distance = part.gradient.distance(whole.gradient)
+        return self.judged(self.parameters, relative(distance, whole.gradient.distance()), 0.0, draws=False).is_none
+
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any
     ) -> tuple[Ran, StandIns | None]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 LossFunction = Callable[[Any, Any], Any]
 
 SINGLE = "loss"
+_SUMMANDS = 64  # operations that are looked at for a sum
+_OF_SUMS = ("AddBackward", "SubBackward", "SumBackward", "StackBackward", "CatBackward", "UnsqueezeBackward",
+            "MulBackward", "DivBackward")  # fmt: skip
 _WITHOUT_ITEMS = ". Where a micro-batch has no items, count= says so with 0: then None, 0.0 and {} are fine"
 
 
@@ -76,6 +79,7 @@ class Evaluation:
             if not result:
                 self._check(result, "")
             _refuse_outputs(result)
+            _refuse_totals(result)
             for name, loss in result.items():
                 yield str(name), self._check(loss, str(name))
             return
@@ -129,6 +133,39 @@ def _refuse_outputs(result: Mapping[Any, Any]) -> None:
         f"{wanted}",
         name=str(name),
     )
+
+
+def _refuse_totals(result: Mapping[Any, Any]) -> None:
+    """Refuses a loss that is the sum of all others beside these: each would count twice.
+
+    Whether it is one stands in its graph, whatever its name is.
+    """
+    nodes = {name: loss.grad_fn for name, loss in result.items() if isinstance(loss, torch.Tensor) and not loss.dim()}
+    if len(nodes) < 2 or len(nodes) < len(result):
+        return
+    for name, node in nodes.items():
+        wanted = [other for key, other in nodes.items() if key != name and other is not None]
+        if wanted and node is not None and set(wanted) <= _summed(node):
+            raise LossError(
+                f"the loss function returned {str(name)!r} and the losses that it is made of, which would count twice; "
+                "expected either: return the parts alone, or return "
+                f"result[{name!r}], {{'part': anybatch.Mean(part.detach(), 1), ...}}",
+                name=str(name),
+            )
+
+
+def _summed(node: Any) -> set[Any]:
+    """The operations whose results a weighted sum is made of, itself included."""
+    reached, edge = {node}, [node]
+    while edge and len(reached) < _SUMMANDS:
+        inner = []
+        for own in edge:
+            found = [one for one, _ in own.next_functions if one is not None]
+            is_product = type(own).__name__.startswith(("Mul", "Div")) and len(found) > 1
+            inner += found if type(own).__name__.startswith(_OF_SUMS) and not is_product else []
+        edge = [one for one in dict.fromkeys(inner) if one not in reached]
+        reached.update(edge)
+    return reached
 
 
 def is_nothing(loss: Any) -> bool:

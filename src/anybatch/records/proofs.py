@@ -1,6 +1,7 @@
 """The result of the proof that runs before a step first splits a batch."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,12 +29,21 @@ class Proof(Plain):
     tolerance: float = 0.0  # the largest error at which the two count as equal
     dtype: str = ""  # the precision of the comparison, such as ``"float32"``
     update: int | None = None  # the number of updates applied before; ``None`` if they are not counted
+    group: int = 1  # samples that stand together and have to stay so; 1 for none
+    is_of_batch: bool = False  # whether which samples belong together lies in the values of a batch
     note: str = ""  # why it is undecided, or another remark
 
     @property
     def exact(self) -> bool:
         """Whether the accumulated gradient was found to equal the whole batch's."""
         return self.outcome == "exact"
+
+    def holds_for(self, micro_batches: Iterable[Sequence[int]]) -> bool:
+        """Whether it holds for another batch of the same layout, with the rows of its micro-batches given."""
+        return not self.is_of_batch and all(
+            list(rows) == list(range(rows[0], rows[-1] + 1)) and not rows[0] % self.group and not len(rows) % self.group
+            for rows in micro_batches
+        )
 
     def __str__(self) -> str:
         if self.outcome == "undecided":

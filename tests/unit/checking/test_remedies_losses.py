@@ -66,6 +66,12 @@ case(
     lambda: same(lambda m, b: {"loss": ce(m, b), "logits": out(m, b)}["loss"]),
 )
 case(
+    "losses._refuse_totals",
+    "return result['all'], {'part': anybatch.Mean(part.detach(), 1), ...}",
+    lambda: gradient_of(lambda m, b: {"all": ce(m, b) + (half := ces(m, b).square().mean()), "half": half}),
+    lambda: same(lambda m, b: (ce(m, b) + (half := ces(m, b).square().mean()), {"half": Mean(half.detach(), 1)})),
+)
+case(
     "losses.checked_loss",
     "count= says so with 0",
     lambda: gradient_of(lambda m, b: [m][1:] or None),

@@ -140,6 +140,32 @@ def test_a_mapping_may_leave_out_a_loss_that_has_no_items() -> None:
     reference.assert_exact_at_every_size(net(), loss_fn, batch_of(), 7, count=counts)
 
 
+@pytest.mark.parametrize("kind", ["sum", "weighted", "stack", "itself"])
+def test_a_sum_beside_its_summands_is_refused(kind: str) -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        a, b = out.square().mean(), out.abs().mean()
+        both = {"sum": a + b, "weighted": (a + 0.1 * b) / 2, "stack": torch.stack([a, b]).sum(), "itself": a}
+        return {"a": a, "b": b, "loss": both[kind]} if kind != "itself" else {"a": a, "loss": a}
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(LossError, match="would count twice") as caught:
+        anybatch.backward(model, loss_fn, {"x": torch.randn(4, 3)})
+    assert caught.value.name in ("loss", "a")
+    assert model.weight.grad is None
+
+
+def test_losses_that_share_what_is_under_them_are_no_sums() -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        a, b = out.square().mean(), out.abs().mean()
+        return {"a": a, "b": b, "both": a * b, "root": (a + b).sqrt(), "logged": (a + b).detach() + b * 0}
+
+    model = nn.Linear(3, 2)
+    anybatch.backward(model, loss_fn, {"x": torch.randn(4, 3)})
+    assert model.weight.grad is not None
+
+
 def test_one_graph_under_all_losses_of_a_mapping() -> None:
     model, batch = net(), batch_of()
 

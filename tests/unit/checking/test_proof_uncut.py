@@ -1,0 +1,77 @@
+"""A leaf with as many rows as there are samples that is not of the samples: seen by leaving it whole, each in turn."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+Batch = dict[str, torch.Tensor]
+ROWS = 10
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, ROWS)).double()
+
+
+def batch_of(**more: torch.Tensor) -> Batch:
+    torch.manual_seed(1)
+    x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randint(ROWS, (ROWS,))
+    return {"x": x, "y": y, **more}
+
+
+def weighted_outputs(model: Any, batch: Batch) -> torch.Tensor:
+    return (model(batch["x"]).square() * batch["weight"]).mean()
+
+
+def class_weights(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"], reduction="sum") / len(batch["y"])
+
+
+def on_a_graph(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(batch["weight"] @ model(batch["x"]), batch["y"])
+
+
+WEIGHTS = torch.arange(1, ROWS + 1, dtype=torch.float64)
+GRAPH = torch.arange(ROWS**2, dtype=torch.float64).view(ROWS, ROWS).sin().softmax(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("loss_fn", "weight", "name"),
+    [(weighted_outputs, WEIGHTS, "weight"), (class_weights, WEIGHTS, "weight"), (on_a_graph, GRAPH, "x")],
+)
+def test_it_is_named_with_the_option_that_was_tried(
+    loss_fn: Callable[..., torch.Tensor], weight: torch.Tensor, name: str, size: int
+) -> None:
+    model, batch = net(), batch_of(weight=weight)
+    with pytest.raises(anybatch.NotSplittable, match="each micro-batch needs it whole") as caught:
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=size)
+    assert f"broadcast=({name!r},)" in str(caught.value)
+    assert all(one.grad is None for one in model.parameters())
+    result = anybatch.backward(model, loss_fn, batch, micro_batch_size=size, broadcast=(name,))
+    assert result.proof is not None
+    assert result.proof.exact
+
+
+def test_a_loss_that_runs_no_part_for_another_reason_is_not_given_it() -> None:
+    def whole_only(model: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"].view(ROWS, 6)), batch["y"])
+
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        anybatch.backward(net(), whole_only, batch_of(), micro_batch_size=4)
+
+
+def test_one_sample_at_a_time_without_such_a_leaf_runs() -> None:
+    def of_one(model: Any, batch: Batch) -> torch.Tensor:
+        (row,) = batch["x"]
+        return F.cross_entropy(model(row), batch["y"][0])
+
+    model, batch = net(), batch_of()
+    anybatch.backward(model, of_one, batch, micro_batch_size=1)
+    assert all(one.grad is not None for one in model.parameters())
