@@ -227,11 +227,12 @@ class NormSampler:
                 columns[name] += part
         moved = self._moved(plan, optimizer, dict(zip(numbers, columns["unchanged"], strict=True)))
         plan.number += 1
+        entries: dict[str, Any] = {name: tuple(column) for name, column in columns.items()}
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
             number=plan.number - 1,
             parameters=tuple(numbers),
-            **{name: tuple(column) for name, column in columns.items()},
+            **entries,
             state_moved=tuple(moved.get(number) for number in numbers),
             equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
         )  # fmt: skip
