@@ -49,21 +49,20 @@ class Preserved:
     @contextmanager
     def during(self) -> Iterator[None]:
         """Restores everything at the end of its block."""
-        random = RandomState({parameter.device for parameter in self._parameters})
-        leaves = [(p, p.data, p.grad if p.is_leaf else None, p.requires_grad) for p in self._parameters]
-        attributes = [(module, *_attributes(module)) for module in self._modules]
-        try:
-            for parameter, _, grad, _ in leaves:
-                if grad is not None:
-                    parameter.grad = None
+        with ExitStack() as undo:
+            undo.callback(RandomState({parameter.device for parameter in self._parameters}).restore)
+            for leaf in self._parameters:
+                gradient = leaf.grad if leaf.is_leaf else None
+                undo.callback(self._restore, leaf, leaf.data, gradient, leaf.requires_grad)
+                if gradient is not None:
+                    leaf.grad = None
+            for module in self._modules:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    own = vars(module)
+                    for entries in (*(own[name] for name in _TABLES), own):
+                        undo.callback(_restore_entries, entries, dict(entries))
             self._swap_buffers()
             yield
-        finally:
-            for own, variables, tables in attributes:
-                _restore_attributes(own, variables, tables)
-            for leaf in leaves:
-                self._restore(*leaf)
-            random.restore()
 
     def _swap_buffers(self) -> None:
         copies: dict[int, torch.Tensor] = {}
@@ -85,25 +84,9 @@ class Preserved:
             parameter.grad = grad
 
 
-def _attributes(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return {}, {}
-    own = dict(vars(module))
-    return own, {name: dict(own[name]) for name in _TABLES if own[name]}
-
-
-def _restore_attributes(module: torch.nn.Module, variables: dict[str, Any], tables: dict[str, dict[str, Any]]) -> None:
-    if not variables:
-        return
-    now = vars(module)
-    for name in [name for name in now if name not in variables]:
-        del now[name]
-    now.update(variables)
-    for name in _TABLES:
-        table, before = variables[name], tables.get(name, {})
-        if table or before:
-            table.clear()
-            table.update(before)
+def _restore_entries(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    entries.clear()
+    entries.update(before)
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
