@@ -1,16 +1,16 @@
 """From the facts of a run to a diagnosis: runs all rules, ranks their findings, judges, and fills the four cells."""
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from pathlib import PurePath
 
 from anybatch.doctor.policy import Policy
 from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.doctor.views.courses import updates
-from anybatch.doctor.views.naming import Located
+from anybatch.doctor.views.measures import at
+from anybatch.doctor.views.naming import Located, counted, listed, near
 from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.records.diagnoses import INTERRUPTED, SEVERAL_THREADS, Cell, Diagnosis, Suppressed, Verdict, missing_of
 from anybatch.records.events import Backward, Crashed, Ended, Forward, Stepped, ThreadsAtOnce
@@ -47,7 +47,9 @@ def cells(run: Run) -> tuple[Cell, ...]:
         _joined(run, [(parameter, one) for parameter, one, *_ in group], cell, why)
         for (_, _, cell, why), group in (
             (key, list(members))
-            for key, members in groupby(entries, key=lambda entry: (entry[0].root, entry[0].module, *entry[2:]))
+            for key, members in itertools.groupby(
+                entries, key=lambda entry: (entry[0].root, entry[0].module, *entry[2:])
+            )
         )
     )
 
@@ -87,13 +89,11 @@ def _by_hand(run: Run) -> set[int]:
 
 def _sample(one: _Seen, norms: Norms, position: int) -> None:
     one.sampled += 1
-    gradient = norms.grad[position] if position < len(norms.grad) else None
+    gradient, update = at(norms.grad, position, None), at(norms.update, position, 0.0)
+    weight = at(norms.weight, position, 0.0)
     if gradient is not None:
         one.gradients.append(gradient)
-    update = norms.update[position] if position < len(norms.update) else 0.0
-    weight = norms.weight[position] if position < len(norms.weight) else 0.0
-    if update > 0 or math.isnan(update):
-        one.moved = True
+    one.moved |= update > 0 or math.isnan(update)
     one.ratios.append(update / weight if weight > 0 else 0.0)
 
 
@@ -250,15 +250,13 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
     passes = [one for one in run.of(Backward) if one.function == "backward"]
     if run.steps or run.optimizers or run.roots or not passes:
         return ()
-    first = passes[0]
-    line = f" (the first at {PurePath(first.file).name}:{first.line})" if first.file else ""
-    count = f"{len(passes)} backward{'s' if len(passes) > 1 else ''}"
-    text = (
-        f"{count} ran{line}, but no nn.Module was called and no optimizer of torch was made. Weights that are plain "
-        "tensors and are changed by hand are not followed; an nn.Module with an optimizer of torch.optim is. Look "
-        "first whether each gradient is cleared after its update, with .grad = None or .grad.zero_()."
+    line = near(passes[0]).replace("(", "(the first at ", 1)
+    return (
+        f"{counted(len(passes), 'backward')} ran{line}, but no nn.Module was called and no optimizer of torch was "
+        "made. Weights that are plain tensors and are changed by hand are not followed; an nn.Module with an optimizer "
+        "of torch.optim is. Look first whether each gradient is cleared after its update, with .grad = None or "
+        ".grad.zero_().",
     )
-    return (text,)
 
 
 def _is_mixed(run: Run) -> bool:
@@ -268,16 +266,12 @@ def _is_mixed(run: Run) -> bool:
 
 def _of_one_thread(run: Run) -> tuple[str, ...]:
     """What to say of a process in which several threads train at once."""
-    one = next(run.of(ThreadsAtOnce), None)
-    if one is None:
-        return ()
-    line = f" ({PurePath(one.file).name}:{one.line})" if one.file else ""
-    text = (
-        f"a second thread began to train beside another one{line}, in step {one.step}; nothing was recorded from then "
-        "on, since gradients can't be read while another thread writes them. Train in one thread at a time under the "
-        "doctor, and call models in other threads under torch.no_grad(): those calls are passed over."
+    return tuple(
+        f"a second thread began to train beside another one{near(one)}, in step {one.step}; nothing was recorded from "
+        "then on, since gradients can't be read while another thread writes them. Train in one thread at a time under "
+        "the doctor, and call models in other threads under torch.no_grad(): those calls are passed over."
+        for one in itertools.islice(run.of(ThreadsAtOnce), 1)
     )
-    return (text,)
 
 
 def _diagnosed(run: Run, policy: Policy) -> tuple[tuple[Finding, ...], dict[str, str], list[Suppressed]]:
@@ -393,9 +387,6 @@ def _severity(finding: Finding) -> int:
     return SEVERITIES.index(finding.severity or "info")
 
 
-_MOST_NAMES = 3
-
-
 def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str]) -> tuple[Verdict, str]:
     """The verdict on a run, and its reason; what could not be examined keeps it from being ``"learning"``."""
     crash = next(iter(list(run.of(Crashed))[-1:]), None)
@@ -414,11 +405,7 @@ def verdict_on(run: Run, findings: Iterable[Finding], unexamined: Sequence[str])
         return "undecided", "no optimizer stepped"
     unseen = _unseen(run)
     if unseen:
-        more = f" and {len(unseen) - _MOST_NAMES} more" if len(unseen) > _MOST_NAMES else ""
-        return (
-            "undecided",
-            f"not every trained parameter was looked at and named: {', '.join(unseen[:_MOST_NAMES])}{more}",
-        )
+        return "undecided", f"not every trained parameter was looked at and named: {listed(unseen)}"
     found = outcome(run)
     if ended.exit_code == INTERRUPTED:
         return "undecided", f"it was interrupted, and {found.said}"
