@@ -43,15 +43,9 @@ def cells(run: Run) -> tuple[Cell, ...]:
         (parameter, seen[number], *_cell(parameter, seen[number], number in optimized))
         for number, parameter in run.parameters.items()
     ]
-    return tuple(
-        _joined(run, [(parameter, one) for parameter, one, *_ in group], cell, why)
-        for (_, _, cell, why), group in (
-            (key, list(members))
-            for key, members in itertools.groupby(
-                entries, key=lambda entry: (entry[0].root, entry[0].module, *entry[2:])
-            )
-        )
-    )
+    alike = itertools.groupby(entries, key=lambda entry: (entry[0].root, entry[0].module, *entry[2:]))
+    groups = [list(members) for _, members in alike]
+    return tuple(_joined(run, [(parameter, one) for parameter, one, *_ in group], *group[0][2:]) for group in groups)
 
 
 def _look(run: Run) -> dict[int, _Seen]:
@@ -251,12 +245,13 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
     if run.steps or run.optimizers or run.roots or not passes:
         return ()
     line = near(passes[0]).replace("(", "(the first at ", 1)
-    return (
-        f"{counted(len(passes), 'backward')} ran{line}, but no nn.Module was called and no optimizer of torch was "
-        "made. Weights that are plain tensors and are changed by hand are not followed; an nn.Module with an optimizer "
-        "of torch.optim is. Look first whether each gradient is cleared after its update, with .grad = None or "
-        ".grad.zero_().",
+    text = (
+        f"{counted(len(passes), 'backward')} ran{line}, but no nn.Module was called and no optimizer of torch was made. "
+        "Weights that are plain tensors and are changed by hand are not followed; an nn.Module with an optimizer of "
+        "torch.optim is. Look first whether each gradient is cleared after its update, with .grad = None or "
+        ".grad.zero_()."
     )
+    return (text,)
 
 
 def _is_mixed(run: Run) -> bool:
