@@ -246,8 +246,8 @@ def _out_of_sight(run: Run) -> tuple[str, ...]:
         return ()
     line = near(passes[0]).replace("(", "(the first at ", 1)
     text = (
-        f"{counted(len(passes), 'backward')} ran{line}, but no nn.Module was called and no optimizer of torch was made. "
-        "Weights that are plain tensors and are changed by hand are not followed; an nn.Module with an optimizer of "
+        f"{counted(len(passes), 'backward')} ran{line}, but no nn.Module was called and no optimizer of torch was made."
+        " Weights that are plain tensors and are changed by hand are not followed; an nn.Module with an optimizer of "
         "torch.optim is. Look first whether each gradient is cleared after its update, with .grad = None or "
         ".grad.zero_()."
     )
