@@ -4,7 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,20 +36,15 @@ class PaddingLook:
         """Looks at one forward."""
         self.result = None
         attention = next((one for one in root.modules() if isinstance(one, torch.nn.MultiheadAttention)), None)
-        handles = []
-        if attention is not None:
-            handles.append(root.register_forward_pre_hook(self._at_root, with_kwargs=True))
-            if attention is not root:
-                handles.append(attention.register_forward_pre_hook(self._at_attention, with_kwargs=True))
-        try:
+        hooked = {} if attention is None else {attention: self._at_attention, root: self._at_root}
+        with ExitStack() as undo:
+            for module, hook in hooked.items():
+                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            undo.callback(self._given.clear)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._given = []
 
     def _at_root(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self._given = [one for one in tensors_in((args, kwargs)) if one.dim() in (2, 3)]
+        self._given[:] = [one for one in tensors_in((args, kwargs)) if one.dim() in (2, 3)]
         if isinstance(module, torch.nn.MultiheadAttention):
             self._at_attention(module, args, kwargs)
 
@@ -251,26 +246,20 @@ class ActivationSampler:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hangs hooks on the modules for one forward; compiled modules are left alone."""
-        root, handles = self._root(), []
-        padding: AbstractContextManager[None] = nullcontext()
+        root = self._root()
         self._seen, self._made, self._calls, self.first = [], {}, {}, ""
         self._thread = threading.get_ident()
-        if root is not None and self._surveyed(root):
-            padding = self._padding.attached(root)
-            for reference in self._hooked:
-                module = reference()
-                if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                    continue
-                given = self._draws is not None and id(module) in self._draws.receivers
-                if given or id(module) in self._chosen or id(module) not in self._called:
-                    handles.append(module.register_forward_hook(self._after))
-        try:
-            with padding:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._made = {}
+        with ExitStack() as undo:
+            if root is not None and self._surveyed(root):
+                undo.enter_context(self._padding.attached(root))
+                for module in (reference() for reference in self._hooked):
+                    if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                        continue
+                    given = self._draws is not None and id(module) in self._draws.receivers
+                    if given or id(module) in self._chosen or id(module) not in self._called:
+                        undo.callback(module.register_forward_hook(self._after).remove)
+            undo.callback(self._made.clear)
+            yield
 
     def result(self, forward: int = -1) -> Activations | None:
         """What was seen in the forward that has just run; ``None`` if nothing was."""
