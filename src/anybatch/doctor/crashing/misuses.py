@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in
-from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
+from anybatch.doctor.crashing.usercode import called, loads, nodes_in, path_of, targets
 from anybatch.doctor.graphs import nodes_behind
 
 
@@ -56,8 +56,8 @@ def container(live: Live, match: "re.Match[str]") -> Answer | None:
 def none(live: Live, match: "re.Match[str]") -> Answer | None:
     """What is None in the user's line, and the option of the call that gave it which was left out."""
     statement, frame = live.statement(), live.user
-    for node in () if statement is None or frame is None else ast.walk(statement):
-        if frame and isinstance(node, ast.Attribute) and node.attr == match.group(1) and path_of(node.value):
+    for node in nodes_in(statement, ast.Attribute):
+        if frame and node.attr == match.group(1) and path_of(node.value):
             path = path_of(node.value)
             if live.value(frame, node.value) is None:
                 owner, _, field = path.rpartition(".")
@@ -174,8 +174,8 @@ def collating(live: Live, match: "re.Match[str]") -> Answer | None:
 def no_gradient(live: Live, match: "re.Match[str]") -> Answer | None:
     """Why a tensor has no gradient, where the line reads one."""
     statement, frame = live.statement(), live.user
-    for node in () if statement is None else ast.walk(statement):
-        if frame and isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
+    for node in nodes_in(statement, ast.Attribute):
+        if frame and node.attr == "grad" and isinstance(node.ctx, ast.Load):
             tensor, path = live.value(frame, node.value), ast.unparse(node.value)
             if not isinstance(tensor, torch.Tensor) or (tensor.is_leaf and tensor.grad is not None):
                 continue
@@ -213,8 +213,8 @@ def own_function(live: Live, match: "re.Match[str]") -> Answer | None:
     for source in filter(None, map(live.source, live.users)):
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                inner = (one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "backward")
-                back = [one for one in ast.walk(next(inner, node)) if isinstance(one, ast.Return)]
+                inner = (one for one in nodes_in(node, ast.FunctionDef) if one.name == "backward")
+                back = list(nodes_in(next(inner, node), ast.Return))
                 at = live.at(back[-1] if back else node, source.file)
                 return answer(owner=name, at=at, returned=quoted(at[2]), tensor=name)
     return None

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.crashing.usercode import called, names_in, nodes_in, operations
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, methods, nn_name, primary, within
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 
@@ -19,7 +19,7 @@ def not_cut(scene: Scene) -> Iterator[Edit]:
         if len(cuts) > 1:
             yield source.edit([change for cut in cuts for change in _without_call(source, cut)])
         yield from each(source, cuts[:2], lambda cut: _without_call(source, cut))
-    data = [one for one in ast.walk(statement) if isinstance(one, ast.Attribute) and one.attr == "data"]
+    data = [one for one in nodes_in(statement, ast.Attribute) if one.attr == "data"]
     if len(data) == 1:
         yield source.edit([Change(source.end(data[0].value), source.end(data[0]), "")])
     for call in source.calls(statement, "tensor", "as_tensor"):
@@ -104,10 +104,7 @@ def not_reentrant(scene: Scene) -> Iterator[Edit]:
 def detached_result_kept(scene: Scene) -> Iterator[Edit]:
     """``x.detach()`` as a statement, whose result nobody takes, becomes ``x = x.detach()``."""
     source = scene.source
-    alone = [
-        one for one in ast.walk(source.scope(scene.statement))
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and called(one.value) == "detach"
-    ]  # fmt: skip
+    alone = [one for one in nodes_in(source.scope(scene.statement), ast.Expr) if called(one.value) == "detach"]
     one = only(alone, "results of detach that nobody takes")
     text = source.of(one)
     yield source.edit([source.replaced(one, f"{text.removesuffix('.detach()')} = {text}")])
@@ -120,11 +117,8 @@ def target_detached(scene: Scene) -> Iterator[Edit]:
     for call in source.calls(statement):
         if called(call).endswith("loss") and len(call.args) == 2:
             yield source.edit([source.replaced(call.args[1], f"{primary(source, call.args[1])}.detach()")])
-    products = [
-        one for one in ast.walk(source.scope(statement))
-        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult) and isinstance(one.right, ast.Name)
-        and "log_prob" in source.of(one.left)
-    ]  # fmt: skip
+    products = [one for one in operations(source.scope(statement), ast.Mult)
+                if isinstance(one.right, ast.Name) and "log_prob" in source.of(one.left)]  # fmt: skip
     factor = only(products, "products with log_prob").right
     yield source.edit([source.replaced(factor, f"{source.of(factor)}.detach()")])
 
@@ -142,8 +136,8 @@ def carried_without_its_graph(scene: Scene) -> Iterator[Edit]:
     source, backward = scene.backward()
     loop = inner_loop(source, backward)
     found = []
-    for one in ast.walk(loop):
-        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Tuple) and isinstance(one.value, ast.Call):
+    for one in nodes_in(loop, ast.Assign):
+        if isinstance(one.targets[0], ast.Tuple) and isinstance(one.value, ast.Call):
             given = {part.id for part in one.value.args if isinstance(part, ast.Name)}
             found += [(one, to.id) for to in one.targets[0].elts if isinstance(to, ast.Name) and to.id in given]
     statement, name = only(found, "states that are carried")
@@ -159,16 +153,12 @@ def number_kept(scene: Scene) -> Iterator[Edit]:
     """``total += loss`` becomes ``total += loss.item()``, and so does ``losses.append(loss)``."""
     source, statement = scene.source, scene.statement
     scope = source.scope(statement)
-    names = {to.id for one in ast.walk(statement) if isinstance(one, ast.Assign) for to in one.targets
-             if isinstance(to, ast.Name)}  # fmt: skip
+    names = {to.id for one in nodes_in(statement, ast.Assign) for to in one.targets if isinstance(to, ast.Name)}
     for call in source.calls(scope, "backward"):
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
             names.add(call.func.value.id)
-    kept: list[ast.expr] = [
-        one.value for one in ast.walk(scope)
-        if isinstance(one, ast.AugAssign) and isinstance(one.value, ast.Name) and one.value.id in names
-        and source.of(one.target) not in names
-    ]  # fmt: skip
+    kept = [one.value for one in nodes_in(scope, ast.AugAssign) if isinstance(one.value, ast.Name)
+            and one.value.id in names and source.of(one.target) not in names]  # fmt: skip
     kept += [one.args[0] for one in source.calls(scope, "append") if len(one.args) == 1
              and isinstance(one.args[0], ast.Name) and one.args[0].id in names]  # fmt: skip
     value = only(kept, "places that keep a loss")
@@ -324,10 +314,8 @@ def no_row_without_a_score(scene: Scene) -> Iterator[Edit]:
     source = scene.source
     if "oftmax" not in str(scene.finding.evidence.get("op")):
         raise UnclearEdit("no softmax made it")
-    found = [
-        one for one in ast.walk(source.tree)
-        if isinstance(one, ast.expr) and source.of(one) in _INFINITE and not isinstance(source.parent(one), ast.UnaryOp)
-    ]  # fmt: skip
+    infinite = [one for one in nodes_in(source.tree, ast.expr) if source.of(one) in _INFINITE]
+    found = [one for one in infinite if not isinstance(source.parent(one), ast.UnaryOp)]
     yield source.edit([source.replaced(only(found, "infinite masks"), "-1e4")])
 
 
@@ -337,8 +325,8 @@ def not_divided_by_nothing(scene: Scene) -> Iterator[Edit]:
     if not str(scene.finding.evidence.get("op")).startswith("Div"):
         raise UnclearEdit("no division made it")
     source = scene.source
-    quotients = [one for one in ast.walk(source.tree) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div)
-                 and isinstance(one.right, ast.Name | ast.Attribute | ast.Call)]  # fmt: skip
+    by = ast.Name | ast.Attribute | ast.Call
+    quotients = [one for one in operations(source.tree, ast.Div) if isinstance(one.right, by)]
     here = [one for one in quotients if one.lineno == scene.finding.place.line]
     divisors = [one.right for one in here or quotients]
     yield from each(source, divisors, lambda one: [source.replaced(one, _kept_from_zero(source, one))])
@@ -414,9 +402,7 @@ def converted_before_the_call(scene: Scene) -> Iterator[Edit]:
     source, statement = scene.source, scene.statement
     code = only(scene.fix, "statements of the fix")
     target = code.targets[0] if isinstance(code, ast.Assign) else None
-    if not isinstance(target, ast.Name) or target.id not in {
-        one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)
-    }:
+    if not isinstance(target, ast.Name) or target.id not in names_in(statement, ast.Load):
         raise UnclearEdit("the line does not take what is converted")
     yield source.edit([source.inserted(statement, scene.code)])
 
@@ -444,11 +430,7 @@ def nothing_behind_the_end(scene: Scene) -> Iterator[Edit]:
     source, scope = scene.source, scene.source.scope(scene.statement)
     if not any(word in name.lower() for word in ("done", "terminal", "terminated")):
         raise UnclearEdit("the field says of no state that it is the last")
-    products = [
-        one
-        for one in ast.walk(scope)
-        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult) and "gamma" in source.of(one.left).lower()
-    ]
+    products = [one for one in operations(scope, ast.Mult) if "gamma" in source.of(one.left).lower()]
     product = only(products, "products with gamma")
     for flag in (name, f"{name}.float()"):
         yield source.edit([source.behind(product, f" * (1 - {flag})")])

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 
-from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.crashing.usercode import called, nodes_in, operations, targets
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, primary
 from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
@@ -153,12 +153,8 @@ def window_from_one(scene: Scene) -> Iterator[Edit]:
     tests: list[ast.expr] = [guard.test]
     if isinstance(guard.test, ast.Name):
         scope = source.scope(guard)
-        tests = [one.value for one in ast.walk(scope) if isinstance(one, ast.Assign)
-                 and any(isinstance(to, ast.Name) and to.id == guard.test.id for to in one.targets)]  # fmt: skip
-    found = [
-        part for test in tests for part in ast.walk(test)
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) and isinstance(part.left, ast.Name)
-    ]  # fmt: skip
+        tests = [one.value for one in nodes_in(scope, ast.Assign) if guard.test.id in targets(one)]
+    found = [part for part in operations(tests, ast.Mod) if isinstance(part.left, ast.Name)]
     left = only(found, "remainders of a name").left
     yield source.edit([source.replaced(left, f"({source.of(left)} + 1)")])
 
@@ -186,8 +182,7 @@ def _windows_name(scene: Scene, source: UserSource, backward: ast.stmt) -> str:
     if where.path != source.path:
         return ""
     guards = [one.test for one in source.ancestors(step) if isinstance(one, ast.If)]
-    found = [part.right for test in guards for part in ast.walk(test)
-             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)]  # fmt: skip
+    found = [part.right for part in operations(guards, ast.Mod)]
     loop = next((one for one in source.ancestors(backward) if isinstance(one, ast.For)), None)
     if not found and loop is not None and step not in list(ast.walk(loop)) and isinstance(loop.iter, ast.Call):
         found = loop.iter.args[:1] if called(loop.iter) == "range" and len(loop.iter.args) == 1 else []
@@ -333,8 +328,8 @@ def _rates(scene: Scene, rates: list[float]) -> Iterator[Edit]:
     source, _, call = scene.construction()
     if not any(one.arg == "lr" for one in call.keywords) and len(call.args) > 1:
         raise UnclearEdit("the rate has no keyword")
-    if call.args and any(isinstance(one, ast.Dict) and any(isinstance(key, ast.Constant) and key.value == "lr"
-                         for key in one.keys) for one in ast.walk(call.args[0])):  # fmt: skip
+    keys = [key for one in nodes_in(call.args[:1], ast.Dict) for key in one.keys]
+    if any(isinstance(key, ast.Constant) and key.value == "lr" for key in keys):
         raise UnclearEdit("groups have rates of their own")
     texts = list(dict.fromkeys(f"{rate:.6g}" for rate in rates))
     for text in itertools.islice(texts, 3):
