@@ -300,7 +300,7 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
             shown.add(chapter.script)
             stops.append((chapter, [_run_command(console, command, folder) for command in chapter.commands]))
         if not missing:
-            from anybatch.demo.tourpage import tour_page
+            from anybatch.demo.touring import tour_page
 
             page.write_text(tour_page(stops, folder, time.monotonic() - began), encoding="utf-8")
     if json_path is not None:

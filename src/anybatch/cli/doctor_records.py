@@ -17,7 +17,7 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.lines import from_line, to_line
-from anybatch.records.plainvalues import plain
+from anybatch.records.reading import plain
 from anybatch.records.runs import Run, load_run
 from anybatch.records.tables import Started
 from anybatch.report.series import series_of
