@@ -50,7 +50,8 @@ OBSERVED: tuple[Question, ...] = (
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("rows", rows.torn), ("repeated rows", rows.repeated), ("sums", rows.mixed_sums), ("itself", rows.of_itself),
     ("dropped", rows.dropped),
-    ("own negative", negatives.own_negative), ("edges", edges.not_offset), ("axes", axes.turned),
+    ("own negative", negatives.own_negative), ("easiest", negatives.easiest), ("edges", edges.not_offset),
+    ("degrees", edges.times_degrees), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),
