@@ -136,6 +136,7 @@ class Kept:
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
         self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
+        self._given: dict[int, set[int]] = {}  # ids of what each root was given since the last backward
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
         self.plateaus: dict[int, Plateau] = {}
         self.own: list[Own] = []
@@ -206,6 +207,8 @@ class Kept:
         self._looks[key] = self._looks.get(key, 0) + 1
         if given:
             self._look(given, key, step)
+        if mode and torch.is_grad_enabled():
+            self._given.setdefault(root, set()).add(id(first))
         self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
 
@@ -293,6 +296,7 @@ class Kept:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Is shown a loss whose backward is about to run."""
+        self._given.clear()
         if self._tape is not None:
             self._tape.loss(loss)
             for one in functions_of(loss, self._classes):
@@ -357,8 +361,11 @@ class Kept:
             self._left = [tape for tape in self._left if not tape.stop()]
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
-        """Is given what a root was called with, and a loss function that was called after it."""
-        target = given.get("target") if self.on else None
+        """Is given what a root was called with, and a loss function that was called after it.
+
+        Of several calls in a step, one of them may be what the loss is of: rows and labels can't be told to belong.
+        """
+        target = given.get("target") if self.on and len(self._given.get(root, ())) < 2 else None
         first = next((one for one in _numbers(arguments) if one.dim()), None)
         if first is None or not isinstance(target, torch.Tensor) or target.requires_grad or not target.dim():
             return
