@@ -6,8 +6,7 @@ from typing import Any
 
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
-from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.sampling import Sampling
+from anybatch.doctor.recording.recordings import Recording, Sampling
 from anybatch.doctor.samples.losscalls import Calls, CurrentRoot
 
 

@@ -84,9 +84,9 @@ def stamp() -> str:
     import anybatch
 
     root = Path(anybatch.__file__).parent
-    parts = [root / "doctor", root / "records", root / "cli" / "doctor_child.py", root / "cli" / "doctor_probes.py"]
+    parts = [root / "doctor", root / "records", root / "cli" / "doctor_child.py"]
     paths = sorted(path for part in parts for path in ([part] if part.is_file() else part.rglob("*.py")))
-    recording = [path for path in paths if "rules" not in path.parts and path.name not in ("ranking.py", "verdicts.py")]
+    recording = [path for path in paths if "rules" not in path.parts and path.name != "diagnosing.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in recording)).hexdigest()[:12]
 
 
@@ -98,7 +98,7 @@ def prepare(*, heavy: bool = True) -> None:
     for name in (*HEAVY, *(HEAVIER if heavy else ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("anybatch.cli.doctor_child", "anybatch.cli.doctor_probes", "anybatch.doctor.recorder"):
+    for name in ("anybatch.cli.doctor_child", "anybatch.doctor.probing", "anybatch.doctor.recorder"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -255,9 +255,8 @@ def _keep(folder: Path, key: str, result: Result) -> None:
     """Keeps a result, and the record beside it; each is there whole or not at all."""
     record = folder / "record.jsonl"
     if record.exists():
-        from anybatch.cli.doctor_launch import Finished
+        from anybatch.cli.doctor_launch import Finished, Target
         from anybatch.cli.doctor_records import completed
-        from anybatch.cli.doctor_target import Target
 
         with contextlib.suppress(TypeError, ValueError, OSError):
             completed(record, folder, Target("", (), ()), Finished(result.code, result.seconds, None))

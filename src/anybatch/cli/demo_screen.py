@@ -147,7 +147,7 @@ class _Bar:
         self._loss: float | None = None
 
     def advance(self, moment: "Moment") -> None:
-        from anybatch.demo.memory import resident_bytes
+        from anybatch.demo.training import resident_bytes
 
         before = moment.loss_bits if self._loss is None else self._loss
         self._loss = _PAST_OF_LOSS * before + (1 - _PAST_OF_LOSS) * moment.loss_bits

@@ -1,8 +1,9 @@
-"""``anybatch doctor``: why does the user's own script not learn?"""
+"""``anybatch doctor``: why does the user's own script not learn? It follows the record while the script runs."""
 
 import contextlib
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,25 @@ from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.doctor_fixes import SECONDS, with_fixes
-from anybatch.cli.doctor_launch import Finished, end_as, launch
-from anybatch.cli.doctor_live import STOPPED, Watcher
-from anybatch.cli.doctor_ranks import compared, launches_ranks, not_followed, records_of_ranks, without_records_of_ranks
-from anybatch.cli.doctor_records import completed, damage_of, failed_severity, is_record
-from anybatch.cli.doctor_target import Target, TargetCommand, target_of
+from anybatch.cli.doctor_launch import Finished, Target, TargetCommand, end_as, launch, target_of
+from anybatch.cli.doctor_records import (
+    compared,
+    completed,
+    damage_of,
+    failed_severity,
+    is_record,
+    launches_ranks,
+    not_followed,
+    records_of_ranks,
+    without_records_of_ranks,
+)
 from anybatch.cli.reporting import Wanted, reporting_options
+from anybatch.doctor.live import Judge, is_met, sentence_of
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import INTERRUPTED, Diagnosis
+from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
+from anybatch.records.tailing import Tail
 
 _TIMED_OUT = 124
 """What the command timeout ends with."""
@@ -225,3 +236,59 @@ def _diagnosis_of(run: Run, target: Target, finished: Finished, notes: tuple[str
         seconds=found.seconds or finished.seconds,
         notes=(*notes, *found.notes),
     )
+
+
+STOPPED = 3
+"""The exit code of a run that ``--stop-on`` has ended."""
+
+
+class Watcher:
+    """Follows the record of a run, or those of its ranks, from outside the script's process.
+
+    Args:
+        ranks: whether each process of a launcher writes a record of its own.
+        policy: what is reported.
+        stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.
+        is_quiet: whether findings are not printed.
+        report: writes the report of what was seen so far.
+    """
+
+    def __init__(
+        self, record: Path, *, ranks: bool, policy: Policy, stop_on: Sequence[str], is_quiet: bool,
+        report: Callable[[Tail], None],
+    ) -> None:  # fmt: skip
+        self._record, self._ranks, self._policy = record, ranks, policy
+        self._stop_on, self._is_quiet, self._report = stop_on, is_quiet, report
+        self._tails: dict[int, tuple[Tail, Judge]] = {}
+        self._told: set[str] = set()
+        self.stopped: Finding | None = None  # the finding that ended the run, ``None`` if there was none
+
+    def look(self, report_now: bool) -> bool:
+        """Reads what is new and prints new findings; whether the run has to end."""
+        paths = records_of_ranks(self._record) if self._ranks else {0: self._record}
+        for rank, path in paths.items():
+            tail, judge = self._tails.setdefault(rank, (Tail(path), Judge(self._policy)))
+            tail.read()
+            step = tail.step if rank == min(paths) else 0  # of the others, what is not finite is looked at
+            if judge.is_due(step, not_finite=tail.not_finite) and tail.ended is None:
+                self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if self._ranks else "")
+        if report_now and self._tails:
+            self._report(self._tails[min(self._tails)][0])
+        return self.stopped is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the report."""
+        if self.stopped is None:
+            return ()
+        return (f"The script was interrupted in step {self.stopped.step} or soon after, as --stop-on asked for.",)
+
+    def _tell(self, found: Sequence[Finding], whose: str) -> None:
+        for one in found:
+            sentence = sentence_of(one)
+            if not self._is_quiet and sentence not in self._told:  # by another rank
+                with contextlib.suppress(OSError, ValueError):  # of a closed stream; the run may have to end
+                    click.echo(f"anybatch doctor: {whose}{sentence}", err=True)
+            self._told.add(sentence)
+            if self.stopped is None and is_met(one, self._stop_on):
+                self.stopped = one

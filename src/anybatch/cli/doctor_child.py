@@ -8,13 +8,17 @@ import atexit
 import contextlib
 import copy
 import os
+import select
+import signal
 import sys
 import threading
+import time
 import traceback
 import types
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from anybatch.doctor.frames import HiddenFrames, without_own_frames
 
@@ -24,6 +28,8 @@ BROKEN = "broken"
 LEFT = "left"
 PROCESSES = "processes"
 _LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
+_SECONDS = 60.0  # that all probes may take together, in a process of their own
+_ACTIVE_SECONDS = 300.0  # with those that train a copy
 
 
 def begin(folder: str, settings: Mapping[str, Any]) -> None:
@@ -200,7 +206,7 @@ class Attendance:
             return
         try:
             if crashed.name == "OUT_OF_MEMORY" and ended is not None:
-                from anybatch.cli.doctor_memory import with_plan
+                from anybatch.cli.plan_loops import with_plan
 
                 crashed = with_plan(crashed, ended)
             self._doctor.emit(crashed)
@@ -225,9 +231,7 @@ class Attendance:
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if isinstance(error, BaseException):  # of a script with an excepthook of its own
                 self._emit(self._tell(error), error)
-            from anybatch.cli.doctor_probes import probed
-
-            for fact in probed(self._doctor, active=self._settings["active"]) if self._settings["ask"] else ():
+            for fact in _probed(self._doctor, active=self._settings["active"]) if self._settings["ask"] else ():
                 self._doctor.emit(fact)
         except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the probes and nothing else
             if not isinstance(failure, KeyboardInterrupt):
@@ -239,3 +243,84 @@ class Attendance:
             self._broken(failure)
         if self._doctor.lost:
             self.note(BROKEN, self._doctor.lost)
+
+
+def _probed(doctor: Any, *, active: bool) -> list[Any]:
+    """Runs the probes, in a fork of this process where that is possible.
+
+    This process loads nothing for them: Python, where it compiles a text, forgets that Ctrl-C ended the script, and
+    gives it another exit code. A fork can run out of time or memory, or crash, without a change of that code. If the
+    script used a GPU there is no fork, since CUDA does not survive one.
+    """
+    if not hasattr(os, "fork") or _has_gpu():
+        return list(_answers(doctor, active=active))
+    reading, writing = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # there may be none, or it is closed
+            stream.flush()  # or the copy would have it, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside the threads of torch
+        process = os.fork()
+    if process == 0:
+        _in_copy(doctor, writing, active=active)
+    os.close(writing)
+    try:
+        lines = _read(reading, _ACTIVE_SECONDS if active else _SECONDS)
+    finally:
+        os.close(reading)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    from anybatch.records.lines import from_line
+
+    facts = [from_line(line) for line in lines]
+    return [fact for fact in facts if fact is not None]
+
+
+def _has_gpu() -> bool:
+    accelerator = getattr(sys.modules.get("torch"), "accelerator", None)
+    if accelerator is None or not accelerator.is_available():
+        return False
+    from anybatch.accelerators import in_use
+
+    return bool(in_use())
+
+
+def _answers(doctor: Any, *, active: bool) -> Iterable[Any]:
+    from anybatch.doctor.probing import run_probes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Iterable[Any] = run_probes(doctor, active=active)
+    return found
+
+
+def _in_copy(doctor: Any, writing: int, *, active: bool) -> NoReturn:
+    try:
+        from anybatch.records.lines import to_line
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits is told, and ends this one
+        silence = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(silence, number)
+        torch = sys.modules["torch"]
+        torch.set_num_threads(1)  # the threads of this process are not in its copy
+        with open(writing, "w", encoding="utf-8") as file:
+            for fact in _answers(doctor, active=active):
+                file.write(to_line(fact) + "\n")
+    except BaseException:  # noqa: BLE001 - a copy ends here whatever happens
+        os._exit(1)
+    os._exit(0)
+
+
+def _read(reading: int, seconds: float) -> list[str]:
+    """The whole lines that came in time."""
+    end = time.monotonic() + seconds
+    read = b""
+    while (left := end - time.monotonic()) > 0:
+        if not select.select([reading], [], [], left)[0]:
+            break
+        part = os.read(reading, 65536)
+        if not part:
+            break
+        read += part
+    return read.decode("utf-8", "replace").split("\n")[:-1]

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from anybatch.cli.doctor_launch import Finished, launch
+from anybatch.cli.doctor_launch import Finished, Target, launch
 from anybatch.cli.doctor_records import completed
-from anybatch.cli.doctor_target import Target
 from anybatch.cli.doctor_trial import REFUSED, START
 from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.findings import Finding

@@ -11,8 +11,7 @@ import click
 from rich.console import Console
 
 from anybatch.cli import options
-from anybatch.cli.plan_ranks import show_rank_plan
-from anybatch.cli.plan_screen import show_plan
+from anybatch.cli.plan_screen import show_plan, show_rank_plan
 from anybatch.cli.reporting import Output, Outputs, format_option
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.memory import Timeline

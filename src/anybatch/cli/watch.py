@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from anybatch.cli.doctor_ranks import records_of_ranks
-from anybatch.doctor.judging import Judge, sentence_of
+from anybatch.cli.doctor_records import records_of_ranks
+from anybatch.doctor.live import Judge, sentence_of
 from anybatch.records.findings import Finding
 from anybatch.records.tailing import Tail
 from anybatch.report.diagnosis import crash_of, title_of_run

@@ -1,13 +1,21 @@
-"""The tour: scripts that are shown and then run, each in a process of its own, as a user would run them."""
+"""The tour: scripts that are shown and then run, each in a process of its own, as a user would; and its page."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from anybatch.records.plans import Plan
+from anybatch.records.runs import load_run
+from anybatch.report.diagnosis_page import page as diagnosis_page
+from anybatch.report.frontier import frontier_picture
+from anybatch.report.pages import render_page
+from anybatch.units import format_seconds
 
 FOLDER = Path(__file__).parent / "chapters"
 RECORD = "faulty.jsonl"
@@ -114,3 +122,33 @@ def run(command: str, folder: Path, *, columns: int, on_line: Callable[[str], No
             process.kill()
             raise
     return CommandRun(command, "\n".join(lines).strip("\n"), code, time.monotonic() - began)
+
+
+def tour_page(stops: Sequence[tuple[Chapter, Sequence[CommandRun]]], folder: Path, seconds: float) -> str:
+    """Renders the page of a tour.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    from anybatch.doctor.diagnosing import diagnosis
+
+    run = load_run(folder / RECORD)
+    plan = Plan.from_dict(json.loads((folder / PLAN).read_text(encoding="utf-8")))
+    chapters = []
+    shown: set[str] = set()
+    for chapter, runs in stops:
+        code = "" if chapter.script in shown else chapter.code
+        shown.add(chapter.script)
+        names = {name for one in runs for name in one.command.split()}
+        chapters.append(
+            {
+                "title": chapter.title,
+                "text": chapter.text,
+                "script": chapter.script,
+                "code": code,
+                "runs": runs,
+                "frontier": frontier_picture(plan) if PLAN in names else None,
+                "diagnosis": diagnosis_page(diagnosis(run), run) if RECORD in names else "",
+            }
+        )
+    return render_page("tour.html.j2", title="anybatch: a tour", seconds=format_seconds(seconds), chapters=chapters)

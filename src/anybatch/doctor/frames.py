@@ -1,9 +1,10 @@
-"""Tracebacks as they would be without the doctor: its frames are removed, and those of torch that run for it only."""
+"""Tracebacks as they would be without the doctor, and whether an exception in the doctor's code is the user's."""
 
 import functools
 import linecache
 import opcode
 import os
+import signal
 import sys
 import traceback
 import types
@@ -11,9 +12,7 @@ from typing import Any
 
 _DOCTOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")  # noqa: PTH100, PTH118, PTH120 - no pathlib here
 _CHILD = os.path.join(os.path.dirname(_DOCTOR[:-1]), "cli", "doctor_child.py")  # noqa: PTH118, PTH120
-_CALLED_BY_USERS = frozenset(
-    {"explaining", "following", "graphs", "paths", "preserving", "sites", "subjects", "values"}
-)
+_CALLED_BY_USERS = frozenset({"explaining", "following", "graphs", "paths", "sites", "values"})
 """Modules of ``anybatch.why``, whose frames are in the user's traceback without the doctor, too."""
 _DIRECT_CALL = "return forward_call(*args, **kwargs)"
 """The line on which ``Module._call_impl`` calls the forward of a module without hooks."""
@@ -131,3 +130,26 @@ def without_own_frames(error: BaseException) -> None:
         waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an exception is Ctrl-C, an exit, or was raised by a signal handler, such as one for a time limit."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> Any:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if not callable(handler) or isinstance(handler, signal.Handlers):
+        return None
+    function = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(function, "__code__", None)

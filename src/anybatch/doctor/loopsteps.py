@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, opened
-from anybatch.doctor.crashing.usercode import called
+from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
 from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 
@@ -180,12 +180,11 @@ def value_of(text: str, names: Mapping[str, Any]) -> Any:
 
 def _named(source: UserSource, nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names, and names with attributes, that are read."""
-    for outer in nodes:
-        for node in ast.walk(outer):
-            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-                text = source.of(node)
-                if text.replace(".", "").isidentifier():
-                    yield text
+    for node in nodes_in(nodes, ast.expr):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            text = source.of(node)
+            if text.replace(".", "").isidentifier():
+                yield text
 
 
 def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int]) -> None:
@@ -217,17 +216,13 @@ def _find_modules(step: LoopStep, before: Sequence[ast.stmt], trained: set[int])
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that statements assign or change."""
-    found = set()
-    for outer in nodes:
-        for node in ast.walk(outer):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(_root(node))
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                name = called(node.value)
-                if name in _FILLS or name.endswith("_"):  # losses.append(loss), x.mul_(2)
-                    found.add(_root(node.value.func))
+    nodes = list(nodes)
+    found = names_in(nodes, ast.Store)
+    parts = (one for one in nodes_in(nodes, ast.expr) if isinstance(one, ast.Subscript | ast.Attribute))
+    found |= {_root(one) for one in parts if isinstance(one.ctx, ast.Store)}
+    for call in (one.value for one in nodes_in(nodes, ast.Expr) if isinstance(one.value, ast.Call)):
+        if called(call) in _FILLS or called(call).endswith("_"):  # losses.append(loss), x.mul_(2)
+            found.add(_root(call.func))
     return found
 
 
@@ -239,22 +234,12 @@ def _root(node: ast.AST) -> str:
 
 def read(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that statements read, including those that they change."""
-    found = set()
-    for outer in nodes:
-        for node in ast.walk(outer):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                found.add(node.id)
-            elif isinstance(node, ast.AugAssign):
-                found.add(_root(node.target))
-    return found
+    nodes = list(nodes)
+    return names_in(nodes, ast.Load) | {_root(one.target) for one in nodes_in(nodes, ast.AugAssign)}
 
 
 def _is_housekeeping(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and called(statement.value) in _HOUSEKEEPING
-    )
+    return isinstance(statement, ast.Expr) and called(statement.value) in _HOUSEKEEPING
 
 
 def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -310,8 +295,7 @@ def _follow(nodes: Iterable[ast.AST | None], known: set[str], found: set[str]) -
             parts = [getattr(node, name, []) for name in ("test", "body", "handlers", "orelse", "finalbody")]
             _follow([one for part in parts for one in (part if isinstance(part, list) else [part])], known, found)
         elif node is not None:
-            own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
-            own |= {name for one in ast.walk(node) if isinstance(one, ast.comprehension) for name in stored([one])}
+            own = {one.arg for one in nodes_in(node, ast.arg)} | stored(nodes_in(node, ast.comprehension))
             found |= read([node]) - own - known
             known |= stored([node])
 
@@ -321,7 +305,7 @@ def _find_batch(step: LoopStep) -> None:
     loops, scope = step.loops, step.source.scope(step.back)
     inside = stored([loops[0]]) if loops else stored([scope])
     if not loops and isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        inside |= {one.arg for one in ast.walk(scope.args) if isinstance(one, ast.arg)}
+        inside |= {one.arg for one in nodes_in(scope.args, ast.arg)}
     inputs = [name for name in sorted(inputs_of([*step.forward, step.loss])) if not hasattr(builtins, name)]
     given = {name: step.names[name] for name in inputs if name in step.names}
     data = {name: value for name, value in given.items() if _is_data(value)}
@@ -350,7 +334,7 @@ def _find_batch(step: LoopStep) -> None:
 
 def _refuse_slices(step: LoopStep, whole: Set[str], inside: Set[str]) -> None:
     """Refuses a forward that takes its batch out of all samples itself, as it would of each micro-batch again."""
-    parts = [node for one in (*step.forward, step.loss) for node in ast.walk(one) if isinstance(node, ast.Subscript)]
+    parts = list(nodes_in((*step.forward, step.loss), ast.Subscript))
     for node in sorted(parts, key=step.source.start):
         is_slice = any(isinstance(one, ast.Slice) for one in ast.walk(node.slice))
         if _root(node) in whole and read([node.slice]) & inside and (is_slice or not step.batch):

@@ -1,21 +1,100 @@
 """why: which parameters a loss reaches, and what stopped the others."""
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from anybatch.doctor.explaining import Explanation, terms_of_loss
+from anybatch.doctor.explaining import Explanation, Subject, losses_of, subject_of, terms_of_loss
 from anybatch.doctor.following import Follower
 from anybatch.doctor.graphs import Graph, kept_by, nodes_behind, reentrant, terms_of
-from anybatch.doctor.preserving import Preserved
 from anybatch.doctor.sites import Running
-from anybatch.doctor.subjects import Subject, losses_of, subject_of
 from anybatch.doctor.values import NOTHING, Value, joined
 from anybatch.errors import LossError
 from anybatch.records.paths import Paths, Stop, Term
+from anybatch.tensors.randomness import RandomState
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Preserved:
+    """Restores a model after experiments with it.
+
+    Buffers are swapped for copies and attributes are restored by name, so that tensors saved for another backward are
+    not written to. A parameter is copied only when it is about to be written to, since a forward rarely does that.
+
+    Raises:
+        LossError: a parameter is lazy and has no shape yet.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+        if any(isinstance(parameter, (UninitializedParameter, UninitializedBuffer)) for parameter in parameters):
+            raise LossError(
+                "got a model with lazy parameters that have no shape yet; expected parameters that have values. "
+                "Run the model once on a batch before you ask"
+            )
+        self._modules, self._parameters = modules, parameters
+        self._copies: dict[int, torch.Tensor] = {}
+        self._own = {id(parameter): parameter for parameter in parameters}
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Copies a tensor that is about to be written to, if it is a parameter or a view of one."""
+        for own in (tensor, tensor._base):
+            if own is not None and id(own) in self._own and id(own) not in self._copies:
+                self._copies[id(own)] = own.detach().clone()
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Restores everything at the end of its block."""
+        with ExitStack() as undo:
+            undo.callback(RandomState({parameter.device for parameter in self._parameters}).restore)
+            for leaf in self._parameters:
+                gradient = leaf.grad if leaf.is_leaf else None
+                undo.callback(self._restore, leaf, leaf.data, gradient, leaf.requires_grad)
+                if gradient is not None:
+                    leaf.grad = None
+            for module in self._modules:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    own = vars(module)
+                    for entries in (*(own[name] for name in _TABLES), own):
+                        undo.callback(_restore_entries, entries, dict(entries))
+            self._swap_buffers()
+            yield
+
+    def _swap_buffers(self) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            if module._buffers and not isinstance(module, torch.jit.ScriptModule):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
+                    module._buffers[name] = copies[id(buffer)] if buffer is not None else None
+
+    def _restore(self, parameter: torch.Tensor, data: torch.Tensor, grad: Any, requires_grad: bool) -> None:
+        with torch.no_grad():
+            if (copy := self._copies.get(id(parameter))) is not None:
+                data.copy_(copy)
+            if not _same_memory(parameter, data):
+                parameter.data = data
+        if parameter.is_leaf:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+def _restore_entries(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    entries.clear()
+    entries.update(before)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    except RuntimeError:
+        return True
+
 
 _PASS_A_FUNCTION = "Pass a function instead: anybatch.why(lambda: loss_fn(model, batch), model)"
 

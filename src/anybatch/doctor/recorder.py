@@ -16,18 +16,15 @@ from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.live import AfterStep, Telling
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.hooks_backward import BackwardHooks
-from anybatch.doctor.recording.hooks_clipping import ClippingHooks
 from anybatch.doctor.recording.hooks_forward import ForwardHooks
-from anybatch.doctor.recording.hooks_loading import LoadingHooks
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.hooks_scaling import ScalingHooks
-from anybatch.doctor.recording.hooks_schedules import LoaderHooks, ScheduleHooks
+from anybatch.doctor.recording.hooks_scaling import ClippingHooks, ScalingHooks
+from anybatch.doctor.recording.hooks_schedules import LoaderHooks, LoadingHooks, ScheduleHooks
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.numbering import Counter
 from anybatch.doctor.recording.printing import PrintedNumbers
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.recordings import EVERY, FIRST, Recording, Sampling
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.sampling import EVERY, FIRST, Sampling
 from anybatch.interception import watchers
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.lines import Fact, to_line

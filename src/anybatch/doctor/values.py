@@ -1,14 +1,31 @@
 """What is known of the tensors of one forward: which parameters they depend on, and where autograd lost these."""
 
 import weakref
+from collections import UserDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.containers import entries_of
 from anybatch.doctor.sites import NOWHERE, Site
+
+
+def entries_of(value: Any) -> list[tuple[Any, Any]]:
+    """The keys or positions of a list, tuple, dictionary or ``UserDict`` with its entries; empty for anything else.
+
+    The user's subclass of one may run code when it is read, such as a random augmentation, so its entries are taken as
+    they are stored.
+    """
+    if isinstance(value, dict):
+        return list(dict.items(value))
+    if isinstance(value, list):
+        return list(enumerate(list.__iter__(value)))
+    if isinstance(value, tuple):
+        return list(enumerate(tuple.__iter__(value)))
+    if isinstance(value, UserDict):
+        return entries_of(vars(value).get("data"))
+    return []
 
 
 class Event(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.doctor.judging import sentence_of
+from anybatch.doctor.live import sentence_of
 from anybatch.errors import BatchError
 from anybatch.integrations.progress import is_first_rank
 from anybatch.observing import Observer

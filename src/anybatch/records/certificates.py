@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from anybatch.records.plainvalues import Plain, nothing
+from anybatch.records.reading import Plain, nothing
 from anybatch.records.showing import Shown
 
 _WIDTH = 80

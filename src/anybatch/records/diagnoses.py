@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.records.findings import Finding
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 from anybatch.records.showing import Shown
 
 CELLS = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -94,3 +94,17 @@ class Finding(Plain):
             ValueError: another field is missing, or a value does not have the type of its field.
         """
         return super(Finding, cls).from_dict({**values, "consequence_of": values["consequence_of"] or ""})
+
+
+TESTED = frozenset(
+    {
+        *("SYMMETRIC_INIT", "OPT_PARAM_UNREGISTERED", "OPT_PARAM_MISSING", "BACKWARD_TWICE", "BACKWARD_TWICE_STATE"),
+        *("ZERO_GRAD_MISSING", "STEP_MISSING", "CLIP_NO_EFFECT", "LR_TOO_HIGH", "LR_TOO_LOW", "EVAL_IN_TRAINING"),
+    }
+)
+"""Names of findings whose fix, where it is code, test_doctor_fixes.py applies as it is printed."""
+
+
+def is_tested(name: str, fix: str) -> bool:
+    """Whether a test applies such a fix: it is code, and of one of these findings."""
+    return bool(fix) and name in TESTED and is_code(fix)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 
 
 class LeafLayout(NamedTuple):

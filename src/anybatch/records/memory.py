@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from anybatch.records.plainvalues import Plain, nothing
+from anybatch.records.reading import Plain, nothing
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
-from anybatch.records.plainvalues import Plain
-from anybatch.records.reading import read
+from anybatch.records.reading import Plain, read
 from anybatch.records.showing import Shown
 from anybatch.units import format_bytes, format_seconds
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch.records.plainvalues import Plain, nothing
+from anybatch.records.reading import Plain, nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anybatch.errors import PlanMismatch
-from anybatch.records.plainvalues import Plain
 from anybatch.records.plans import Plan
-from anybatch.records.reading import Malformed
+from anybatch.records.reading import Malformed, Plain
 
 Shard = Literal["ddp", "fsdp2", "fsdp2-kept"]
 SHARDS: tuple[Shard, ...] = ("ddp", "fsdp2", "fsdp2-kept")

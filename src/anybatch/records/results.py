@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from anybatch.records.layouts import BatchLayout
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 
 if TYPE_CHECKING:
     from anybatch.records.plans import Plan

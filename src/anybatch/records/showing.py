@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from anybatch.records.plainvalues import Plain
+from anybatch.records.reading import Plain
 
 
 def page_of(record: Any) -> str | None:

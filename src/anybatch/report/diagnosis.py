@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from anybatch.doctor.views.naming import listed
 from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
@@ -150,16 +151,11 @@ def value_text(value: Any) -> str:
     if isinstance(value, float):
         return number_text(value)
     if isinstance(value, Mapping):
-        return _listed([f"{name} {value_text(entry)}" for name, entry in value.items()])
+        return listed((f"{name} {value_text(entry)}" for name, entry in value.items()), _MOST_ENTRIES)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return _listed([value_text(entry) for entry in value])
+        return listed(map(value_text, value), _MOST_ENTRIES)
     text = str(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MOST_ENTRIES} more" if len(texts) > _MOST_ENTRIES else ""
-    return ", ".join(texts[:_MOST_ENTRIES]) + more
 
 
 def cost_of(diagnosis: Diagnosis, run: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anybatch.records.plainvalues import plain
+from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Norms
 

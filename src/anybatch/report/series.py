@@ -10,7 +10,7 @@ from typing import Any
 
 from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall
-from anybatch.records.plainvalues import plain
+from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
 from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli.doctor_fixes import Trials, is_users, with_fixes
-from anybatch.cli.doctor_target import Target
+from anybatch.cli.doctor_launch import Target
 from anybatch.cli.doctor_trial import Shadow, refusal
 from anybatch.doctor.fixes.source import Edit
 from anybatch.records.diagnoses import Diagnosis

@@ -17,9 +17,8 @@ from click.testing import CliRunner
 
 from anybatch.cli import doctor as doctor_module
 from anybatch.cli import doctor_child, doctor_launch
-from anybatch.cli.doctor_launch import Finished
+from anybatch.cli.doctor_launch import Finished, Target
 from anybatch.cli.doctor_records import completed, failed_severity, is_record, values_of
-from anybatch.cli.doctor_target import Target
 from anybatch.cli.main import VERBS, main
 from anybatch.cli.options import write_whole
 from anybatch.doctor.frames import HiddenFrames, without_own_frames

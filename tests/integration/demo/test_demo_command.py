@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from anybatch.cli import demo as command
-from anybatch.demo import budgeting, corpus
+from anybatch.demo import comparison, corpus
 from anybatch.demo.training import TrainingRun
 from anybatch.records.plans import Plan
 from anybatch.report import pages
@@ -30,14 +30,14 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def remembered_plan(monkeypatch: pytest.MonkeyPatch, plans: dict[Any, Plan]) -> None:
     """Plans once for all tests that are about something else."""
-    plan_update = budgeting.plan_update
+    plan_update = comparison.plan_update
 
     def remembered(model: Any, batch: Any, settings: Any, memory: int | None) -> Plan:
         if (settings.samples, memory) not in plans:
             plans[settings.samples, memory] = plan_update(model, batch, settings, memory)
         return plans[settings.samples, memory]
 
-    monkeypatch.setattr(budgeting, "plan_update", remembered)
+    monkeypatch.setattr(comparison, "plan_update", remembered)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_ctrl_c_before_training_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(budgeting, "plan_update", stop)
+    monkeypatch.setattr(comparison, "plan_update", stop)
     done = invoke()
     assert done.exit_code == 130
     assert "Stopped" in done.output

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from anybatch.cli import demo, tour
+from anybatch.cli import demo
 from anybatch.demo import touring
 from anybatch.demo.touring import CHAPTERS, FOLDER, Chapter
 from anybatch.report import pages
@@ -74,18 +74,18 @@ def test_a_command_that_is_interrupted_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_a_chapter_that_fails_ends_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tour, "CHAPTERS", (Chapter("One", "It fails.", "exactness.py", ("python nothing.py",)),))
+    monkeypatch.setattr(demo, "CHAPTERS", (Chapter("One", "It fails.", "exactness.py", ("python nothing.py",)),))
     with pytest.raises(click.ClickException, match="ended with 2"):
-        tour.show_tour(Console(), Path("page.html"), None)
+        demo.show_tour(Console(), Path("page.html"), None)
     assert not Path("page.html").exists()
 
 
 def test_without_its_extra_the_tour_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tour, "CHAPTERS", ())
-    monkeypatch.setattr(tour, "missing_extra", lambda: "The page needs jinja2.")
-    tour.show_tour(Console(), Path("page.html"), None)
+    monkeypatch.setattr(demo, "CHAPTERS", ())
+    monkeypatch.setattr(demo, "missing_extra", lambda: "The page needs jinja2.")
+    demo.show_tour(Console(), Path("page.html"), None)
     assert "The page needs jinja2." in capsys.readouterr().out
     assert not Path("page.html").exists()
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.doctor.crashes import prefix
-from anybatch.doctor.crashing.table import TABLE
+from anybatch.doctor.crashes import prefix, table
 from anybatch.doctor.rules.crashes import CRASHES, OF_OTHER_FAMILIES
 from crash_running import SCRIPTS, crash
 from crash_scripts import questions, slips, unseen
@@ -61,7 +60,7 @@ def test_the_line_to_be_changed_is_told_too(mark: str, tmp_path: Path) -> None:
 
 def test_the_table_is_whole() -> None:
     """Each row has a known name, and texts that its question can fill; each but the plain ones is given a question."""
-    for kind in TABLE:
+    for kind in table():
         assert kind.name in CRASHES + OF_OTHER_FAMILIES, kind.name
         assert kind.message
         assert kind.fix

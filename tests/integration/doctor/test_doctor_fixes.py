@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.tested import TESTED, is_tested
-from anybatch.records.findings import Finding
+from anybatch.records.findings import TESTED, Finding, is_tested
 from crash_running import crash
 from crash_scripts.graphs import HEAD
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import forked_python
-from anybatch.cli import doctor_memory
+from anybatch.cli import plan_loops
 from anybatch.records.events import Crashed
 from plan_samples import PLAN
 from source_tree import ROOT
@@ -134,9 +134,9 @@ def test_the_change_runs_in_the_memory_that_was_not_enough(text: str, tmp_path: 
 def test_where_the_plan_comes_from_that_the_change_loads(
     call: str, loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_memory, "_plan", lambda found, budget: PLAN)
+    monkeypatch.setattr(plan_loops, "_plan", lambda found, budget: PLAN)
     found: Any = SimpleNamespace(with_change=lambda *_: {"change": f"+step = TrainStep({call})", "found": "train.py:3"})
-    fix = doctor_memory._planned(Crashed(name="OUT_OF_MEMORY", error="OutOfMemoryError", text=""), found, 2**30).fix
+    fix = plan_loops._planned(Crashed(name="OUT_OF_MEMORY", error="OutOfMemoryError", text=""), found, 2**30).fix
     assert ("# plan.json comes from: anybatch plan SCRIPT --memory 1.0GiB -o plan.json\n" in fix) == loads
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import anybatch
 from anybatch.cli.main import main
-from anybatch.doctor.samples.activationtables import Units, take
+from anybatch.doctor.samples.activations import Units, take
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import Fact, to_line
@@ -313,8 +313,8 @@ def test_one_cursor_goes_over_all_charts(tmp_path: Path) -> None:
 def test_percentiles_are_those_of_the_entries() -> None:
     values = torch.linspace(-1, 3, 512).reshape(16, 32)[torch.randperm(16)]
     figures = Units().read({"a": take(values, 1, "")})
-    found = figures["a"].percentiles
+    found = figures["a"]["percentiles"]
     expected = torch.quantile(values.double(), torch.tensor(PERCENTILES).double() / 100).tolist()
     assert found == pytest.approx(expected, abs=0.2)  # of some of them
     odd = Units().read({"a": take(torch.tensor([[1.0, math.nan], [2.0, 3.0]]), 1, "")})
-    assert len(odd["a"].percentiles) == len(PERCENTILES)
+    assert len(odd["a"]["percentiles"]) == len(PERCENTILES)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.demo import budgeting, comparison, corpus, facts, presentation, training, transformer
+from anybatch.demo import comparison, corpus, facts, presentation, training, transformer
 from anybatch.errors import DoesNotFit
 from anybatch.memory import meter
 from anybatch.records.plans import Plan
@@ -37,7 +37,7 @@ def batch(text: corpus.SourceText) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def planned(batch: dict[str, torch.Tensor]) -> Plan:
-    return budgeting.plan_update(transformer.make_model(0), batch, training.TrainingSettings(updates=2))
+    return comparison.plan_update(transformer.make_model(0), batch, training.TrainingSettings(updates=2))
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +177,11 @@ def test_a_quarter_of_what_the_whole_batch_needs_is_what_the_plan_says_it_needs(
 def test_a_plan_for_a_time_is_measured_and_one_for_a_number_of_updates_is_the_same_every_time(planned: Plan) -> None:
     model = transformer.make_model(0)
     few = training.first_batch(torch.randint(256, (10_000,)), 4, model.context, 0)
-    measured = budgeting.plan_update(model, few, training.TrainingSettings(), 2**23)
+    measured = comparison.plan_update(model, few, training.TrainingSettings(), 2**23)
     assert not measured.relative_time
     assert measured.peak_bytes <= measured.budget == 2**23
     assert planned.relative_time
-    again = [budgeting.plan_update(model, few, training.TrainingSettings(updates=1), 2**23) for _ in range(2)]
+    again = [comparison.plan_update(model, few, training.TrainingSettings(updates=1), 2**23) for _ in range(2)]
     assert again[0] == again[1]
     assert all(p.grad is None for p in model.parameters())
 
@@ -189,7 +189,7 @@ def test_a_plan_for_a_time_is_measured_and_one_for_a_number_of_updates_is_the_sa
 def test_too_little_memory_is_said_in_bytes(batch: dict[str, torch.Tensor]) -> None:
     model = transformer.make_model(0)
     with pytest.raises(DoesNotFit) as caught:
-        budgeting.plan_update(model, batch, training.TrainingSettings(), 2**20)
+        comparison.plan_update(model, batch, training.TrainingSettings(), 2**20)
     assert caught.value.budget == 2**20
     assert caught.value.needed is not None
     assert caught.value.needed > 2**20

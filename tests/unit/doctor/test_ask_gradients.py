@@ -121,3 +121,44 @@ def test_a_function_stays_what_it_is() -> None:
     with Doctor():
         steps(Net(function), F.cross_entropy)
     assert (function.forward, function.forward.__code__) == before
+
+
+class Reversal(nn.Module):
+    """Two heads on one layer, one behind a function that is called a reversal or something else."""
+
+    def __init__(self, name: str, factor: float) -> None:
+        super().__init__()
+        self.function = type(name, (made(lambda x: x.view_as(x), lambda grad, x: factor * grad),), {})
+        self.first, self.last, self.domain = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x).relu()
+        return self.last(h) + self.domain(self.function.apply(h))
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "kind"),
+    [
+        ("GradReverse", 0.3, "not reversed"), ("GRL", 1.0, "not reversed"), ("ReverseLayerF", 2.0, "not reversed"),
+        ("GradReverse", -0.3, None), ("GRL", -1.0, None), ("ScaleGrad", 0.3, None), ("ReverseLayerF", 0.0, None),
+    ],
+)  # fmt: skip
+def test_a_reversal_that_does_not_reverse_is_told(name: str, factor: float, kind: str | None) -> None:
+    found = asked(lambda: steps(Reversal(name, factor), F.cross_entropy), "function gradient")
+    assert [one.evidence.get("kind") for one in found] == [kind]
+
+
+@pytest.mark.parametrize(("calls", "kept"), [(1, True), (2, False)])
+def test_labels_are_of_no_call_where_a_net_is_called_for_several_inputs(calls: int, kept: bool) -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            first, *others = (net(torch.randn(12, 6)) for _ in range(calls))
+            loss = F.cross_entropy(first, torch.randint(0, 3, (12,))) + sum(one.square().mean() for one in others)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert bool(asked(train, "labels")) == kept

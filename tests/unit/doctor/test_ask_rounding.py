@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.rounding import rounded
+from anybatch.doctor.samples.inputs import rounded
 from anybatch.records.lossfacts import Probed
 
 STAMPS = 1_700_000_000 + torch.randint(0, 14 * 86400, (4000,), generator=torch.Generator().manual_seed(0))

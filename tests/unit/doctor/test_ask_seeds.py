@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.streams import Streams
+from anybatch.doctor.samples.draws import Streams
 
 Seeds = Callable[[int], None]
 

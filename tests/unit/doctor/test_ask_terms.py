@@ -144,3 +144,48 @@ def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_a_sample_that_is_its_own_nearest_negative_is_told(loss: Loss, expected: str) -> None:
     assert answer(lambda: steps(nn.Linear(6, 8), loss), "own negative") == expected
+
+
+def pushed(pick: Callable[[torch.Tensor], torch.Tensor], margin: float = 2.0, *, alike: bool = False) -> Loss:
+    """Drives apart what is picked of all pairs, by their distances or by what their rows have in common."""
+
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if alike:
+            z = F.normalize(made, dim=1)
+            return (pick((z @ z.T).masked_fill(SAME, 1e6)) - margin).relu().mean() + 0 * made.sum()
+        return (margin - pick(torch.cdist(made, made).masked_fill(SAME, 1e-3))).relu().mean()
+
+    return loss
+
+
+def gathered(pairs: torch.Tensor, *, largest: bool) -> torch.Tensor:
+    found = pairs.detach().masked_fill(SAME, 0 if largest else 1e6).topk(2, dim=1, largest=largest).indices
+    return pairs.gather(1, found)
+
+
+def hard_positives(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    pairs, same = torch.cdist(made, made), y[:, None] == y
+    return (pairs.masked_fill(~same, 0).max(1).values - pairs.masked_fill(same, 1e6).min(1).values + 9).relu().mean()
+
+
+def of_a_bag(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (0.1 - made.sigmoid().max(1).values).relu().mean() + 0 * made.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (pushed(lambda pairs: pairs.max(1).values), "yes"),
+        (pushed(functools.partial(gathered, largest=True)), "yes"),
+        (pushed(lambda pairs: pairs.gather(1, pairs.argmax(1, keepdim=True))), "yes"),
+        (pushed(lambda pairs: pairs.min(1).values, 0.2, alike=True), "yes"),
+        (pushed(functools.partial(gathered, largest=False)), "no"),
+        (pushed(lambda pairs: pairs.masked_fill(SAME, 1e6).min(1).values), "no"),
+        (pushed(lambda pairs: pairs.masked_fill(SAME, -1e6).max(1).values, 0.2, alike=True), "no"),
+        (pushed(lambda pairs: pairs.max(1).values, 1e-4), "no"),  # all pairs keep it
+        (hard_positives, "no"),
+        (of_a_bag, "no"),
+    ],
+)
+def test_farthest_negatives_are_told_where_the_nearest_ones_are_left_together(loss: Loss, expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 8), loss), "easiest") == expected

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ranking import ranked
+from anybatch.doctor.diagnosing import ranked
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps

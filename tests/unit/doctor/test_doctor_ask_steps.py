@@ -1,5 +1,6 @@
 """Questions about rates, averages, axes and targets: yes where it is so, and no where it only looks alike."""
 
+import ast
 import copy
 from collections.abc import Callable
 from itertools import count
@@ -344,3 +345,37 @@ def test_a_reward_that_makes_its_action_less_likely_is_told(form: str) -> None:
             optimizer.step()
 
     assert answer(train, "rewarded") == ("yes" if form == "wrong" else "no")
+
+
+SAVED = "{{'opt': opt.state_dict(), 'sched': sched.state_dict()}}\nopt.load_state_dict(ckpt['opt'])\n{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "decay", "expected"),
+    [
+        ("", 0.5, "yes"), ("sched.load_state_dict(ckpt['sched'])", 0.5, ""), ("sched.last_epoch = 3", 0.5, ""),
+        ("", 1.0, ""),
+    ],
+)  # fmt: skip
+def test_a_schedule_whose_state_is_saved_and_not_loaded_is_told(
+    monkeypatch: pytest.MonkeyPatch, text: str, decay: float, expected: str
+) -> None:
+    tree = ast.parse(SAVED.format(text))
+    monkeypatch.setattr("anybatch.doctor.ask.schedules.scripts", lambda run: [("train.py", tree)])
+
+    def train() -> None:
+        net, state = nn.Linear(6, 3), None
+        for _ in range(2):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+            if state is not None:
+                optimizer.load_state_dict(state)
+                optimizer.param_groups[0]["lr"] = 0.1  # as a LambdaLR does at its next step
+            for _ in range(4):
+                optimizer.zero_grad()
+                F.cross_entropy(net(torch.randn(12, 6)), torch.randint(0, 3, (12,))).backward()
+                optimizer.step()
+                schedule.step()
+            state = optimizer.state_dict()
+
+    assert answer(train, "resumed") == expected

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.linearity import linear_layers
+from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.findings import Finding
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anybatch import Doctor
-from anybatch.doctor.views.changes import cells
+from anybatch.doctor.diagnosing import cells
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import Norms, Written

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import anybatch
-from anybatch.doctor import judging, live
-from anybatch.doctor.judging import Judge, is_met
-from anybatch.doctor.live import AfterStep
+from anybatch.doctor import live
+from anybatch.doctor.live import AfterStep, Judge, is_met
 from anybatch.integrations import loggers
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding
@@ -122,7 +121,7 @@ def test_a_step_that_has_begun_is_not_judged(monkeypatch: pytest.MonkeyPatch) ->
     facts = [one for one in doctor.run.facts if one.step < 19 or not isinstance(one, Stepped)]
     assert any(isinstance(one, Backward) and one.step == 19 for one in facts)
     seen: list[Run] = []
-    monkeypatch.setattr(judging, "diagnose", lambda run, policy: seen.append(run) or ())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(live, "diagnose", lambda run, policy: seen.append(run) or ())  # type: ignore[func-returns-value]
     assert Judge().news(Run(facts), 19) == ()
     assert isinstance(seen[0].facts[-1], Stepped)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.recording.holdings import held_by
+from anybatch.doctor.recording.describing import held_by
 from anybatch.doctor.recording.naming import variable_of
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.records.lines import Fact

@@ -12,8 +12,7 @@ from torch import nn
 
 import versions
 from anybatch.doctor.recording.numbering import Numbering
-from anybatch.doctor.samples.nonfinite import NonFiniteWatch
-from anybatch.doctor.samples.spelling import lines_of
+from anybatch.doctor.samples.nonfinite import NonFiniteWatch, lines_of
 from anybatch.records.samples import NonFinite
 
 pytestmark = [versions.saved_tensors, pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")]

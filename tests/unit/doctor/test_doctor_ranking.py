@@ -7,8 +7,7 @@ import math
 import pytest
 
 from anybatch.doctor import diagnosing
-from anybatch.doctor.diagnosing import diagnose, diagnosis
-from anybatch.doctor.ranking import ranked
+from anybatch.doctor.diagnosing import diagnose, diagnosis, ranked
 from anybatch.doctor.rules.registry import Rule
 from anybatch.records.events import Backward, Ended, Stepped
 from anybatch.records.findings import Finding, Place

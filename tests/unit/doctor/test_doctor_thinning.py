@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.numbering import Numbering
-from anybatch.doctor.recording.sampling import Sampling
+from anybatch.doctor.recording.recordings import Sampling
 from anybatch.doctor.samples.activations import ActivationSampler
 from anybatch.doctor.samples.norms import NormSampler
 from anybatch.records.lossfacts import Followed, LossCall

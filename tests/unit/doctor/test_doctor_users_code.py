@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch import Doctor
-from anybatch.doctor.interruptions import is_interruption
+from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.recording.journal import Journal
 
 Batch = dict[str, torch.Tensor]

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from anybatch.doctor.views.courses import course, phases, updates
-from anybatch.doctor.views.growing import announced, loss_grew, lost
 from anybatch.doctor.views.naming import Names, common_module, near, parameters_code, shared_path
-from anybatch.doctor.views.optimizing import OptimizerView, measured, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, announced, loss_grew, lost, measured, optimizers
 from anybatch.doctor.views.windows import calls_of, optimized, trained_forwards, usual_count
 from anybatch.records.events import Backward
 from anybatch.records.samples import NonFinite

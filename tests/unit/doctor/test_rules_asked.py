@@ -18,6 +18,9 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "own negative": {"op": "min"},
     "apart": {"share": 0.7, "masks": 90},
     "edges": {"op": "index_add", "nodes": 200, "graphs": 20, "last": 9, "edges": 400},
+    "degrees": {"largest": 90, "nodes": 600},
+    "easiest": {"op": "topk", "inactive": 1.0, "left": 0.1},
+    "resumed": {"key": "sched", "loaded": 0.01, "highest": 0.1},
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
@@ -532,6 +535,21 @@ def test_own_negative_fires_and_names_the_operation() -> None:
 
 def test_own_negative_is_quiet_without_an_answer() -> None:
     both("own negative", "OWN_NEGATIVE")
+    both("easiest", "OWN_NEGATIVE")
+
+
+def test_a_schedule_that_begins_anew_is_told() -> None:
+    run = replace(asked("resumed", "yes"), before=(Loaded(into="optimizer"),)).run()
+    found = fires(run, "LR_IGNORED_ON_RESUME", "warning")
+    assert "checkpoint['sched']" in found.fix
+
+
+def test_degrees_multiplied_fires_and_gives_the_largest() -> None:
+    assert "up to 90" in fires(asked("degrees", "yes").run(), "DEGREES_MULTIPLIED", "warning").message
+
+
+def test_degrees_multiplied_is_quiet_without_an_answer() -> None:
+    quiet(asked("degrees", "no").run(), "DEGREES_MULTIPLIED")
 
 
 def test_edges_not_offset_fires_and_gives_the_nodes() -> None:

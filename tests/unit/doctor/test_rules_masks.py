@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.masks import PaddingLook
+from anybatch.doctor.samples.activations import PaddingLook
 from anybatch.records.findings import Finding
 from anybatch.records.samples import Activations
 from number_runs import Training, fires, silent

@@ -44,13 +44,15 @@ OBSERVED: tuple[Question, ...] = (
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
     uncounted.about_ends, selecting.about_best, collating.about_collates, seeds.about_seeds,
+    schedules.about_resumed,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
 OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("rows", rows.torn), ("repeated rows", rows.repeated), ("sums", rows.mixed_sums), ("itself", rows.of_itself),
     ("dropped", rows.dropped),
-    ("own negative", negatives.own_negative), ("edges", edges.not_offset), ("axes", axes.turned),
+    ("own negative", negatives.own_negative), ("easiest", negatives.easiest), ("edges", edges.not_offset),
+    ("degrees", edges.times_degrees), ("axes", axes.turned),
     ("target given", axes.given_away), ("blank", axes.blank),
     ("softmax axis", weighing.softmax_axis), ("hidden tokens", weighing.hidden_tokens), ("rewarded", weighing.rewarded),
     ("punished", weighing.punished), ("signs", axes.unsigned),

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "norm
 _LEAST_CUTS = 3
 _CELLS = frozenset({"gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"})
 _NEAREST = frozenset({"argmin", "min"})
+_REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 
@@ -72,6 +74,8 @@ def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
         if answer == "no" and one.given:
             answer, more = differing(one.cls, one.given, one.context.needs_input_grad)
             seen |= more
+        if answer == "no" and _REVERSING.search(one.cls.__name__) and _keeps_sign(one):
+            answer, seen = "yes", seen | {"kind": "not reversed"}
         found = told("function gradient", answer=answer, detail=why, **seen)
         file, line = _line(one.cls)
         yield replace(found, file=file, line=line)
@@ -90,6 +94,18 @@ def _asked(one: Function) -> tuple[str, str]:
         same = any(_close(a, b) for a, b, _ in pairs)
         return "yes", "twice the gradient and minus the gradient give the same" if same else "minus gives the same"
     return "no", ""
+
+
+def _keeps_sign(function: Function) -> bool:
+    """Whether what is named after a reversal gives a positive multiple of the gradient that comes in."""
+    coming = [torch.randn(shape, dtype=function.dtype) for shape in function.shapes]
+    try:
+        with torch.no_grad():
+            found = tensors(function.cls.backward(function.context, *coming))
+    except FAILURES:
+        return False
+    pairs = [(a, b) for a, b in zip(coming, found, strict=False) if a.shape == b.shape and bool(b.any())]
+    return bool(pairs) and all(_close(a / a.norm(), b / b.norm()) for a, b in pairs)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

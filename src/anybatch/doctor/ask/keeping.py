@@ -13,9 +13,10 @@ from torch.optim import lr_scheduler
 from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.samples.draws import Streams
 from anybatch.doctor.samples.inputs import across
-from anybatch.doctor.samples.safefollowing import FUSED
-from anybatch.doctor.samples.streams import Streams
+from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
 from anybatch.torch_private import has_compiled
@@ -135,6 +136,7 @@ class Kept:
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
         self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
+        self._given: dict[int, set[int]] = {}  # ids of what each root was given since the last backward
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
         self.plateaus: dict[int, Plateau] = {}
         self.own: list[Own] = []
@@ -152,29 +154,11 @@ class Kept:
 
     def attach(self, wrap: Callable[..., Any], guarded: Callable[..., Any]) -> None:
         """Has two functions seen that no other hook looks at in this way."""
-        note_value, note_state = guarded(self._valued), guarded(self._loads)
         self._wrap, self._guarded = wrap, guarded
+        wrap(lr_scheduler.ReduceLROnPlateau, "step", noting(after=guarded(self._valued)))
+        wrap(torch.nn.Module, "load_state_dict", noting(guarded(self._loads)))
 
-        def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
-            def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-                result = original(scheduler, *args, **kwargs)
-                note_value(scheduler, args, kwargs)
-                return result
-
-            return step
-
-        def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load_state_dict(module: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
-                note_state(module, state)
-                return original(module, state, *args, **kwargs)
-
-            return load_state_dict
-
-        wrap(lr_scheduler.ReduceLROnPlateau, "step", stepping)
-        wrap(torch.nn.Module, "load_state_dict", loading)
-
-    def _valued(self, scheduler: Any, args: Any, kwargs: Any) -> None:
-        value = args[0] if args else kwargs.get("metrics")
+    def _valued(self, _: Any, scheduler: Any, value: Any = None, *args: Any) -> None:
         known = self.plateaus.get(id(scheduler))
         if known is None:
             known = self.plateaus[id(scheduler)] = Plateau(scheduler.mode, *user_place(3))
@@ -182,7 +166,7 @@ class Kept:
             known.values.append(float(value))
             known.rates.append(float(scheduler.optimizer.param_groups[0]["lr"]))
 
-    def _loads(self, module: torch.nn.Module, state: Any) -> None:
+    def _loads(self, module: torch.nn.Module, state: Any, *args: Any) -> None:
         own = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
         if not isinstance(state, Mapping) or not own or self._step() == 0:
             return
@@ -223,6 +207,8 @@ class Kept:
         self._looks[key] = self._looks.get(key, 0) + 1
         if given:
             self._look(given, key, step)
+        if mode and torch.is_grad_enabled():
+            self._given.setdefault(root, set()).add(id(first))
         self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
 
@@ -310,6 +296,7 @@ class Kept:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Is shown a loss whose backward is about to run."""
+        self._given.clear()
         if self._tape is not None:
             self._tape.loss(loss)
             for one in functions_of(loss, self._classes):
@@ -322,15 +309,11 @@ class Kept:
         """Has the next forward of a function of the user's seen, with what it is given."""
         called = self._guarded(function.called)
 
-        def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if not function.given and not torch.compiler.is_compiling():
-                    called(args)
-                return original(*args, **kwargs)
+        def see(*args: Any, **_: Any) -> None:
+            if not function.given:
+                called(args)
 
-            return forward
-
-        self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", seeing)
+        self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", noting(see))
 
     def stepping(self, optimizer: int) -> None:
         """Is told that an optimizer is about to step, with which a tape ends."""
@@ -378,8 +361,11 @@ class Kept:
             self._left = [tape for tape in self._left if not tape.stop()]
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
-        """Is given what a root was called with, and a loss function that was called after it."""
-        target = given.get("target") if self.on else None
+        """Is given what a root was called with, and a loss function that was called after it.
+
+        Of several calls in a step, one of them may be what the loss is of: rows and labels can't be told to belong.
+        """
+        target = given.get("target") if self.on and len(self._given.get(root, ())) < 2 else None
         first = next((one for one in _numbers(arguments) if one.dim()), None)
         if first is None or not isinstance(target, torch.Tensor) or target.requires_grad or not target.dim():
             return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.trials import FAILURES, Inputs, Operation, Operations, Trial, Unknown, tensors, told
-from anybatch.doctor.samples.lossvalues import tokens_of
+from anybatch.doctor.samples.losscalls import tokens_of
 from anybatch.records.events import Epoch, Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run

@@ -1,13 +1,17 @@
-"""What was kept of plateaus, of states that were loaded into their own owner, and of the first NaN of a forward."""
+"""Plateaus, schedules that are not resumed, states loaded into their own owner, and the first NaN of a forward."""
 
 import ast
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
+from anybatch.doctor.ask.source import scripts
 from anybatch.doctor.ask.trials import told
+from anybatch.records.events import Loaded, Stepped
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -16,6 +20,8 @@ _RISES = re.compile(
     re.IGNORECASE,
 )
 _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", re.IGNORECASE)
+_SCHEDULE = re.compile(r"sched|^lrs?$", re.IGNORECASE)
+_RISEN = 1.2  # times the rate of the state that was loaded
 
 
 def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -73,3 +79,40 @@ def about_nan(kept: Kept, run: Run) -> Iterator[Probed]:
     """The first operation of a forward that gave NaN though it was given none."""
     if kept.nan is not None:
         yield told("first nan", kept.nan, op=kept.nan.name)
+
+
+def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a schedule begins anew on a resume, though its state is in what is loaded."""
+    loads = [one for one in run.of(Loaded) if one.into == "optimizer" and one.lrs_after]
+    if not loads or any(one.into == "scheduler" for one in run.of(Loaded)):
+        return
+    for _, tree in scripts(run):
+        for key in itertools.islice(saved_only(tree), 1):
+            for load in loads:
+                later = [step for step in run.of(Stepped) if step.optimizer == load.number and step.at > load.at]
+                highest = max((max(step.lrs) for step in later if step.lrs), default=0.0)
+                if highest > _RISEN * max(load.lrs_after):
+                    yield told("resumed", load, key=key, loaded=max(load.lrs_after), highest=highest)
+                    return
+
+
+def saved_only(tree: ast.Module) -> Iterator[str]:
+    """Keys of a dict with the state of a schedule beside others, by which nothing is read.
+
+    Example:
+        >>> text = "torch.save({'opt': opt.state_dict(), 'sched': sched.state_dict()}, path)\\nload(ckpt['opt'])"
+        >>> list(saved_only(ast.parse(text)))
+        ['sched']
+        >>> list(saved_only(ast.parse(text + "\\nsched.load_state_dict(ckpt['sched'])")))
+        []
+        >>> list(saved_only(ast.parse(text + "\\nsched.last_epoch = ckpt['epoch']")))
+        []
+    """
+    if "last_epoch" in ast.unparse(tree):
+        return
+    said = Counter(one.value for one in ast.walk(tree) if isinstance(one, ast.Constant))
+    for one in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+        for key, value in zip(one.keys, one.values, strict=True):
+            name = key.value if isinstance(key, ast.Constant) else None
+            if isinstance(name, str) and _SCHEDULE.search(name) and "state_dict()" in ast.unparse(value):
+                yield from [name] if said[name] == 1 else []

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import HIDDEN, hidden
+from anybatch.doctor.values import tensors_in
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import function_modes
@@ -187,7 +188,7 @@ class Tape(TorchFunctionMode):
             for slot in slots((operation.args, kwargs)):
                 self.numbers.setdefault(slot, len(self.operations))
             return
-        found = list(_tensors(result))
+        found = list(tensors_in(result))
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
         if not found and not writes and name != "data":
             return
@@ -196,7 +197,7 @@ class Tape(TorchFunctionMode):
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
-        if self.nan is None and _has_nan(found) and not _has_nan(_tensors(given)):
+        if self.nan is None and _has_nan(found) and not _has_nan(tensors_in(given)):
             self.nan = operation
         if len(self.operations) > _MOST_OPERATIONS or self._bytes > _MOST_BYTES:
             self._give_up("the step is too long")
@@ -273,16 +274,6 @@ def slots(value: Any) -> Iterable[Slot]:
         yield from slots(tuple(value.values()))
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-
-
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether its storage was resized to nothing; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
@@ -330,7 +321,7 @@ def replay(
         args, kwargs = rebuilt((operation.args, operation.kwargs), filled)
         with torch.set_grad_enabled(operation.grad):
             result = _again(operation, args, kwargs, change)
-        found = list(_tensors(result))
+        found = list(tensors_in(result))
         if len(found) != len(operation.outs):
             raise ValueError(f"{operation.name} gave another number of tensors")
         values.update(zip(operation.outs, found, strict=True))

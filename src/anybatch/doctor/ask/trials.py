@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
 from anybatch.doctor.crashing.live import whose
-from anybatch.doctor.preserving import Preserved
+from anybatch.doctor.paths import Preserved
 from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Probed
 from anybatch.tensors.randomness import RandomState

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.crashes import dtype, first_line, quoted, shape
 from anybatch.doctor.crashing.calls import Call, Operand, failing_calls, tensors_of
-from anybatch.doctor.crashing.kinds import dtype, first_line, quoted, shape
 from anybatch.doctor.crashing.live import Live
 from anybatch.doctor.crashing.repairs import Repair, working_repairs
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets

@@ -4,6 +4,7 @@ import ast
 import builtins
 import contextlib
 import inspect
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from anybatch.doctor.crashing.live import Frame, Live, attributes
 from anybatch.doctor.crashing.usercode import path_of
+from anybatch.doctor.values import tensors_in
 
 _LARGEST = 2**28  # bytes of operands that are still run again
 _PURE = (
@@ -106,10 +108,7 @@ class Call:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in plain containers."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
-    return [one for part in inner[:100] for one in tensors_of(part)]
+    return list(itertools.islice(tensors_in(value), 100))
 
 
 def on_cpu(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
+from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in, whose
 from anybatch.doctor.crashing.usercode import (
     Carried,
@@ -16,6 +16,7 @@ from anybatch.doctor.crashing.usercode import (
     called,
     carried,
     loads,
+    nodes_in,
     path_of,
     simple_statements,
     targets,
@@ -171,9 +172,8 @@ def of_the_same_round(live: Live, match: "re.Match[str]") -> Answer | None:
     if frame is None or source is None:
         return None
     before = [
-        (node.lineno, ast.unparse(node.func.value)) for one in live.round() for node in ast.walk(one)
-        if called(node) == "backward" and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        and one.lineno <= node.lineno < frame.line
+        (node.lineno, ast.unparse(node.func.value)) for node in nodes_in(live.round(), ast.Call)
+        if called(node) == "backward" and isinstance(node.func, ast.Attribute) and node.lineno < frame.line
     ]  # fmt: skip
     if not before:
         return None
@@ -201,7 +201,7 @@ def _apart(live: Live, statements: list[ast.stmt], line: int, first: str, loss: 
     if first == loss:
         steps = False
     else:
-        steps = any(called(node) == "step" for one in between for node in ast.walk(one))
+        steps = any(called(node) == "step" for node in nodes_in(between, ast.Call))
     value = live.read(shared)
     behind = (
         {id(node.variable) for node in nodes_behind([value]) if hasattr(type(node), "variable")} if shared else set()
@@ -229,8 +229,8 @@ def _with_detached(statement: ast.stmt, name: str) -> str:
 def stepped_in(live: Live, statements: list[ast.stmt]) -> dict[str, set[int]]:
     """For each optimizer that steps in some lines, by its name there, the identities of its parameters."""
     found: dict[str, set[int]] = {}
-    for node in (node for one in statements for node in ast.walk(one)):
-        if called(node) == "step" and isinstance(node, ast.Call) and live.user is not None:
+    for node in nodes_in(statements, ast.Call):
+        if called(node) == "step" and live.user is not None:
             owner = node.func.value if isinstance(node.func, ast.Attribute) else None
             for asked in (owner, *node.args):  # scaler.step(optimizer) too
                 value = live.value(live.user, asked)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.crashes import Answer, answer, quoted
 from anybatch.doctor.crashing.carried import function_of, loss_name, losses_of
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted
 from anybatch.doctor.crashing.live import Frame, Live, whose
-from anybatch.doctor.crashing.usercode import Source, called, loads, path_of, simple_statements, targets
+from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, path_of, simple_statements, targets
 
 _MOST = 50
 OFF = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
@@ -56,8 +56,8 @@ def switched_off(live: Live, match: "re.Match[str]") -> Answer | None:
         return None
     for frame in live.users:
         source = live.source(frame)
-        for node in () if source is None else ast.walk(source.tree):
-            if called(node) in OFF and isinstance(node, ast.Call):
+        for node in nodes_in(None if source is None else source.tree, ast.Call):
+            if called(node) in OFF:
                 at = live.at(node, frame.file)
                 return answer(loss=_loss(live), at=at, code=quoted(at[2]), line=f" in line {at[1]}")
     return answer(loss=_loss(live), line="", code="something")
@@ -173,7 +173,7 @@ class _Search:
 
     def _has_trained(self, frame: Frame, node: ast.AST) -> bool:
         """Whether code reads a module with trained parameters, or a tensor with a graph."""
-        functions = [path_of(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
+        functions = [path_of(one.func) for one in nodes_in(node, ast.Call)]
         for path in [*loads(node), *filter(None, functions)]:
             parts = path.split(".")
             for value in (self.live.read(".".join(parts[: n + 1]), frame) for n in range(len(parts))):
@@ -186,9 +186,9 @@ class _Search:
 
 def _goals(value: ast.AST) -> Iterator[ast.AST]:
     """The targets that are given to losses within a value, which may well be constants."""
-    for node in ast.walk(value):
-        name = (called(node) or called(getattr(node, "func", node))).lower()
-        if isinstance(node, ast.Call) and any(part in name for part in ("loss", "entropy", "criterion", "kl_div")):
+    for node in nodes_in(value, ast.Call):
+        name = (called(node) or called(node.func)).lower()
+        if any(part in name for part in ("loss", "entropy", "criterion", "kl_div")):
             yield from node.args[1:2] or [one.value for one in node.keywords if one.arg == "target"]
 
 

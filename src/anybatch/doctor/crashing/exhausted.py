@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from anybatch.accelerators import in_use, memory_of
+from anybatch.doctor.crashes import Answer, answer
 from anybatch.doctor.crashing.carried import function_of
-from anybatch.doctor.crashing.kinds import Answer, answer
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import path_of
 from anybatch.doctor.graphs import kept_by, nodes_behind

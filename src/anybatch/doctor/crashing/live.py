@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.crashing.usercode import Source, called, loads, simple_statements, source_of
+from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, simple_statements, source_of
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
@@ -148,8 +148,7 @@ class Live:
 
     def calls(self) -> list[ast.Call]:
         """The calls in the user's line, the outermost first."""
-        nodes = () if (statement := self.statement()) is None else ast.walk(statement)
-        return [one for one in nodes if isinstance(one, ast.Call)]
+        return list(nodes_in(self.statement(), ast.Call))
 
     def called(self, name: str) -> ast.Call | None:
         """The call of a name in the user's line."""

@@ -3,10 +3,11 @@
 import ast
 import itertools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+_Node = TypeVar("_Node", bound=ast.AST)
 _LONGEST = 160
 _BODIES = (
     ast.For, ast.While, ast.With, ast.AsyncFor, ast.AsyncWith, ast.If, ast.Try, ast.FunctionDef, ast.ClassDef,
@@ -112,6 +113,22 @@ def called(node: ast.AST) -> str:
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def nodes_in(outer: ast.AST | Iterable[ast.AST] | None, kind: type[_Node]) -> Iterator[_Node]:
+    """The nodes of a kind in a node or in several, these included; none in ``None``."""
+    for one in () if outer is None else (outer,) if isinstance(outer, ast.AST) else outer:
+        yield from (node for node in ast.walk(one) if isinstance(node, kind))
+
+
+def operations(outer: ast.AST | Iterable[ast.AST], sign: type[ast.operator]) -> Iterator[ast.BinOp]:
+    """The expressions with a sign, such as ``ast.Mult``."""
+    return (one for one in nodes_in(outer, ast.BinOp) if isinstance(one.op, sign))
+
+
+def names_in(outer: ast.AST | Iterable[ast.AST], ctx: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    """The names in a node or in several; only those that are read, or stored, by ``ast.Load`` or ``ast.Store``."""
+    return {one.id for one in nodes_in(outer, ast.Name) if isinstance(one.ctx, ctx)}
 
 
 def targets(statement: ast.AST) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.carried import function_of, kept_over, losses_of, stepped_in
-from anybatch.doctor.crashing.kinds import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live
-from anybatch.doctor.crashing.usercode import Source, called, loads, path_of, simple_statements, targets
+from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, path_of, simple_statements, targets
 from anybatch.doctor.graphs import nodes_behind
 
 _SHAPE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\]")
@@ -185,9 +185,7 @@ def _writer(live: Live, damage: Damage, alias: str) -> Write | None:
     best = max(map(weight, found), default=0)
     if not best:
         files = {frame.file: source for frame in live.users if (source := live.source(frame)) is not None}
-        functions = [
-            (s, node) for s in files.values() for node in ast.walk(s.tree) if isinstance(node, ast.FunctionDef)
-        ]
+        functions = [(s, node) for s in files.values() for node in nodes_in(s.tree, ast.FunctionDef)]
         made = [one for s, node in functions for one in _writes_in(s, node) if wanted and wanted in one.made]
         made = made or list(_inplace_modules(live, wanted))
         if made:
@@ -231,7 +229,7 @@ def _writes_in(source: Source, scope: ast.AST, owner: Any = None, module: str = 
         for path, instead, op in _written(statement, owner):
             yield Write(path, source.file, statement.lineno, code, instead, made.get(path, frozenset()), module, op)
         if isinstance(statement, ast.Assign):
-            names = {_class_of(node, owner) for node in ast.walk(statement.value) if isinstance(node, ast.Call)}
+            names = {_class_of(node, owner) for node in nodes_in(statement.value, ast.Call)}
             made |= dict.fromkeys(targets(statement), frozenset(names))
 
 
@@ -247,10 +245,8 @@ def _written(statement: ast.stmt, owner: Any) -> Iterator[tuple[str, str, str]]:
     elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
         base = ast.unparse(statement.targets[0].value)
         yield base, f"{base} = {base}.clone(); {ast.unparse(statement)}", "copyslices"
-    for node in ast.walk(statement):
+    for node in nodes_in(statement, ast.Call):
         name = called(node)
-        if not isinstance(node, ast.Call):
-            continue
         if name.endswith("_") and not name.endswith("__") and isinstance(node.func, ast.Attribute):
             path = path_of(node.func.value) or (loads(node.func.value) or [""])[0]
             function = path in ("F", "torch", "nn.init", "torch.nn.functional") and node.args

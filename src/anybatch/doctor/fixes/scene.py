@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from anybatch.doctor.crashing.usercode import nodes_in
 from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, is_code
@@ -187,25 +188,19 @@ def primary(source: UserSource, node: ast.expr) -> str:
 
 def nn_name(source: UserSource) -> str:
     """What the file calls ``torch.nn``."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            for one in node.names:
-                if one.name == "nn":
-                    return one.asname or "nn"
-        if isinstance(node, ast.Import):
-            for one in node.names:
-                if one.name == "torch.nn" and one.asname:
-                    return one.asname
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import) and any(one.name in ("torch", "torch.nn") for one in node.names):
-            return "torch.nn"
-    raise UnclearEdit("the file does not import torch.nn")
+    plain = [one for node in nodes_in(source.tree, ast.Import) for one in node.names]
+    inner = (one for node in nodes_in(source.tree, ast.ImportFrom) if node.module == "torch" for one in node.names)
+    found = [one.asname or "nn" for one in inner if one.name == "nn"]
+    found += [one.asname for one in plain if one.name == "torch.nn" and one.asname]
+    found += ["torch.nn" for one in plain if one.name in ("torch", "torch.nn")]
+    if not found:
+        raise UnclearEdit("the file does not import torch.nn")
+    return found[0]
 
 
 def assigned(source: UserSource, name: str) -> list[tuple[ast.Assign, ast.Attribute]]:
     """The assignments to an attribute of some name, with what they assign to."""
-    found = [one for one in ast.walk(source.tree) if isinstance(one, ast.Assign)]
-    pairs = [(one, one.targets[0]) for one in found]
+    pairs = [(one, one.targets[0]) for one in nodes_in(source.tree, ast.Assign)]
     return [(one, to) for one, to in pairs if isinstance(to, ast.Attribute) and to.attr == name]
 
 

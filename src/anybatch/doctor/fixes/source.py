@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.crashing.usercode import Parsed, called
+from anybatch.doctor.crashing.usercode import Parsed, called, nodes_in
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Module)
@@ -106,8 +106,7 @@ class UserSource(Parsed):
 
     def calls(self, node: ast.AST, *names: str) -> list[ast.Call]:
         """The calls in a node whose function has one of some last names, in the order of the text."""
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Call) and (not names or called(one) in names)]
-        return sorted(found, key=self.start)
+        return sorted((one for one in nodes_in(node, ast.Call) if not names or called(one) in names), key=self.start)
 
     def one_call(self, node: ast.AST, *names: str) -> ast.Call:
         """The only call of some names in a node."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from anybatch.doctor.fixes import graph, loss, order, settings, wiring
+from anybatch.doctor.fixes import graph, order, wiring
 from anybatch.doctor.fixes.scene import MAKERS, edits
 from anybatch.doctor.fixes.source import Edit, UserSource
 from anybatch.doctor.rules.registry import all_rules
@@ -15,7 +15,7 @@ from anybatch.records.events import Ended
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run
 
-FAMILIES = (wiring, order, graph, loss, settings)
+FAMILIES = (wiring, order, graph)
 """Loaded for what they put into the table of edits."""
 
 LEAST_STEPS = 60

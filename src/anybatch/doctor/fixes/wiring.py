@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
+from anybatch.doctor.crashing.usercode import names_in, nodes_in, targets
 from anybatch.doctor.fixes.scene import Scene, assigned, edits_of, inner_loop, nn_name, primary
 from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Loaded
@@ -46,12 +47,8 @@ def registered(scene: Scene) -> Iterator[Edit]:
         raise UnclearEdit("the fix is of no attribute of a class")
     of_class = scene.finding.fix.rpartition("# at the end of __init__ of ")[2].split()[0].strip(".")
     source = _file_with_class(scene, of_class)
-    body = only([one for one in ast.walk(source.tree) if isinstance(one, ast.ClassDef) and one.name == of_class],
-                "such classes")  # fmt: skip
-    assigned = [
-        one for one in ast.walk(body)
-        if isinstance(one, ast.Assign) and any(ast.unparse(each) == ast.unparse(target) for each in one.targets)
-    ]  # fmt: skip
+    body = only([one for one in nodes_in(source.tree, ast.ClassDef) if one.name == of_class], "such classes")
+    assigned = [one for one in nodes_in(body, ast.Assign) if ast.unparse(target) in targets(one)]
     value = only(assigned, "assignments of the attribute").value
     empty = isinstance(value, ast.List | ast.Dict) and not ast.unparse(value).strip("[]{}")
     inner = "" if empty else source.of(value)
@@ -65,7 +62,7 @@ def _file_with_class(scene: Scene, name: str) -> UserSource:
             source = scene.read(file)
         except UnclearEdit:
             continue
-        if any(isinstance(one, ast.ClassDef) and one.name == name for one in ast.walk(source.tree)):
+        if any(one.name == name for one in nodes_in(source.tree, ast.ClassDef)):
             return source
     raise UnclearEdit("the class is in no file of the user that is known")
 
@@ -88,14 +85,14 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
     source, statement, call = scene.construction()
     block = source.block(statement)
     behind = block[block.index(statement) + 1 :]
-    names = {part.id for one in call.args[:1] for part in ast.walk(one) if isinstance(part, ast.Name)}
+    names = names_in(call.args[:1])
     last, renamed = None, ""
     for one in behind:
         if isinstance(one, ast.For | ast.While | ast.FunctionDef):
             break
         if not isinstance(one, ast.Assign) or len(one.targets) != 1:
             continue
-        target, read = one.targets[0], {part.id for part in ast.walk(one.value) if isinstance(part, ast.Name)}
+        target, read = one.targets[0], names_in(one.value)
         base: ast.expr = target
         while isinstance(base, ast.Attribute | ast.Subscript):
             base = base.value
@@ -124,11 +121,9 @@ def made_before_the_loop(scene: Scene) -> Iterator[Edit]:
             break
         if isinstance(outer, ast.For | ast.While):
             loop = outer
-    made = {part.id for one in ast.walk(loop) for part in ast.walk(one)
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}  # fmt: skip
-    if made & {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}:
+    if names_in(loop, ast.Store) & names_in(call):
         raise UnclearEdit("the optimizer is made from what the loop makes")
-    if source.parent(statement) not in [one for one in ast.walk(loop) if isinstance(one, ast.For | ast.While)]:
+    if source.parent(statement) not in [*nodes_in(loop, ast.For), *nodes_in(loop, ast.While)]:
         raise UnclearEdit("the optimizer is made under a condition")
     yield source.edit(source.moved(statement, loop))
 

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from anybatch.doctor.recording.arguments import without_graph
-from anybatch.doctor.recording.describing import kind_of, rows_of
-from anybatch.doctor.recording.holdings import parameters_in
+from anybatch.doctor.recording.describing import kind_of, parameters_in, rows_of, without_graph
 from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Model
 from anybatch.doctor.recording.patches import hidden

@@ -1,9 +1,11 @@
 """Sees optimizers made, their steps, and the clearing of gradients by ``zero_grad``."""
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,14 +14,12 @@ import torch
 from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch.doctor.compiling import stay_uncompiled
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.patches import HIDDEN
-from anybatch.doctor.recording.recordings import Recording
+from anybatch.doctor.recording.patches import HIDDEN, noting
+from anybatch.doctor.recording.recordings import FIRST, Recording
 from anybatch.doctor.recording.samplers import Samplers
-from anybatch.doctor.recording.sampling import FIRST
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
 from anybatch.tensors.dispatch import functions_unseen, has_numbers, is_asked, unseen
@@ -93,7 +93,7 @@ class OptimizerHooks:
             register_optimizer_step_pre_hook(self._pre_hook),
             register_optimizer_step_post_hook(self._post_hook),
         ]
-        patches.wrap(torch.optim.Optimizer, "__init__", self._initialised(recording.guarded(self._was_made)))
+        patches.wrap(torch.optim.Optimizer, "__init__", noting(after=recording.guarded(self._was_made)))
         for owner, after in ((torch.optim.Optimizer, self._cleared), (torch.nn.Module, self._cleared_by_module)):
             patches.wrap(owner, "zero_grad", recording.around(None, after, "updates", owned=True))
 
@@ -128,17 +128,7 @@ class OptimizerHooks:
 
         return doctored_step
 
-    def _initialised(self, was_made: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-                original(optimizer, *args, **kwargs)
-                was_made(optimizer)
-
-            return init
-
-        return wrapped
-
-    def _was_made(self, optimizer: Any) -> None:
+    def _was_made(self, _: None, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         stay_uncompiled()  # torch loads its compiler with the first optimizer
         known = self._recording.numbering.known
         numbers = {known(tensor) for group in optimizer.param_groups for tensor in group["params"]}
@@ -297,3 +287,15 @@ def _depth_of_steps() -> int:
             depth += 1
         frame = frame.f_back
     return depth
+
+
+def stay_uncompiled() -> None:
+    """Makes torch's compiler, if it has been loaded, skip the functions of the doctor.
+
+    Where a compiled function calls one, such as a hook on an optimizer step, they would be compiled again for each
+    tensor that they read.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    folder = f"{Path(__file__).parents[1]}{os.sep}"
+    if rules is not None and folder not in rules.SKIP_DIRS:
+        rules.add("anybatch.doctor")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.recording import describing
-from anybatch.doctor.recording.holdings import Held, held_by, parameters_in
+from anybatch.doctor.recording.describing import Held, held_by, parameters_in
 from anybatch.doctor.recording.naming import user_place, variable_of, variables_of
 from anybatch.records.lines import Fact
 from anybatch.records.tables import GroupFacts, OptimizerFacts, ParameterFacts, Root, SchedulerFacts

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
+import torch
+
 from anybatch.doctor.frames import kept
 from anybatch.tensors.dispatch import function_modes_paused, function_modes_resumed
 from anybatch.torch_private import number_of_function_modes
@@ -231,6 +233,32 @@ def _function_in(owner: Any, name: str) -> Any:
         found = inner
     is_plain = isinstance(found, types.FunctionType) and not found.__code__.co_flags & _NO_CALLS
     return found if is_plain else None
+
+
+def noting(
+    before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> Callable[[Any], Callable[..., Any]]:
+    """Makes what is called in the place of a function: it is told of each call but those that a compiler looks at.
+
+    Args:
+        before: is given the arguments.
+        after: is given the result, and the arguments.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if before is not None:
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(result, *args, **kwargs)
+            return result
+
+        return call
+
+    return make
 
 
 class Patches:

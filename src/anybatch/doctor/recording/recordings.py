@@ -1,4 +1,4 @@
-"""What all hooks share: the journal, the numbers, the clock, and the guard around everything that is done."""
+"""What all hooks share: the journal, the numbers, the clock, scaled losses, and the guard around what is done."""
 
 import functools
 import logging
@@ -6,26 +6,140 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from anybatch.doctor.interruptions import is_interruption
+from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.recording.journal import Journal
 from anybatch.doctor.recording.naming import PLACES, USERS, WHOSE, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches, hidden
-from anybatch.doctor.recording.sampling import Sampling
-from anybatch.doctor.recording.scaledlosses import ScaledLosses
 from anybatch.doctor.recording.threads import Does, TrainingThread
 from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
 from anybatch.records.repeats import DIFFERING
 from anybatch.tensors.dispatch import nobody_looks
 from anybatch.torch_private import number_of_function_modes, number_of_modes
+
+FIRST = 10
+"""Steps from the beginning that are all sampled: causes show there."""
+EVERY = 25
+"""Steps between two samples after that."""
+DEAREST = 0.01
+"""The share of the run's time that the doctor may take; samples that would take more are left out."""
+_MUCH = frozenset({0, 1, 5, 9})  # of the first steps
+_RARELY = 4  # samples between two dear ones
+_LEAST_SECONDS = 2.5  # that a run is taken to last
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Decides what is sampled.
+
+    The first ten steps and the steps ``every``, twice, four times ``every`` and so on are always sampled; the others
+    between them as long as all samples together stay within their share of the time.
+
+    Example:
+        >>> sampling = Sampling()
+        >>> [step for step in range(80) if sampling.wants(step)]
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 25, 50, 75]
+        >>> sampling.review(75, own=3.0, total=60.0)
+        >>> [step for step in range(220) if sampling.wants(step)][10:]
+        [25, 50, 100, 200]
+    """
+
+    every: int = EVERY  # steps between two samples
+    thinned: int = 0  # how many samples were left out
+    _own: float = 0.0
+    _cost: float = 0.0
+    _is_over: bool = False
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is sampled."""
+        if step < FIRST:
+            return True
+        return step % self.every == 0 and not (self._is_over and self._may_go(step))
+
+    def wants_much(self, step: int) -> bool:
+        """Whether more is looked at than gradients and weights, on a step that is sampled."""
+        return step in _MUCH or step >= FIRST
+
+    def wants_all(self, step: int) -> bool:
+        """Whether what is dear on large models is taken as well."""
+        return step in _MUCH or (step >= FIRST and step % (_RARELY * self.every) == 0)
+
+    def review(self, step: int, *, own: float, total: float, sampled: bool = False) -> None:
+        """Decides whether there is time for a sample, by the seconds of the doctor and of the whole run so far."""
+        if sampled:
+            self._cost = own - self._own
+        self._own = own
+        self._is_over = own + self._cost > DEAREST * max(total, _LEAST_SECONDS)
+        if self._is_over and step >= FIRST and step % self.every == 0 and self._may_go(step):
+            self.thinned += 1
+
+    def _may_go(self, step: int) -> bool:
+        times = step // self.every
+        return bool(times & (times - 1))
+
+
+_MOST_LOSSES = 64
+
+
+class ScaledLosses:
+    """The losses that came out of ``GradScaler.scale`` and whose backward has not run yet.
+
+    Example:
+        >>> losses, loss = ScaledLosses(), torch.ones(1, requires_grad=True).sum() * torch.tensor(8.0)
+        >>> losses.scale = 8.0
+        >>> losses.add(loss)
+        >>> losses.scale_of(loss), losses.scale_of(loss + 1), len(losses)
+        (8.0, None, 1)
+    """
+
+    __slots__ = ("_losses", "pending", "scale")
+
+    def __init__(self) -> None:
+        self.scale = 1.0  # when it was last read
+        self.pending = False  # whether a loss was scaled since the last ``update``, so that gradients may be scaled
+        self._losses: dict[int, weakref.ref[torch.Tensor]] = {}  # another one may come to lie in the same place
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    @property
+    def in_force(self) -> float:
+        """The scale of gradients that may be scaled, 1 where none was."""
+        return self.scale if self.pending else 1.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Takes note of a loss."""
+        if loss.grad_fn is not None:
+            if len(self._losses) >= _MOST_LOSSES:
+                self._losses.clear()
+            self._losses[id(loss)] = weakref.ref(loss)
+
+    def scale_of(self, loss: torch.Tensor) -> float | None:
+        """The scale of a loss that is one of these, ``None`` for others."""
+        known = self._losses.get(id(loss)) if self._losses else None
+        return self.scale if known is not None and known() is loss else None
+
+    def updated(self) -> None:
+        """The scaler goes on to its next step; losses that are gone are forgotten."""
+        self.pending = False
+        if self._losses:
+            self._losses = {key: known for key, known in self._losses.items() if known() is not None}
+
+    def drop(self, loss: torch.Tensor) -> None:
+        """Forgets a loss whose backward runs."""
+        if self._losses:
+            self._losses.pop(id(loss), None)
+
 
 logger = logging.getLogger(__name__)
 _MOST_KNOWN = 2048

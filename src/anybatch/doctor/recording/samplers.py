@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.recording.arguments import rows_of, without_graph
+from anybatch.doctor.frames import is_interruption
+from anybatch.doctor.recording.describing import first_rows, without_graph
 from anybatch.doctor.recording.recordings import Recording
-from anybatch.doctor.recording.replicas import ReplicaWatch
-from anybatch.doctor.recording.watching import Watcher
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
-from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, TieSampler, memory
+from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, ReplicaWatch, TieSampler, Watcher, memory
 from anybatch.doctor.samples.draws import Draws
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
@@ -86,7 +84,7 @@ class Samplers:
         self._safely("kept", self.kept.stop)
         self._safely("kept", self.kept.look_again)
         if not self._recording.sampled:
-            self._emit(self._safely("nonfinite", self.nonfinite.look_back))
+            self._measure("nonfinite", self.nonfinite.look_back)
         self._safely("losses", self._loss_calls.end_evaluation)
         self._safely("suspicion", self._suspicion.stop)
 
@@ -112,7 +110,7 @@ class Samplers:
             return
         self._sampled_roots[root] = 1, module.training
         if recording.counter.step == 0:  # ties are seen before a step may break them
-            self._emit(self._safely("ties", self._ties.sample))
+            self._measure("ties", self._ties.sample)
         if recording.numbering.models[root].module() is not module:
             return
         seen = self._safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
@@ -138,7 +136,7 @@ class Samplers:
         numbering = self._recording.numbering
         if numbering.models[root].module() is module:
             for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs) or []:
-                self._emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
+                self._recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -153,11 +151,10 @@ class Samplers:
         first = "" if sampler is None else sampler.first
         self._first_layers[root] = first or self._first_layers.get(root, "")
         for one in seen:
-            self._emit(dataclasses.replace(one, forward=forward, first=first))
-        for drawn in self._draws.take():
-            self._emit(drawn)
+            self._recording.emit(dataclasses.replace(one, forward=forward, first=first))
+        self._measure("draws", self._draws.take)
         if sampler is not None:
-            self._emit(self._safely("activations", sampler.result, forward))
+            self._measure("activations", sampler.result, forward)
 
     def keep(self, root: int, module: torch.nn.Module) -> None:
         """Keeps the arguments of the last forward as those of a root."""
@@ -185,11 +182,13 @@ class Samplers:
             self._safely("kept", self.kept.backward, loss)
             if into_grad:
                 self._safely("live graphs", self._live.add, loss, step)
-            self._emit(self._safely("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled))
+            self._measure("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled)
             if into_grad:
-                self._emit(self._safely("suspicion", self._suspicion.before_backward, loss))
+                self._measure("suspicion", self._suspicion.before_backward, loss)
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self._safely("walking", self._walker.walk, loss, rows_of(self._recording.arguments), step=step)
+                walk = self._safely(
+                    "walking", self._walker.walk, loss, first_rows(self._recording.arguments), step=step
+                )
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
@@ -202,11 +201,10 @@ class Samplers:
         """Is told that it has ended."""
         self._safely("kept", self.kept.leave)
         if self._recording.counter.step == 0:
-            self._emit(self._safely("writes by hand", self._writes.after_backward))
+            self._measure("writes by hand", self._writes.after_backward)
         self._safely("suspicion", self._suspicion.after_backward)
         if self.watcher.names:
-            for fact in self._safely("watching", self.watcher.results) or ():
-                self._recording.emit(fact)
+            self._measure("watching", self.watcher.results)
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if root in self.last_inputs:
@@ -234,7 +232,7 @@ class Samplers:
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
         self._safely("kept", self.kept.stepping, number)
-        self._emit(self._safely("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled))
+        self._measure("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled)
         if sampled:
             self._safely("norms", self._norms.before, optimizer)
             self._safely("kept", self.kept.streams.look, number)
@@ -248,16 +246,16 @@ class Samplers:
         """Is told that it has stepped."""
         if sampled:
             found = self._safely("norms", self._norms.after, optimizer, count)
-            self._emit(None if found is None else dataclasses.replace(found, number=count))
-            for buffers in self._safely("buffers", self._buffers.sample) or ():
-                self._recording.emit(buffers)
-            self._emit(self._safely("ties", self._ties.sample))
+            if found is not None:
+                self._recording.emit(dataclasses.replace(found, number=count))
+            self._measure("buffers", self._buffers.sample)
+            self._measure("ties", self._ties.sample)
             graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
-            self._emit(self._safely("memory", memory, *(graphs or (0, 0))))
+            self._measure("memory", memory, *(graphs or (0, 0)))
             if count in _LOOKS_FOR_WRAPPERS:
-                self._emit(self._safely("replicas", self._replicas.look))
+                self._measure("replicas", self._replicas.look)
             self._never = self._safely("suspicion", self._without_gradient) or []
-        self._emit(self._safely("suspicion", self._suspicion.after_step, self._walks, self._never, number))
+        self._measure("suspicion", self._suspicion.after_step, self._walks, self._never, number)
         self.next_step()
         self.matters = bool(self._never or self._suspicion.is_busy)
 
@@ -284,8 +282,10 @@ class Samplers:
 
     # each on its own
 
-    def _emit(self, fact: Fact | None) -> None:
-        if fact is not None:
+    def _measure(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Records what a sampler says: a fact, several, or nothing."""
+        found = self._safely(name, function, *args, **kwargs)
+        for fact in () if found is None else (found,) if isinstance(found, Fact) else found:
             self._recording.emit(fact)
 
     def _safely(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import adversarial, course
-from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest, outputs
-from anybatch.doctor.views.naming import first_call, root_variable
+from anybatch.doctor.views.naming import by_line, first_call, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import calls_of

@@ -8,9 +8,8 @@ from dataclasses import replace
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.courses import course, phases
-from anybatch.doctor.views.losses import by_line
 from anybatch.doctor.views.measures import latest
-from anybatch.doctor.views.naming import first_call, qualified, root_variable
+from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped

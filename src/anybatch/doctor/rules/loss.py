@@ -10,8 +10,7 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.naming import qualified, root_variable
+from anybatch.doctor.views.naming import by_line, qualified, root_variable
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run

@@ -9,10 +9,9 @@ from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
-from anybatch.doctor.views.growing import loss_grew
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
 from anybatch.doctor.views.naming import near, parameter_name, qualified, root_variable
-from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, loss_grew, measured
 from anybatch.records.events import Backward, Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Walk
 from anybatch.records.runs import Run, grouped

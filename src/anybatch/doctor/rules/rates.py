@@ -10,7 +10,6 @@ from anybatch.doctor.rules.probes import ignores_input
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial
-from anybatch.doctor.views.growing import announced
 from anybatch.doctor.views.measures import (
     FAR_TOO_LONG,
     HEALTHY_RATIO,
@@ -22,7 +21,7 @@ from anybatch.doctor.views.measures import (
     told_apart,
 )
 from anybatch.doctor.views.naming import parameter_name
-from anybatch.doctor.views.optimizing import OptimizerView, measured
+from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
 from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped

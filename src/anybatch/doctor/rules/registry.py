@@ -11,8 +11,15 @@ from typing import Any
 
 from anybatch.doctor import rules
 from anybatch.doctor.views.asked import began
-from anybatch.doctor.views.losses import loss_place
-from anybatch.doctor.views.naming import Located, common_module, made_at, names_of, optimizer_variable, qualified
+from anybatch.doctor.views.naming import (
+    Located,
+    common_module,
+    loss_place,
+    made_at,
+    names_of,
+    optimizer_variable,
+    qualified,
+)
 from anybatch.records.findings import Finding, Place, Severity
 from anybatch.records.lines import Fact
 from anybatch.records.lossfacts import LossCall, Probed

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
@@ -189,7 +190,8 @@ def _made(one: OptimizerView) -> str:
 
 @rule("AB507", "LR_IGNORED_ON_RESUME", "warning", explains=RUNS_AWAY, needs=(Loaded,))
 def lr_ignored_on_resume(run: Run) -> Iterator[Found]:
-    """Rates that a loaded state has replaced."""
+    """Rates that a loaded state has replaced, and those of a schedule that was saved and not loaded."""
+    yield from say(run, "AB507")
     for load in run.of(Loaded):
         one = OptimizerView(run, load.number)
         after = _after(one, load.at) if load.into == "optimizer" else []

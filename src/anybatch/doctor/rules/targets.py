@@ -6,8 +6,7 @@ from statistics import fmean
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.naming import near, root_variable
+from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
 from anybatch.records.draws import Scored

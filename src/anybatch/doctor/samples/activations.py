@@ -1,26 +1,195 @@
-"""Looks at the outputs of the modules in one forward: how large, how many zeros, which units never answer."""
+"""Looks at the outputs of the modules in one forward: how large, how many zeros, units that never answer, masks."""
 
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.interruptions import is_interruption
-from anybatch.doctor.samples.activationtables import Figures, Taken, Units, take
-from anybatch.doctor.samples.masks import PaddingLook
+from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.values import tensors_in
-from anybatch.records.samples import Activations, ModuleSample
+from anybatch.records.samples import PERCENTILES, Activations, ModuleSample
 from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import is_recomputing
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
     from anybatch.doctor.samples.draws import Draws
+
+_LEAST = 2  # positions of padding at the end of a sequence
+
+
+class PaddingLook:
+    """Compares the padding mask of the first attention of a forward with the padding of what the model is given."""
+
+    def __init__(self) -> None:
+        self._given: list[torch.Tensor] = []
+        self.result: tuple[float, float] | None = None
+        """The share of the positions with content that are hidden, and that of the padding."""
+
+    @contextmanager
+    def attached(self, root: torch.nn.Module) -> Iterator[None]:
+        """Looks at one forward."""
+        self.result = None
+        attention = next((one for one in root.modules() if isinstance(one, torch.nn.MultiheadAttention)), None)
+        hooked = {} if attention is None else {attention: self._at_attention, root: self._at_root}
+        with ExitStack() as undo:
+            for module, hook in hooked.items():
+                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            undo.callback(self._given.clear)
+            yield
+
+    def _at_root(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._given[:] = [one for one in tensors_in((args, kwargs)) if one.dim() in (2, 3)]
+        if isinstance(module, torch.nn.MultiheadAttention):
+            self._at_attention(module, args, kwargs)
+
+    def _at_attention(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        mask = kwargs.get("key_padding_mask", args[3] if len(args) > 3 else None)
+        if self.result is not None or type(mask) is not torch.Tensor or mask.dim() != 2:
+            return
+        try:
+            with torch.no_grad():
+                self.result = _shares(mask, self._given)
+        except Exception:  # noqa: BLE001 - of a transform, say, or on different devices; the user's run goes on
+            return
+
+
+def _shares(mask: torch.Tensor, given: list[torch.Tensor]) -> tuple[float, float] | None:
+    hidden = mask if mask.dtype is torch.bool else mask.isneginf()
+    for tensor in given:
+        if tensor.shape[:2] != mask.shape or tensor.dtype is torch.bool or tensor is mask:
+            continue
+        padding = _padding(tensor)
+        if padding is not None and bool(padding.any()) and not bool(padding.all()):
+            content, rest = hidden[~padding].double().mean(), hidden[padding].double().mean()
+            return float(content), float(rest)
+    return None
+
+
+def _padding(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The end of each sequence that holds nothing but one token, or zeros; ``None`` where few sequences have one."""
+    if tensor.dim() == 3:
+        same = (tensor == 0).all(-1)
+    elif tensor.is_floating_point() or tensor.is_complex() or bool((tensor <= 1).all()):  # no tokens, or a mask itself
+        return None
+    else:
+        ends = tensor[:, -1][tensor[:, -1] == tensor[:, -2]] if tensor.shape[1] > 1 else tensor[:0, 0]
+        if not ends.numel():
+            return None
+        same = tensor == ends.mode().values
+    padding = same.flip(1).cumprod(1).flip(1).bool()
+    return padding if bool((padding.sum(1) >= _LEAST).any()) else None
+
+
+_NEAR = 1e-3
+_LEAST_SAMPLES = 3
+_ROWS, _COLUMNS = 16, 32  # of the sample of an output
+_READ = 1 << 16  # entries of an output among which the largest and smallest are looked for
+_ORDERED = 128  # entries of a sample whose percentiles are taken
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """What was taken of one tensor."""
+
+    sample: torch.Tensor  # some of its entries, samples of the batch times others, copied
+    absmax: torch.Tensor  # of all entries
+    live: torch.Tensor  # which of its units are not zero for the whole batch
+    limit: str = ""  # ``"sigmoid"``, ``"tanh"`` or ``"softmax"`` where entries have limits
+    classes: int = 0  # how many entries a row of a softmax has
+    several: bool = True  # whether the batch has several rows
+
+
+def take(tensor: torch.Tensor, axis: int, limit: str) -> Taken:
+    """Looks at what a module gave."""
+    values = tensor.detach()
+    if not values.is_floating_point():
+        values = values.float()
+    if values.dim() < 2:
+        values = values.reshape(-1, 1)
+    rows, classes = values.shape[0], values.shape[axis] if limit else 0
+    some = values[:: -(-rows // _ROWS)]
+    some = some.reshape(some.shape[0], -1)
+    some = some[:, :: -(-some.shape[1] // _COLUMNS)].to(torch.float64, copy=True)  # so that a spread of 1e-9 is seen
+    if values.numel() > _READ:
+        values = _fewer(values, axis % values.dim())
+    others = [dim for dim in range(values.dim()) if dim != axis % values.dim()]
+    largest = values.abs().amax(others)  # of each unit
+    return Taken(some, largest.amax().double(), largest != 0, limit, classes, rows > 1)
+
+
+def _figures_of(samples: torch.Tensor) -> torch.Tensor:
+    """Percentiles, mean, deviation, spread over the batch, zeros, and the shares near one and near zero of each."""
+    flat = samples.flatten(1)
+    size, mean = flat.abs(), flat.mean(1, keepdim=True)
+    ordered = flat[:, :: -(-flat.shape[1] // _ORDERED)].sort(1).values
+    places = [round((ordered.shape[1] - 1) * percent / 100) for percent in PERCENTILES]
+    percentiles = torch.stack([ordered[:, place] for place in places], 1)  # a list of places would be waited for
+    deviation = (flat - mean).square_().mean(1).sqrt_()
+    spread = (samples - samples.mean(1, keepdim=True)).square_().mean(1).sqrt_().mean(1) / size.mean(1)
+    shares = [one.double().mean(1) for one in (flat == 0, size > 1 - _NEAR, size < _NEAR)]
+    return torch.cat([percentiles, mean, torch.stack([deviation, spread, *shares], 1)], 1)
+
+
+def _fewer(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """Evenly spaced entries of each unit, thinned along positions before samples of the batch."""
+    steps, left = [1] * values.dim(), values.numel()
+    while left > _READ:
+        lengths = {dim: values.shape[dim] // steps[dim] // (4 if dim == 0 else 1) for dim in range(len(steps))}
+        longest = max((dim for dim in lengths if dim != axis), key=lengths.__getitem__)
+        if values.shape[longest] < 2 * steps[longest]:
+            break
+        steps[longest] *= 2
+        left //= 2
+    return values[tuple([slice(None, None, step) for step in steps])]
+
+
+@dataclass(slots=True)
+class Units:
+    """Reads samples, and remembers over them which units have ever given something other than zero."""
+
+    _live: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _counts: dict[Any, int] = field(default_factory=dict)
+
+    def read(self, taken: Mapping[Any, Taken]) -> dict[Any, dict[str, Any]]:
+        """Adds a sample of tensors, by keys that are the same in each sample; gives entries of a ``ModuleSample``."""
+        found, alike = dict[Any, dict[str, Any]](), dict[Any, list[Any]]()
+        for key, one in taken.items():
+            alike.setdefault((one.sample.device, one.sample.shape), []).append(key)
+            known = self._live.get(key)
+            is_same = known is not None and known.shape == one.live.shape and known.device == one.live.device
+            self._live[key] = one.live | known if is_same and known is not None else one.live
+            self._counts[key] = self._counts.get(key, 0) + 1
+        rows = dict[torch.device, list[torch.Tensor]]()
+        for (device, _), keys in alike.items():
+            of_all = torch.stack([taken[key].absmax for key in keys])
+            units = [one.sum(dtype=torch.float64) for key in keys for one in (taken[key].live, self._live[key])]
+            figures = _figures_of(torch.stack([taken[key].sample for key in keys]))
+            rows.setdefault(device, []).append(torch.cat([figures, of_all[:, None], torch.stack(units).view(-1, 2)], 1))
+        read = {device: iter(torch.cat(parts).tolist()) for device, parts in rows.items()}  # one wait for each device
+        for (device, _), keys in alike.items():
+            found |= {key: self._figures(key, taken[key], next(read[device])) for key in keys}
+        return found
+
+    def _figures(self, key: Any, one: Taken, row: list[float]) -> dict[str, Any]:
+        mean, std, spread, zeros, near_one, near_zero, absmax, alive, ever = row[len(PERCENTILES) :]
+        saturated = near_one + (near_zero if one.limit == "sigmoid" else 0.0) if one.limit else None
+        if one.limit == "softmax":
+            saturated = min(1.0, near_one * one.classes)
+        units = len(one.live)
+        return {
+            "percentiles": tuple(float(f"{value:.4g}") for value in row[: len(PERCENTILES)]),
+            "mean": mean, "std": std, "zeros": zeros, "saturated": saturated, "absmax": absmax,
+            "spread": spread if one.several and spread == spread else 0.0 if one.several else None,
+            "dead": (units - alive) / units,
+            "always_dead": 1.0 - ever / units if self._counts[key] >= _LEAST_SAMPLES else 0.0,
+        }  # fmt: skip
+
 
 _MOST = 2000  # outputs of one forward
 _MOST_CALLS = 64  # of a module without parameters, such as an activation that is used all over
@@ -38,20 +207,13 @@ _CHANNELS_FIRST = (
 )
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """One output of one module, and what went into it."""
 
-    name: str
-    call: int
-    cls: str
-    training: bool
-    shape: tuple[int, ...]
-    dtype: str
+    key: tuple[str, int]  # the name of the module, and the number of its call
+    facts: dict[str, Any]  # entries of a ``ModuleSample``
     output: Taken
-    input_shape: tuple[int, ...] = ()
-    input: Taken | None = None
-    input_by: str = ""
+    input: Taken | None
 
 
 class ActivationSampler:
@@ -84,26 +246,20 @@ class ActivationSampler:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hangs hooks on the modules for one forward; compiled modules are left alone."""
-        root, handles = self._root(), []
-        padding: AbstractContextManager[None] = nullcontext()
+        root = self._root()
         self._seen, self._made, self._calls, self.first = [], {}, {}, ""
         self._thread = threading.get_ident()
-        if root is not None and self._surveyed(root):
-            padding = self._padding.attached(root)
-            for reference in self._hooked:
-                module = reference()
-                if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                    continue
-                given = self._draws is not None and id(module) in self._draws.receivers
-                if given or id(module) in self._chosen or id(module) not in self._called:
-                    handles.append(module.register_forward_hook(self._after))
-        try:
-            with padding:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._made = {}
+        with ExitStack() as undo:
+            if root is not None and self._surveyed(root):
+                undo.enter_context(self._padding.attached(root))
+                for module in (reference() for reference in self._hooked):
+                    if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                        continue
+                    given = self._draws is not None and id(module) in self._draws.receivers
+                    if given or id(module) in self._chosen or id(module) not in self._called:
+                        undo.callback(module.register_forward_hook(self._after).remove)
+            undo.callback(self._made.clear)
+            yield
 
     def result(self, forward: int = -1) -> Activations | None:
         """What was seen in the forward that has just run; ``None`` if nothing was."""
@@ -113,18 +269,21 @@ class ActivationSampler:
             return None
         number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
-        seen = list({(one.name, one.call): one for one in seen}.values())  # a wrapper has the name of what it wraps
-        taken = {(one.name, one.call, "output"): one.output for one in seen}
-        taken |= {(one.name, one.call, "input"): one.input for one in seen if one.input is not None}
+        seen = list({one.key: one for one in seen}.values())  # a wrapper has the name of what it wraps
+        taken = {(one.key, "output"): one.output for one in seen}
+        taken |= {(one.key, "input"): one.input for one in seen if one.input is not None}
         try:
             with torch.no_grad():
-                figures = self._units.read(taken)
+                found = self._units.read(taken)
         except RuntimeError:  # of tensors of a transform such as vmap, which has ended
             return None
-        found = {id(part): figures[key] for key, part in taken.items()}
+        modules = []
+        for order, one in enumerate(seen):
+            given = {f"input_{name}": found[one.key, "input"][name] for name in ("dead", "always_dead") if one.input}
+            modules.append(ModuleSample(order=order, **one.facts, **found[one.key, "output"], **given))
         return Activations(
             root=-1 if number is None else number, forward=forward, uncalled=uncalled, hidden=self._padding.result,
-            modules=tuple([_sample(order, one, found) for order, one in enumerate(seen)]),
+            modules=tuple(modules),
         )  # fmt: skip
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -225,34 +384,19 @@ class ActivationSampler:
         made = self._made.get(id(given)) if given is not None else None
         is_modules = made is not None and made[0]() is given
         axis = _axis(module, output, made[1] if made is not None and is_modules else -1)
-        cls = type(module).__name__
-        seen = _Seen(
-            self._names[id(module)], call, cls, module.training, tuple(output.shape),
-            str(output.dtype).removeprefix("torch."), take(output, axis, _LIMITS.get(cls, "")),
-        )  # fmt: skip
+        cls, name, entered = type(module).__name__, self._names[id(module)], None
+        facts: dict[str, Any] = {
+            "module": name, "cls": cls, "training": module.training, "shape": tuple(output.shape),
+            "dtype": str(output.dtype).removeprefix("torch."),
+        }  # fmt: skip
         if given is not None:
-            seen.input_shape = tuple(given.shape)
+            facts["input_shape"] = tuple(given.shape)
             node = given.grad_fn
             if not is_modules and node is not None and given.is_floating_point():
-                seen.input_by = node.name()
-                seen.input = take(given, _axis(module, given, -1), "")
-        self._seen.append(seen)
+                facts["input_by"] = node.name()
+                entered = take(given, _axis(module, given, -1), "")
+        self._seen.append(_Seen((name, call), facts, take(output, axis, _LIMITS.get(cls, "")), entered))
         self._made[id(output)] = weakref.ref(output), axis
-
-
-def _sample(order: int, one: _Seen, figures: Mapping[int, Figures]) -> ModuleSample:
-    row = figures[id(one.output)]
-    of_input = None if one.input is None else figures[id(one.input)]
-    return ModuleSample(
-        module=one.name, cls=one.cls, order=order, shape=one.shape, input_shape=one.input_shape, dtype=one.dtype,
-        mean=row.mean, std=row.std, absmax=row.absmax, zeros=row.zeros, dead=row.dead, always_dead=row.always_dead,
-        saturated=row.saturated, spread=row.spread,
-        training=one.training,
-        input_by=one.input_by,
-        input_dead=None if of_input is None else of_input.dead,
-        input_always_dead=None if of_input is None else of_input.always_dead,
-        percentiles=tuple(float(f"{value:.4g}") for value in row.percentiles),
-    )  # fmt: skip
 
 
 def _first(values: Any) -> torch.Tensor | None:

@@ -1,19 +1,23 @@
-"""What else changes: running statistics, ties between parameters, parameters without a step, memory."""
+"""What else is seen: running statistics, ties, parameters without a step, memory, replicas, watched modules."""
 
 import functools
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from anybatch.accelerators import in_use, memory_of
+from anybatch.doctor.recording.describing import wrapper_of
+from anybatch.doctor.recording.naming import modules_in_sight
+from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.records.samples import Buffers, Memory, Tied, Written
-
-if TYPE_CHECKING:
-    from anybatch.doctor.recording.numbering import Numbering
+from anybatch.doctor.values import tensors_in
+from anybatch.records.lossfacts import Replicas
+from anybatch.records.samples import Buffers, Memory, Tied, Watched, Written
+from anybatch.tensors.dispatch import unseen
 
 _STATM = "/proc/self/statm"
 _COMPARED = 1 << 20
@@ -187,3 +191,90 @@ def _page_size() -> int:
     import resource
 
     return resource.getpagesize()
+
+
+_DDP = "DistributedDataParallel"
+_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+
+
+class ReplicaWatch:
+    """Looks for wrappers in the running code; nothing is sent to other processes."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self._numbering = numbering
+        self._called: dict[int, int] = {}
+        self._last: Replicas | None = None
+
+    def called(self, module: torch.nn.Module, root: int) -> None:
+        """Notes that the user's code called a module, in training and with autograd on."""
+        self._called[id(module)] = root
+
+    def look(self) -> Replicas | None:
+        """How models are spread; ``None`` where they are not, or where nothing is new."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return None
+        modules = {id(module): module for module in modules_in_sight()}
+        for model in self._numbering.models:
+            if (module := model.module()) is not None:
+                modules[id(module)] = module
+        wrappers = [module for module in modules.values() if wrapper_of(module) == _DDP]
+        bypassed = [
+            self._name(self._called[id(inner)], inner)
+            for wrapper in wrappers
+            if isinstance(inner := getattr(wrapper, "module", None), torch.nn.Module) and id(inner) in self._called
+        ]
+        classes = {cls.__name__ for module in modules.values() for cls in type(module).__mro__}
+        kind = _DDP if wrappers else "FSDP" if classes & _SHARDED else ""
+        found = Replicas(world=distributed.get_world_size(), wrapper=kind, bypassed=tuple(dict.fromkeys(bypassed)))
+        if self._last is not None and (found.wrapper, found.bypassed) == (self._last.wrapper, self._last.bypassed):
+            return None
+        self._last = found
+        return found
+
+    def _name(self, root: int, inner: torch.nn.Module) -> str:
+        model = self._numbering.models[root]
+        return model.variable if model.module() is inner else f"{model.variable}.module".lstrip(".")
+
+
+class Watcher:
+    """Follows modules by name."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        self._numbering = numbering
+        self.names: set[str] = set()  # of the modules, within their root or with its variable in front
+        self._seen: list[tuple[int, str, torch.Tensor, list[torch.Tensor]]] = []
+
+    @contextmanager
+    def attached(self, root: torch.nn.Module, number: int) -> Iterator[None]:
+        """Follows the modules of a root during one forward."""
+        with ExitStack() as handles:
+            for name, module, _ in self._numbering.models[number].modules() if self.names else ():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                if name in self.names or self._numbering.module_name(module) in self.names:
+                    hook = module.register_forward_hook(self._hook(number, name), always_call=False)
+                    handles.callback(hook.remove)
+            yield
+
+    def results(self) -> list[Watched]:
+        """What was seen since this was last asked; called after a backward."""
+        found = []
+        for number, name, output, gradients in self._seen:
+            gradient = float(gradients[-1]) if gradients else None
+            found.append(Watched(root=number, module=name, output=float(output), gradient=gradient))
+        self._seen = []
+        return found
+
+    def _hook(self, number: int, name: str) -> Any:
+        norm = unseen(lambda tensor: tensor.detach().float().norm())
+
+        @unseen
+        def see(module: torch.nn.Module, args: Any, result: Any) -> None:
+            output = next(tensors_in(result), None)
+            if output is not None and output.requires_grad:
+                gradients: list[torch.Tensor] = []
+                self._seen.append((number, name, norm(output), gradients))
+                output.register_hook(lambda gradient: gradients.append(norm(gradient)))
+
+        return see

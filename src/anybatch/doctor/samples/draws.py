@@ -1,6 +1,8 @@
-"""Sees draws from distributions of torch that cut the gradient although they could be drawn with one."""
+"""Sees draws that cut the gradient although they could be drawn with one, and random generators that go back."""
 
 import linecache
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.values import tensors_in
 from anybatch.records.draws import Drawn, Scored
 
@@ -41,57 +44,40 @@ class Draws:
         """Wraps the methods of those distributions of torch that are made; ``Recording.patches`` takes them off."""
         follow, known = self._recording.guarded(self._follow), self._followed
 
-        def making(original: Callable[..., Any]) -> Callable[..., Any]:
-            def init(distribution: Any, /, *args: Any, **kwargs: Any) -> None:
-                # Older compilers can't trace the look into a set.
-                if not torch.compiler.is_compiling() and type(distribution) not in known:
-                    follow(type(distribution))
-                original(distribution, *args, **kwargs)
+        def made(distribution: Any, *_: Any, **__: Any) -> None:
+            if type(distribution) not in known:
+                follow(type(distribution))
 
-            return init
-
-        self._recording.patches.wrap(torch.distributions.Distribution, "__init__", making)
+        self._recording.patches.wrap(torch.distributions.Distribution, "__init__", noting(made))
 
     def _follow(self, made: type) -> None:
         for cls in set(made.__mro__) - self._followed:
             self._followed.add(cls)
             if cls.__module__.startswith("torch.distributions."):
-                for name, make in (("sample", self._sampling), ("log_prob", self._scoring)):
+                for name, after in (("sample", self._sampling()), ("log_prob", self._scoring())):
                     if name in vars(cls):
-                        self._recording.patches.wrap(cls, name, make)
+                        self._recording.patches.wrap(cls, name, noting(after=after))
 
-    def _sampling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``sample``; compilers go through the wrapper, and can take no more than functions in its closure."""
+    def _sampling(self) -> Callable[..., Any]:
+        """What is told of ``sample``; compilers go through it, and can take no more than functions in its closure."""
         recording, drew = self._recording, self._recording.guarded(self._drew)
 
-        def look(distribution: Any, result: Any) -> None:
+        def look(result: Any, distribution: Any, *_: Any, **__: Any) -> None:
             if recording.sampled_much and torch.is_grad_enabled():
                 drew(distribution, result)
 
-        def sample(distribution: Any, /, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                look(distribution, result)
-            return result
+        return look
 
-        return sample
-
-    def _scoring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _scoring(self) -> Callable[..., Any]:
         seen, score = self._scored, self._recording.guarded(self._score)
 
-        def look(distribution: Any, value: Any, result: Any) -> None:
+        def look(result: Any, distribution: Any, value: Any, *_: Any, **__: Any) -> None:
             if isinstance(value, torch.Tensor) and getattr(result, "requires_grad", False):
                 key = type(distribution).__name__, width_of(value)
                 if key not in seen:
                     score(key)
 
-        def log_prob(distribution: Any, value: Any, /, *args: Any, **kwargs: Any) -> Any:
-            result = original(distribution, value, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                look(distribution, value, result)
-            return result
-
-        return log_prob
+        return look
 
     def _drew(self, distribution: Any, result: Any) -> None:
         if type(result) is not torch.Tensor or result.requires_grad or not result.is_floating_point():
@@ -171,3 +157,46 @@ def _begins(tensor: torch.Tensor, drawn: torch.Tensor) -> Iterator[bool]:
             return
         for start in (0, size - width):
             yield torch.equal(tensor.narrow(-1, start, width), drawn)
+
+
+_OF_TORCH = slice(24, 24 + 624 * 8), slice(16, 24)  # its numbers, and which is the next, in the bytes of its state
+
+
+class Streams:
+    """Looks at the generators of Python, NumPy and torch; none of them is changed, nor is any function.
+
+    A generator makes 624 numbers at a time and hands them out in order. Nothing but a seed, or a state that is set,
+    brings it back to an earlier one, or to numbers that it had before.
+
+    Attributes:
+        back: how often a generator went back between two looks in the same training, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.back: dict[str, int] = {}
+        self._last: dict[tuple[int, str], tuple[int, int]] = {}
+        self._seen: dict[tuple[int, str], set[int]] = {}
+
+    def look(self, optimizer: int) -> None:
+        """Is told that a step of an optimizer is about to be made."""
+        for name, now in _places().items():
+            key = optimizer, name
+            last, self._last[key] = self._last.get(key), now
+            seen = self._seen.setdefault(key, set())
+            went_on = last is None or (now[1] >= last[1] if now[0] == last[0] else now[0] not in seen)
+            self.back[name] = self.back.get(name, 0) + (not went_on)
+            seen.add(now[0])
+
+
+def _places() -> dict[str, tuple[int, int]]:
+    """For each generator which numbers it hands out, and which of them is the next."""
+    *numbers, place = random.getstate()[1]
+    found = {"random": (hash(tuple(numbers)), place)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state: Any = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":
+            found["np.random"] = hash(state["state"]["key"].tobytes()), int(state["state"]["pos"])
+    whole = torch.get_rng_state().numpy()
+    mine, following = (whole[part].tobytes() for part in _OF_TORCH)
+    found["torch"] = hash(mine), int.from_bytes(following, sys.byteorder)
+    return found

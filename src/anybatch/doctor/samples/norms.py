@@ -1,6 +1,7 @@
 """Norms around one optimizer step: of gradients, weights and their change."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -209,29 +210,29 @@ class NormSampler:
         """All results in one transfer for each precision and device."""
         scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 / float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0
-        numbers, columns = list[int](), tuple(list[Any]() for _ in range(5))
+        numbers, columns = list[int](), defaultdict[str, list[Any]](list)
         equal, since, silent = list[int](), list[int](), list[int]()
         for bucket in plan.buckets:
             values = _fetched(bucket.figures)
             found = _columns(bucket, values, factor)
             for position, number in enumerate(bucket.numbers) if plan.sparse else ():
                 if number in plan.sparse:
-                    found[0][position], found[4][position] = plan.sparse[number]
+                    found["grad"][position], found["grad_zeros"][position] = plan.sparse[number]
             equal += [number for number, same in zip(bucket.compared, values.get("equal", ()), strict=False) if same]
             now = _versions(bucket.parameters)
-            self._since(plan, bucket, values.get("moved", []), found[3], now, since, silent)
+            self._since(plan, bucket, values.get("moved", []), found["unchanged"], now, since, silent)
             bucket.versions = now
             numbers += bucket.numbers
-            for column, part in zip(columns, found, strict=True):
-                column.extend(part)
-        moved = self._moved(plan, optimizer, dict(zip(numbers, columns[3], strict=True)))
+            for name, part in found.items():
+                columns[name] += part
+        moved = self._moved(plan, optimizer, dict(zip(numbers, columns["unchanged"], strict=True)))
         plan.number += 1
+        entries: dict[str, Any] = {name: tuple(column) for name, column in columns.items()}
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
             number=plan.number - 1,
             parameters=tuple(numbers),
-            grad=tuple(columns[0]), weight=tuple(columns[1]), update=tuple(columns[2]), unchanged=tuple(columns[3]),
-            grad_zeros=tuple(columns[4]),
+            **entries,
             state_moved=tuple(moved.get(number) for number in numbers),
             equal_grad_rows=tuple(equal), since=tuple(since), silent=tuple(silent),
         )  # fmt: skip
@@ -273,19 +274,19 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         return [-1 if one is None or one.is_inference() else one._version for one in tensors]
 
 
-def _columns(bucket: _Bucket, values: Mapping[str, list[float]], factor: float) -> tuple[list[Any], ...]:
+def _columns(bucket: _Bucket, values: Mapping[str, list[float]], factor: float) -> dict[str, list[Any]]:
     """Norms of gradients, weights and changes, the shares that stayed, and those that are zero, by position."""
     count = len(bucket.numbers)
     graded = bucket.graded if "grad" in values else [False] * count
     grads: list[Any] = [norm * factor for norm in values.get("grad", [0.0] * count)]
     zeros: list[Any] = values.get("zeros", [0.0] * count)
-    return (
-        [norm if has else None for norm, has in zip(grads, graded, strict=True)],
-        values["weight"],
-        [norm * scale for norm, scale in zip(values["update"], bucket.layout.scales, strict=True)],
-        [1.0 - share for share in values["changed"]],
-        [share if has else None for share, has in zip(zeros, graded, strict=True)],
-    )
+    return {
+        "grad": [norm if has else None for norm, has in zip(grads, graded, strict=True)],
+        "weight": values["weight"],
+        "update": [norm * scale for norm, scale in zip(values["update"], bucket.layout.scales, strict=True)],
+        "unchanged": [1.0 - share for share in values["changed"]],
+        "grad_zeros": [share if has else None for share, has in zip(zeros, graded, strict=True)],
+    }
 
 
 def _sparse(grad: torch.Tensor) -> tuple[float, float]:

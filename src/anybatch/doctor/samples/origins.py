@@ -1,14 +1,185 @@
-"""Which operation of a graph has made numbers that are not finite, from what the graph has saved."""
+"""Which operation has made numbers or gradients that are not finite, from what a graph has saved."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from anybatch.doctor.graphs import raw_saved
 from anybatch.doctor.samples.lossgraphs import shape_of
-from anybatch.doctor.samples.nodes import hides, inputs_first, is_custom, leaf_of, saved_by
-from anybatch.doctor.samples.singular import is_moderate, overflows, what_came_out, what_went_in
+
+_LOGARITHMS = ("LogBackward0", "Log2Backward0", "Log10Backward0")
+_SPREADS = ("StdBackward0", "VarBackward0", "StdMeanBackward0", "VarMeanBackward0")
+_NORMS = ("NativeLayerNormBackward0", "NativeBatchNormBackward0", "NativeGroupNormBackward0")
+_MEAN = 1  # of a loss function: the number of its reduction
+
+
+def what_went_in(node: Any) -> str:
+    """Zeros, negative numbers and the like in the saved input of a node, which has no finite value for them.
+
+    Empty if nothing of the kind is known; then its input was not saved, or it was harmless.
+    """
+    kind = node.name()
+    if kind.startswith("NllLoss"):
+        return _of_targets(node)
+    if kind in _LOGARITHMS:
+        return _counted(node, "self", "its input")
+    if kind == "Log1PBackward0":
+        return _counted(node, "self", "its input plus 1", shift=1.0)
+    if kind in ("DivBackward0", "RemainderBackward0"):
+        return _counted(node, "other", "its divisor", negative=False)
+    if kind in ("PowBackward0", "PowBackward1"):
+        exponent = getattr(node, "_saved_exponent", 2)
+        whole = isinstance(exponent, (int, float)) and float(exponent).is_integer()
+        if isinstance(exponent, (int, float)) and (exponent < 0 or not whole):
+            return _counted(node, "self", "its base", negative=not whole, zeros=exponent < 0)
+    if kind in ("AcosBackward0", "AsinBackward0"):
+        outside = sum(int((tensor.abs() > 1).sum()) for name, tensor in saved_by(node) if name == "self")
+        return f"its input has {outside} numbers outside of -1 to 1" if outside else ""
+    if kind in _SPREADS:
+        return _of_too_few(node)
+    if kind.startswith("MeanBackward") and getattr(node, "_saved_self_sym_numel", 1) == 0:
+        return "it is the mean of nothing: its input has no entries"
+    return ""
+
+
+def what_came_out(node: Any) -> str:
+    """What the saved output of a node says of its input, if that was finite; empty if it says nothing."""
+    kind = node.name()
+    out = [tensor for name, tensor in saved_by(node) if name.startswith("result") and tensor.is_floating_point()]
+    if not out or out[0].is_complex():
+        return ""
+    lost, endless = int(out[0].isnan().sum()), int((out[0] == math.inf).sum())
+    if kind in ("SqrtBackward0", "RsqrtBackward0") and lost:
+        return f"its input has {_numbers(lost, 'negative number')}"
+    if kind in ("RsqrtBackward0", "ReciprocalBackward0") and (zeros := int(out[0].isinf().sum())):
+        return f"its input has {_numbers(zeros, 'zero')}"
+    if kind in ("ExpBackward0", "Exp2Backward0") and endless and not lost:
+        return f"{_numbers(endless, 'number')} of its input {'are' if endless > 1 else 'is'} too large for it"
+    if kind in ("SoftmaxBackward0", "LogSoftmaxBackward0") and lost:
+        dim = int(getattr(node, "_saved_dim", -1))
+        dim = dim if -out[0].dim() <= dim < out[0].dim() else -1
+        rows = out[0].isnan().all(dim)
+        return f"{int(rows.sum())} of its {rows.numel()} rows have no score above -inf" if bool(rows.any()) else ""
+    if kind in _NORMS and not bool(out[-1].isfinite().all()):
+        return "what it divides by is 0: a row or a channel of its input has no spread, and its eps is too small"
+    return ""
+
+
+def overflows(node: Any) -> str:
+    """Whether a product of finite tensors that were saved is not finite."""
+    kind, known = node.name(), dict(saved_by(node))
+    one = known.get("self", known.get("mat1"))
+    if one is None or not one.is_floating_point() or not bool(one.isfinite().all()):
+        return ""
+    exponent = getattr(node, "_saved_exponent", None)
+    if kind == "PowBackward0" and isinstance(exponent, (int, float)):
+        made = one.pow(exponent)
+    elif kind == "MulBackward0" and "other" in known:
+        made = one * known["other"]
+    elif kind in ("MmBackward0", "BmmBackward0", "AddmmBackward0") and "mat2" in known:
+        made = one @ known["mat2"]
+    else:
+        return ""
+    other = known.get("other", known.get("mat2", one))
+    if not bool(other.isfinite().all()) or bool(made.isfinite().all()):
+        return ""
+    largest = ", ".join(f"{float(tensor.abs().max()):.3g}" for tensor in (one, other))
+    return f"it overflows: the largest numbers that went in are {largest}"
+
+
+def _of_targets(node: Any) -> str:
+    """Where it is a mean over none; a sum, or a loss for each target, has a value then."""
+    if int(getattr(node, "_saved_reduction", _MEAN)) != _MEAN:
+        return ""
+    for name, tensor in saved_by(node):
+        if name == "total_weight" and float(tensor.sum()) == 0.0:
+            return "none of its targets counts: all are ignored, or their weights are 0"
+    return ""
+
+
+def _of_too_few(node: Any) -> str:
+    made = shape_of(node)
+    size = next((tensor.numel() for name, tensor in saved_by(node) if name == "self"), 0)
+    correction = getattr(node, "_saved_correction", None)
+    count = size // max(1, math.prod(made)) if made is not None else 0
+    if not count or count > (1 if correction is None else correction):
+        return ""
+    return f"it is the spread of {_numbers(count, 'value')}, which needs one more"
+
+
+def _numbers(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _counted(node: Any, name: str, what: str, *, shift: float = 0.0, negative: bool = True, zeros: bool = True) -> str:
+    none = below = 0
+    for saved, tensor in saved_by(node):
+        if saved == name and not tensor.is_complex():
+            none += int((tensor + shift == 0).sum()) if zeros else 0
+            below += int((tensor + shift < 0).sum()) if negative else 0
+    parts = [_numbers(none, "zero")] if none else []
+    parts += [_numbers(below, "negative number")] if below else []
+    return f"{what} has {' and '.join(parts)}" if parts else ""
+
+
+def is_moderate(tensor: torch.Tensor) -> bool:
+    """Whether sums of products of such numbers stay far from the largest number that their type holds."""
+    if not tensor.is_floating_point():
+        return True
+    limit: float = torch.finfo(tensor.dtype).max ** 0.4
+    return float(tensor.abs().max()) <= limit
+
+
+_LIMIT = 20_000
+_HIDDEN = object()
+
+
+def inputs_first(start: Any) -> list[Any]:
+    """The nodes in an order in which each comes after those that it is made of."""
+    done: dict[Any, None] = {}
+    waiting = [start]
+    while waiting and len(done) < _LIMIT:
+        node = waiting[-1]
+        missing = [after for after, _ in node.next_functions if after is not None and after not in done]
+        if node in done or not missing:
+            done[waiting.pop()] = None
+        else:
+            waiting.extend(missing)
+    return list(done)
+
+
+def is_custom(node: Any) -> bool:
+    """Whether it belongs to an ``autograd.Function`` that somebody wrote."""
+    return issubclass(type(node), torch.autograd.function.FunctionCtx)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node gathers, ``None`` if it does not."""
+    if is_custom(node) or not hasattr(type(node), "variable"):
+        return None
+    return node.variable  # type: ignore[no-any-return]
+
+
+def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a node has saved, by name, without what was given to hooks."""
+    for name, data in _looked_at(node):
+        if isinstance(data, torch.Tensor) and data.layout is torch.strided and data.numel():
+            yield name, data.detach()
+
+
+def hides(node: Any) -> bool:
+    """Whether it has saved what cannot be read without running something."""
+    return is_custom(node) or any(data is _HIDDEN for _, data in _looked_at(node))
+
+
+def _looked_at(node: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors that a node has saved; ``_HIDDEN`` for one that was given to hooks."""
+    for name, entry in () if is_custom(node) else raw_saved(node):
+        yield name, entry.data if getattr(entry, "unpack_hook", entry) is None else _HIDDEN
+
 
 _NEAR = 60  # nodes behind an operation among which the last module before it is looked for
 _WEIGHING = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0", "ViewBackward0"})
@@ -195,3 +366,114 @@ def _nearest(node: Any) -> tuple[torch.Tensor | None, bool]:
                 return leaf, is_own
             waiting.append((after, is_own and after.name() in _WEIGHING))
     return None, False
+
+
+# Where the derivative of a function is infinite or undefined although its value is finite.
+_STEEP = {
+    "SqrtBackward0": "the derivative of a square root is infinite at 0",
+    "PowBackward0": "the derivative of a power below 1 is infinite at 0",
+    "PowBackward1": "the derivative of a power needs the logarithm of its base, which is infinite at 0",
+    "AcosBackward0": "the derivative of acos is infinite at -1 and 1",
+    "AsinBackward0": "the derivative of asin is infinite at -1 and 1",
+    "AcoshBackward0": "the derivative of acosh is infinite at 1",
+    "LinalgSvdBackward0": "the derivative is infinite where singular values are equal",
+    "LinalgEighBackward0": "the derivative is infinite where eigenvalues are equal",
+    "Atan2Backward0": "the derivative of atan2 is not defined where both are 0",
+}
+# Where the value is infinite, too, so that something behind it must have taken another one in its place.
+_STEEP_AND_INFINITE = {
+    "LogBackward0": "the derivative of a logarithm is infinite at 0",
+    "Log2Backward0": "the derivative of a logarithm is infinite at 0",
+    "Log10Backward0": "the derivative of a logarithm is infinite at 0",
+    "Log1PBackward0": "the derivative of log1p is infinite at -1",
+    "RsqrtBackward0": "the derivative of 1/sqrt is infinite at 0",
+    "DivBackward0": "the derivative of a quotient is infinite where the divisor is 0",
+    "ReciprocalBackward0": "the derivative of 1/x is infinite at 0",
+    "AtanhBackward0": "the derivative of atanh is infinite at -1 and 1",
+    "XlogyBackward0": "the derivative of x log y is infinite where y is 0",
+    "ExpBackward0": "where its value is too large, its derivative is infinite, and 0 times that is nan",
+    "Exp2Backward0": "where its value is too large, its derivative is infinite, and 0 times that is nan",
+}
+_CHOOSING = ("Where", "MaskedFill", "MaskedSelect", "Index", "Gather", "Clamp", "Minimum", "Maximum", "NanToNum")
+_MASKING = ("MaskedFill", "Where", "Add")
+_MASKED = "a row that is masked altogether is nan in the forward already, where no target counts that shows it"
+_BY_HAND = "its backward is written by hand"
+
+
+def risky(
+    start: Any, bad: Mapping[int, torch.Tensor], *, late: bool = False
+) -> tuple[Origin | None, list[torch.Tensor]]:
+    """The first operation of a backward that may have made gradients that are not finite; and all leaves, in order.
+
+    It lies where all that is behind it has such gradients, and its derivative can be infinite. With ``late`` they had
+    these in the step before, which had the same graph, and may have none now.
+    """
+    if start is None:
+        return None, []
+    state = _states(start, bad, late=late)
+    waiting, chosen, leaves = [start], {start: False}, []
+    certain: list[tuple[Any, str]] = []
+    behind: list[tuple[Any, str]] = []
+    masked: list[tuple[Any, str]] = []
+    unlikely: list[tuple[Any, str]] = []
+    for node in waiting:
+        if (leaf := leaf_of(node)) is not None:
+            leaves.append(leaf)
+        is_behind = chosen[node]
+        if state.get(node) == (True, False) and (why := _why(node)):
+            is_hidden = node.name() in _STEEP_AND_INFINITE
+            (behind if is_behind else unlikely if is_hidden else certain).append((node, why))
+        if state.get(node) == (True, False) and _is_masked(node):
+            masked.append((node, _MASKED))
+        for after, _ in node.next_functions:
+            if after is not None and after not in chosen:
+                chosen[after] = is_behind or node.name().startswith(_CHOOSING)
+                waiting.append(after)
+    # What stands behind a choice is the branch that was not taken; without one it is where values are finite.
+    found = [*behind, *certain]
+    if masked and not found:
+        return origin_of(masked[-1][0], "forward", _MASKED), leaves
+    found += unlikely
+    return (_told(found) if found else None), leaves
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether it is a softmax of scores some of which a mask has hidden."""
+    before = [after for after, _ in node.next_functions if after is not None]
+    return node.name() == "SoftmaxBackward0" and bool(before) and before[0].name().startswith(_MASKING)
+
+
+def _told(found: list[tuple[Any, str]]) -> Origin:
+    node, why = found[0]
+    by_hand = [other for other, reason in found[1:] if reason == _BY_HAND]
+    if by_hand:
+        names = ", ".join(dict.fromkeys(other.name().removesuffix("Backward") for other in by_hand))
+        why = f"{why}; or it is made by {names}, whose backward is written by hand"
+    return origin_of(node, "gradient", why)
+
+
+def _states(start: Any, bad: Mapping[int, torch.Tensor], *, late: bool) -> dict[Any, tuple[bool, bool]]:
+    """For each node whether some leaves behind it have such gradients, and whether some have good ones."""
+    state: dict[Any, tuple[bool, bool]] = {}
+    for node in inputs_first(start):
+        some_bad = some_good = False
+        if (leaf := leaf_of(node)) is not None and (late or leaf.grad is not None):
+            some_bad, some_good = id(leaf) in bad, id(leaf) not in bad
+        for after, _ in node.next_functions:
+            if after in state:
+                some_bad |= state[after][0]
+                some_good |= state[after][1]
+        state[node] = some_bad, some_good
+    return state
+
+
+def _why(node: Any) -> str:
+    kind = node.name()
+    if is_custom(node):
+        return _BY_HAND
+    if kind == "PowBackward0":
+        exponent = getattr(node, "_saved_exponent", 2)
+        return _STEEP[kind] if isinstance(exponent, (int, float)) and exponent < 1 else ""
+    if kind == "DivBackward0" and any(after is None for after, _ in node.next_functions):
+        return ""  # by a number, it is as steep in the forward
+    return _STEEP.get(kind, "") or _STEEP_AND_INFINITE.get(kind, "")

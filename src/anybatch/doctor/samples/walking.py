@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.graphs import Graph, reentrant, summands
 from anybatch.doctor.samples import lossgraphs
-from anybatch.doctor.samples.linearity import linear_layers
+from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.lossfacts import Walk
 
 if TYPE_CHECKING:

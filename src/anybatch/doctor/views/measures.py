@@ -64,21 +64,22 @@ def entries(run: Run, norms: Norms) -> Iterator[Entry]:
     """What a sample says of the parameters that its optimizer steps."""
     mine = set(groups_of(run, norms.optimizer))
     for position, number in enumerate(norms.parameters):
-        grad = _at(norms.grad, position, None)
+        grad = at(norms.grad, position, None)
         if number in mine and number in run.parameters and grad is not None:
-            zeros = _at(norms.grad_zeros, position, 0.0)
+            zeros = at(norms.grad_zeros, position, 0.0)
             yield Entry(
                 parameter=run.parameters[number],
                 grad=grad,
-                weight=_at(norms.weight, position, 0.0),
-                update=_at(norms.update, position, 0.0),
-                unchanged=_at(norms.unchanged, position, 0.0),
+                weight=at(norms.weight, position, 0.0),
+                update=at(norms.update, position, 0.0),
+                unchanged=at(norms.unchanged, position, 0.0),
                 grad_zeros=0.0 if zeros is None else zeros,
-                state_moved=_at(norms.state_moved, position, None),
+                state_moved=at(norms.state_moved, position, None),
             )
 
 
-def _at(values: Sequence[T], position: int, default: T) -> T:
+def at(values: Sequence[T], position: int, default: T) -> T:
+    """An entry of a column, which may be shorter than others."""
     return values[position] if position < len(values) else default
 
 

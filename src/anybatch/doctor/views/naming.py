@@ -1,12 +1,14 @@
 """Texts and code in the user's own names: variables, modules, parameters, lines."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import Protocol, runtime_checkable
 
 from anybatch.records.events import Forward
-from anybatch.records.runs import Run
+from anybatch.records.findings import Place
+from anybatch.records.lossfacts import LossCall
+from anybatch.records.runs import Run, grouped
 from anybatch.records.tables import ModuleFacts, OptimizerFacts, ParameterFacts
 
 
@@ -198,3 +200,22 @@ def made_at(facts: OptimizerFacts | None) -> tuple[str, int]:
 def first_call(run: Run, root: int) -> Forward | None:
     """The first call of a model with a gradient."""
     return next((one for one in run.of(Forward) if one.root == root and one.grad), None)
+
+
+def by_line(run: Run, keep: Callable[[LossCall], bool] | None = None) -> dict[tuple[str, int, str], list[LossCall]]:
+    """Calls of loss functions by the user's line."""
+    found = grouped(
+        ((call.file, call.line, call.function), call) for call in run.of(LossCall) if keep is None or keep(call)
+    )
+    for key in [key for key in found if not key[0] or key[0].startswith("<")]:
+        known = next((other for other in found if other[2] == key[2] and other[0][:1] not in ("", "<")), None)
+        if known is not None:  # a line that could not be found is that of the other calls
+            found[known] = sorted(found[known] + found.pop(key), key=lambda one: one.at)
+    return found
+
+
+def loss_place(run: Run, call: LossCall) -> Place:
+    """Where a loss was computed."""
+    same = [one for one in run.of(LossCall) if one.function == call.function and one.file[:1] not in ("", "<")]
+    line = call if call.file[:1] not in ("", "<") or not same else same[0]
+    return Place(module=qualified(run, call.root, call.module) if call.module else "", file=line.file, line=line.line)

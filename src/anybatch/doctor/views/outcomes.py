@@ -10,8 +10,7 @@ from typing import Literal
 
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Course, Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.views.losses import by_line
-from anybatch.doctor.views.naming import optimizer_variable
+from anybatch.doctor.views.naming import by_line, optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Stepped
