@@ -247,7 +247,7 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    note = f"a part of the samples can't be run by itself ({note})"
+                    note = f"some of the samples can't be run without the others ({note})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
