@@ -168,6 +168,12 @@ CAUSES: dict[str, Cause] = {
         "hardest, or a number that a micro-batch may lack.",
         (WHOLE, _COUPLED),
     ),
+    "empty part": Cause(
+        "not-additive",
+        "A part of the samples gives a loss or a gradient that is not finite, all of them do not: as 0 / 0, "
+        "where a part, or a chunk of it, has none of the items of a mean.",
+        ("return anybatch.Mean(total, items)  # and not total / items: a part without items adds nothing",),
+    ),
     "in parts": Cause(
         "not-additive",
         "The gradient of some samples is not that of their parts, {error:.2g} off. The loss is no mean over "
@@ -300,15 +306,9 @@ CAUSES: dict[str, Cause] = {
     ),
     "moves": Cause(
         "state",
-        "A second run of the very same samples gives another gradient, and no random generator moved: {what}. Read it "
-        "once before the step, and give it as data.",
+        "A second run of the very same samples gives another gradient, and no random generator moved: {what}. Each "
+        "micro-batch moves it on. Read it once before the step, and give it as data.",
         ('batch["value"] = value  # before step(batch); the loss reads batch["value"]',),
-    ),
-    "moves in a proof": Cause(
-        "state",
-        "The same samples give another loss when they run again, and no random number was drawn: the model or the loss "
-        "keeps a state in Python, such as a counter, which each micro-batch moves.",
-        ("batch['step'] = step.updates  # what is counted is given with the batch, or moved once a step, after it",),
     ),
     # random numbers
     "drawn": Cause(

@@ -28,6 +28,7 @@ from anybatch.checking.cuts import (
     most_of,
     uncut_one_by_one,
 )  # fmt: skip
+from anybatch.checking.searches import shown_iterators
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.pieces import InPieces
@@ -221,6 +222,11 @@ class _Prover:
             again = next(self._compared(only, in_single=True), "")  # a model may be in autocast itself
             if not isinstance(again, str) and again[1].is_none:
                 return _proof("exact", "comparison", *again), None
+        if self._trial.moves(cut):  # before anything else runs: a warm-up may end in the proof, and be seen no more
+            where, what = shown_iterators(self._trial.moved())
+            return _proof("not exact", "comparison", cut, difference), worded(
+                "moves", where, {"moves": True}, what=what
+            )
         proof, reason = self._decided(cut, difference)
         return (proof, None) if reason is None else self.in_groups(range(2, self._largest + 1)) or (proof, reason)
 
@@ -241,7 +247,7 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    note = f"a part of the samples can't be run by itself ({note})"
+                    note = f"some of the samples can't be run without the others ({note})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
@@ -261,7 +267,16 @@ class _Prover:
         if code == "not-finite" or (code == "random" and difference.draws):
             note = certificate.reasons[0].message if certificate is not None else ""
             return _proof("undecided", "", cut, difference, note=note), None
-        reason = worded("moves in a proof") if code == "random" else reasons[0] if reasons else None
+        reason = (
+            worded("moves", evidence={"moves": True}, what=shown_iterators([])[1])
+            if code == "random"
+            else reasons[0]
+            if reasons
+            else None
+        )
+        is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
+        if is_empty and reason is not None and "moves" in reason.evidence:
+            reason = None  # numbers that are none are no state
         if reason is None and difference.error <= CERTAIN * difference.tolerance:
             note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"
             return _proof("undecided", "", cut, difference, note=f"{note} made"), None
@@ -271,7 +286,7 @@ class _Prover:
             return _proof("not exact", "certificate", cut, difference, certificate), reason
         # Parts of another size that fail say what is amiss with those that ran, too.
         refused = certificate.reasons[0] if code in ("fails", "refused") and certificate is not None else None
-        unexplained = worded("unexplained", "loss", {"error": difference.error})
+        unexplained = worded("empty part" if is_empty else "unexplained", "loss", {"error": difference.error})
         return _proof("not exact", "comparison", cut, difference), reason or refused or unexplained
 
     def _certified(self, cut: Cut) -> Certificate | None:
@@ -340,8 +355,10 @@ def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
     )
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
+    kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""
+    check = "" if proof.by == "certificate" else "anybatch.check(model, loss_fn, batch) looks at more samples; "
     return NotSplittable(
-        f"{found} {reason.message} Nothing was changed. "
-        f"anybatch.check says more; verify='off' splits all the same. Instead:{remedies}",
+        f"{found} {reason.message} {kept or 'Nothing was changed.'} "
+        f"{check}verify='off' splits all the same. Instead:{remedies}",
         modules=modules,
     )

@@ -339,6 +339,6 @@ def shown_iterators(effects: Sequence[Effect]) -> tuple[str, str]:
     if not places:
         return (
             "loss",
-            "the loss reads something that moves, such as an iterator, a clock, a file or an object of a library",
+            "the model or the loss reads what moves: a counter that can't be put back, an iterator, a clock or a file",
         )
     return places[0].code, f"the loss goes on with {listed([f'`{one.code}`{one.owner}'.rstrip(',') for one in places])}"

@@ -31,7 +31,7 @@ from anybatch.tensors.graph import OutsideLeaves
 from anybatch.tensors.modules import devices_among, is_scripted, modules_of
 from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.tensors.randomness import RandomState
-from anybatch.tensors.sideeffects import SideEffects
+from anybatch.tensors.sideeffects import Effect, SideEffects
 from anybatch.update.batchnorm import BatchNormPolicy
 from anybatch.update.passes import Progress, Task, run_pass
 from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
@@ -159,6 +159,20 @@ class Trial:
         alone = cut.alone(cut.parts[0])
         whole, part = self.run(cut, cut.whole, None), self.run(alone, alone.whole, None)
         return self.judged(self.parameters, self._gradient_error(whole, part)[1], 0.0, draws=False).is_none
+
+    def moves(self, cut: Cut) -> bool:
+        """Whether the very same samples give something else each time that they run, from the same random state.
+
+        What only the first run makes, such as a cache, has been made by then.
+        """
+        one, other = (self.run(cut, cut.whole, None) for _ in range(2))
+        error = relative(other.gradient.distance(one.gradient), one.gradient.distance())
+        is_number = math.isfinite(error) and not (one.drew_others or other.drew_others)
+        return is_number and not self.judged(self.parameters, error, other.value_error(one), draws=False).is_none
+
+    def moved(self) -> list[Effect]:
+        """What has moved in Python and can't be put back."""
+        return self._effects.found()
 
     def _whole(
         self, cut: Cut, numbers: StandIns | None, wider: Wider | None = None, **options: Any

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch import check
+from anybatch import Mean, NotSplittable, OverTime, TrainStep, check
 from anybatch.checking.causes import CAUSES
 from remedies import sites
 from source_tree import PACKAGE
 from test_remedies_check import REGISTER, WHOLE, Batch, Loss, assert_same, cross_entropy, linear, said, trained, vectors
 
 follows = REGISTER.follows
-IN_PROOFS = {"unexplained", "in parts", "moves in a proof"}  # where a check can't look, and which name it or say why
+IN_PROOFS = {"unexplained", "in parts"}  # where a check can't look, and which name it or say why
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
@@ -32,6 +32,27 @@ def test_of_something_that_moves_unseen() -> None:
     numbers = itertools.count(1)
     said(check(linear(), lambda m, b: cross_entropy(m, b) / next(numbers), vectors()), 'batch["value"] = value')
     assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": next(numbers)}).exact
+
+
+@follows("empty part")
+def test_of_a_chunk_without_items() -> None:
+    batch = {"x": torch.randn(8, 6, 4), "kept": torch.ones(8, 6)}
+    batch["kept"][:2, :3] = 0  # the first two sequences have no item in their first chunk
+
+    def step(loss: Callable[[torch.Tensor, torch.Tensor], Any]) -> TrainStep:
+        def chunk_loss(model: Any, chunk: Batch, state: torch.Tensor) -> Any:
+            return loss((model(chunk["x"])[..., 0] - state).square() * chunk["kept"], chunk["kept"].sum()), state
+
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        chunks = OverTime(chunk_loss, lambda model, batch: torch.zeros(len(batch["x"]), 1), chunk=3)
+        return TrainStep(model, chunks, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=2)
+
+    with pytest.raises(NotSplittable, match=r"as 0 / 0(.|\n)*return anybatch.Mean\(total, items\)"):
+        step(lambda items, count: items.sum() / count)(batch)
+    out = step(lambda items, count: Mean(items.sum(), count))(batch)
+    assert out.proof is not None
+    assert out.proof.exact
 
 
 @follows("not held", "seeded")
