@@ -89,25 +89,30 @@ class Proofs:
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return task  # a first batch makes lazy parameters, and the next one is proved
-        from anybatch.checking.proof import prove
-
         clear()
+        return self._proved(key, known, task, parts, parameters, optimizations, update)
+
+    def _proved(
+        self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
+        parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
+        update: int | None,
+    ) -> Task:  # fmt: skip
+        from anybatch.checking.proof import prove
+        from anybatch.checking.replaying import Replay
+
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task
         self._conclude(*found, task)
         self._known[key] = self.latest = found[0]
-        self._key = key
         if self.latest.outcome == "undecided":
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        from anybatch.checking.replaying import Replay
-
         if not Replay.can_be(task, parts, self.latest):
             return task
-        self.replay = Replay(task, parts, parameters, optimizations, self.latest)
+        self._key, self.replay = key, Replay(task, parts, parameters, optimizations, self.latest)
         return self.replay.task
 
     def conclude(self, task: Task) -> None:

@@ -5,10 +5,12 @@ and the model need not run for it: what it gave in each micro-batch of the first
 """
 
 import contextlib
+import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +30,10 @@ from anybatch.tensors.modules import is_scripted
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
-_MOST_BYTES = 64 << 20  # of what a model gives for all samples
+_MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these
-_IN_DOUBT = 0.1  # the error up to which low precision may be all there is to it
+_APART = 0.01  # an error that is none of rounding, of a loss that is converted to low precision
+_IN_DOUBT = 0.1  # the same in low precision
 
 
 class Replay:
@@ -81,51 +84,50 @@ class Replay:
 
     @contextlib.contextmanager
     def _kept(self, model: Any, given: list[Any]) -> Iterator[None]:
-        handle = model.register_forward_hook(lambda _module, _args, output: self._keep(given, output))
+        handle = model.register_forward_hook(
+            lambda _, args, kwargs, output: self._keep(given, (args, kwargs), output), with_kwargs=True
+        )
         try:
             yield
         finally:
             handle.remove()
 
-    def _keep(self, given: list[Any], output: Any) -> None:
-        tensors = [one for one in flat(output) if isinstance(one, torch.Tensor)]
-        self._bytes += sum(one.nbytes for one in tensors)
+    def _keep(self, given: list[Any], inputs: Any, output: Any) -> None:
+        tensors = [one for one in flat((inputs, output)) if isinstance(one, torch.Tensor)]
+        self._bytes += sum(one.nbytes for one in tensors if one.requires_grad or not one._is_view())
         if self._bytes > _MOST_BYTES:
             self._given.clear()
         else:
-            given.append(like(output, [_Kept.of(one) for one in flat(output)]))
+            given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
 
     def found(self) -> tuple[Proof, Reason] | None:
         """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
         failure = None
         try:
-            outputs = self._joined()
-            return self._compared(outputs) if outputs else None
+            calls = self._joined()
+            return self._compared(calls) if calls else None
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
         failure.release()
         return None
 
-    def _joined(self) -> list[Any]:
-        """What the model gave in each call, of all samples, as leaves of a graph; empty where that is not known."""
+    def _joined(self) -> list["_Call"]:
+        """What the model was given and gave in each call; empty where that is not known of all samples."""
         sizes = [len(part.samples) for part in self._parts]
         if len(self._given) != len(sizes) or len({len(given) for given in self._given}) != 1:
             return []
-        joined = []
-        for outputs in zip(*self._given, strict=True):
-            leaves = [flat(output) for output in outputs]
-            joined.append(like(outputs[0], [_whole(list(own), sizes) for own in zip(*leaves, strict=True)]))
-        self._given.clear()
-        return joined
+        given, self._given = self._given, []
+        return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
 
-    def _compared(self, outputs: list[Any]) -> tuple[Proof, Reason] | None:
+    def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         task, rows = self._task, self._task.splittable.rows
-        cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(outputs, task)
+        cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(calls, task)
         limit = _LOSS_BYTES * self._bytes + _MOST_BYTES
         with surroundings(), player.playing(), Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn), self._parameters, self._optimizations)
             difference = trial.difference(cut, in_single=False)
-        if difference.is_none or difference.draws or (not difference.is_single and difference.error < _IN_DOUBT):
+        least = _APART if difference.is_single else _IN_DOUBT
+        if difference.draws or not math.isfinite(difference.error) or difference.error < least:
             return None
         told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
         dtype = str(difference.dtype).removeprefix("torch.")
@@ -134,43 +136,74 @@ class Replay:
 
 
 class _Kept:
-    """A leaf of an output, which must not be written to before it is used."""
+    """A leaf that must not be written to before it is used."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self.value, self._version = value.detach(), value._version
+        self._value, self._version, self.has_graph = value.detach(), value._version, value.requires_grad
 
     @classmethod
     def of(cls, value: Any) -> Any:
         return cls(value) if isinstance(value, torch.Tensor) else value
 
-    def read(self, rows: int) -> torch.Tensor:
-        if self.value._version != self._version or self.value.dim() == 0 or len(self.value) != rows:
-            raise ValueError("it was written to, or is not of the samples")
-        return self.value
+    def read(self) -> torch.Tensor:
+        if self._value._version != self._version:
+            raise ValueError("it was written to")
+        return self._value
 
 
-def _whole(own: list[Any], sizes: list[int]) -> Any:
+class _Call(NamedTuple):
+    """One call of the model in each micro-batch."""
+
+    inputs: list[list[Any]]  # leaves, by micro-batch
+    output: Any  # of all samples, its tensors leaves of a graph
+    bounds: list[tuple[int, int]]  # the rows of each micro-batch
+
+    @classmethod
+    def of(cls, calls: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> "_Call":
+        leaves = [flat(output) for _, output in calls]
+        whole = like(calls[0][1], [_whole(own, sizes) for own in zip(*leaves, strict=True)])
+        ends = list(accumulate(sizes))
+        return cls([flat(inputs) for inputs, _ in calls], whole, list(zip([0, *ends[:-1]], ends, strict=True)))
+
+    def is_of(self, inputs: list[Any], rows: slice) -> bool:
+        """Whether the model is called with what it was given for some rows."""
+        for kept, (start, stop) in zip(self.inputs, self.bounds, strict=True):
+            if rows.start <= start and stop <= rows.stop:
+                own = slice(start - rows.start, stop - rows.start)
+                if len(kept) != len(inputs) or not all(_is_same(a, b, own) for a, b in zip(inputs, kept, strict=True)):
+                    return False
+        return True
+
+
+def _is_same(given: Any, kept: Any, rows: slice) -> bool:
+    """Whether an input of some samples has what a micro-batch was given, in its rows or as a whole."""
+    if not isinstance(kept, _Kept):
+        return bool(given is kept or given == kept)
+    value = kept.read()
+    is_tensor = isinstance(given, torch.Tensor) and given.dim() > 0
+    return is_tensor and (torch.equal(given[rows], value) or torch.equal(given, value))
+
+
+def _whole(own: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(own[0], _Kept):
-        joined = torch.cat([one.read(rows) for one, rows in zip(own, sizes, strict=True)])
-        return joined.requires_grad_(joined.is_floating_point() or joined.is_complex())
+        values = [one.read() for one in own]
+        if [len(value) if value.dim() else 0 for value in values] != list(sizes):
+            raise ValueError("it is not of the samples")
+        return torch.cat(values).requires_grad_(own[0].has_graph)
     if any(one is not own[0] and one != own[0] for one in own):
         raise ValueError("what the model gives beside tensors differs")
     return own[0]
 
 
 class _Player:
-    """Gives what a model gave: of all samples, or of one micro-batch after the other.
+    """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    Args:
-        outputs: of each call of the model, of all samples.
-    """
-
-    def __init__(self, outputs: list[Any], task: Task) -> None:
+    def __init__(self, calls: list[_Call], task: Task) -> None:
         def evaluate(model: Any, batch: Any) -> Any:
             return self._evaluate(model, batch)
 
         self.loss_fn = in_place_of(task.loss_fn, evaluate)
-        self._outputs, self._task = outputs, task
+        self._of_calls, self._task = calls, task
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
     def _evaluate(self, model: Any, batch: Any) -> Any:
@@ -180,10 +213,12 @@ class _Player:
         self._rows, self._calls, self._end = slice(start, start + rows), 0, start + rows
         return self._task.loss_fn(model, batch)
 
-    def _play(self, *_: Any, **__: Any) -> Any:
-        output = self._outputs[self._calls]
+    def _play(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._of_calls[self._calls]
         self._calls += 1
-        return map_leaves(lambda leaf: leaf[self._rows] if isinstance(leaf, torch.Tensor) else leaf, output)
+        if not call.is_of(flat((args, kwargs)), self._rows):
+            raise ValueError("the model is called with other inputs, or with the samples in another order")
+        return map_leaves(lambda leaf: leaf[self._rows] if isinstance(leaf, torch.Tensor) else leaf, call.output)
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:

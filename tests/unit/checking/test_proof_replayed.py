@@ -89,14 +89,31 @@ def with_noise(model: Any, batch: Batch) -> torch.Tensor:
 
 def with_a_value_beside(model: Any, batch: Batch) -> torch.Tensor:
     out = model(batch["x"])
-    return F.cross_entropy(out, batch["y"]) + (out.std() - out.std()).detach()
+    return F.cross_entropy(out, batch["y"]) + (out.std() - out.std()).detach()  # type: ignore[no-any-return]
+
+
+def in_another_order(model: Any, batch: Batch) -> torch.Tensor:
+    order = batch["y"].argsort()
+    return F.cross_entropy(model(batch["x"][order])[order.argsort()], batch["y"])
+
+
+def in_low_precision(model: Any, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"]).to(torch.bfloat16)
+
+
+def on_a_shared_input(model: Any, batch: Batch) -> torch.Tensor:
+    """Calls a model of two inputs, one of which is no sample's."""
+    losses = F.cross_entropy(model(batch["x"], torch.eye(4)), batch["y"], reduction="none")
+    return losses.topk(min(20, len(losses))).values.mean()
 
 
 def in_place(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]).mul_(2), batch["y"])
 
 
-@pytest.mark.parametrize("loss_fn", [of_parts, of_some_rows, with_noise, with_a_value_beside, in_place])
+@pytest.mark.parametrize(
+    "loss_fn", [of_parts, of_some_rows, with_noise, with_a_value_beside, in_another_order, in_low_precision, in_place]
+)
 def test_a_mean_over_the_samples_passes(loss_fn: Loss) -> None:
     model = net()
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)
@@ -105,6 +122,19 @@ def test_a_mean_over_the_samples_passes(loss_fn: Loss) -> None:
         assert result.proof is not None
         assert result.proof.outcome == "exact"
     assert not model._forward_hooks
+
+
+def test_an_input_that_all_micro_batches_share() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+            return self.net(x) @ turn  # type: ignore[no-any-return]
+
+    with pytest.raises(anybatch.NotSplittable, match="The loss of all 64 samples"):
+        anybatch.backward(Turned(), on_a_shared_input, batch_of(), micro_batch_size=SIZE)
 
 
 def test_it_is_the_same_step_bit_for_bit() -> None:
