@@ -391,7 +391,8 @@ def penalised(each: Callable[[torch.Tensor, int], torch.Tensor], *, after: int =
         losses = F.cross_entropy(model(x), batch["y"], reduction="none")
         (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
         calls[0] += 1
-        return each(losses, len(x)) + 0.1 * slope.square().sum(1).mean() * (calls[0] > after)
+        penalty: torch.Tensor = 0.1 * slope.square().sum(1).mean() * (calls[0] > after)
+        return each(losses, len(x)) + penalty
 
     return loss_fn
 

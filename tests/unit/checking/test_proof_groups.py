@@ -46,14 +46,14 @@ def first_of_four(model: Any, batch: Batch) -> torch.Tensor:
 def in_groups_of_four(model: Any, batch: Batch) -> torch.Tensor:
     reward = batch["x"][:, 0].view(-1, 4)
     advantage = (reward - reward.mean(1, keepdim=True)) / reward.std(1, keepdim=True)
-    return -(model(batch["x"])[:, 0] * advantage.flatten()).mean()
+    return -(model(batch["x"])[:, 0] * advantage.flatten()).mean()  # type: ignore[no-any-return]
 
 
 def to_class_means(model: Any, batch: Batch) -> torch.Tensor:
     z = model(batch["x"])
     _, own = batch["y"].unique(return_inverse=True)
     means = torch.stack([z[own == one].mean(0) for one in range(int(own.max()) + 1)])
-    return (z - means[own]).square().sum(1).mean()
+    return (z - means[own]).square().sum(1).mean()  # type: ignore[no-any-return]
 
 
 def listwise(model: Any, batch: Batch) -> torch.Tensor:

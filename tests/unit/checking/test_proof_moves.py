@@ -35,7 +35,7 @@ def step(loss_fn: Callable[[Any, Any], Any], **options: Any) -> anybatch.TrainSt
 
 def warmed(model: Any, batch: Any, count: float) -> torch.Tensor:
     output = model(batch["x"])
-    return F.mse_loss(output, batch["y"]) + min(1.0, count / 20) * output.square().mean()
+    return F.mse_loss(output, batch["y"]) + min(1.0, count / 20) * output.square().mean()  # type: ignore[no-any-return]
 
 
 def of_count() -> Next:
@@ -121,7 +121,8 @@ def test_a_state_that_nobody_can_put_back_is_stopped(make: Callable[[], Next]) -
 
 
 def test_the_line_that_helps_was_followed() -> None:
-    numbers, given = itertools.count(), []
+    numbers = itertools.count()
+    given: list[Any] = []
     for size in (8, None):
         tried = step(lambda model, batch: warmed(model, batch, batch["value"]), micro_batch_size=size)
         value = 3 if given else 3 + 0 * next(numbers)

@@ -128,7 +128,7 @@ class Reversal(nn.Module):
 
     def __init__(self, name: str, factor: float) -> None:
         super().__init__()
-        self.function = type(name, (made(lambda x: x.view_as(x), lambda grad, x: factor * grad),), {})
+        self.function: Any = type(name, (made(lambda x: x.view_as(x), lambda grad, x: factor * grad),), {})
         self.first, self.last, self.domain = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
