@@ -31,6 +31,7 @@ from anybatch.checking.cuts import (
 from anybatch.checking.searches import shown_iterators
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.loss.losses import as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
@@ -104,6 +105,19 @@ class _Prover:
         self._largest = max(map(len, self._rows))
 
     def found(self) -> Found:
+        """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
+        found, trial = self._found(), self._trial
+        is_plain = not isinstance(self._task.loss_fn, InPieces) and as_coupled(self._task.loss_fn) is None
+        others = [trial.stirred] if trial.written else []
+        others += [trial.louder] if is_plain and self._task.settings.autocast is None and trial.has_hooks else []
+        for other in others if found[0].exact and found[1] is None else ():
+            with other():
+                shown = self._found()
+            if shown[1] is not None:
+                return shown
+        return found
+
+    def _found(self) -> Found:
         """What a cut of one micro-batch, or of two, shows; what the losses say where a plan has room for no more."""
         ways: list[Cuts] = [cuts_inside]
         if not self._task.is_planned:  # two micro-batches at once take more than a plan has room for

@@ -16,6 +16,7 @@ from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
+from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
@@ -39,6 +40,9 @@ from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _FEW = 16  # samples
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_LOUDER = 1e4
+_STIRRED = 0.1  # of a weight, by which it is moved
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
@@ -117,6 +121,7 @@ class Trial:
         devices = devices_among(self._every_module)
         self._has_moved = False
         self._room = 0  # bytes that samples with their gradients have taken
+        self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
@@ -325,11 +330,46 @@ class Trial:
             if own:
                 vars(loss_fn).update(own)
             if written is not None:
+                self.written.update((id(one), one) for one in self._weights() if written.holds(one))
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
             is_moved = (written is not None and self._may_write) or _versions(self._every_module) != buffers
             self._has_moved = self._effects.restore() or is_moved
             self._before.restore(warns=False)
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for module in self._every_module:
+            yield from (one for one in module._parameters.values() if one is not None)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks may change gradients."""
+        hooks = (getattr(one, name, None) for one in self._every_module for name in _HOOKS)
+        return any(one._backward_hooks for one in self.parameters) or any(hooks)
+
+    @contextlib.contextmanager
+    def louder(self) -> Iterator[None]:
+        """Multiplies the loss, since a hook that clamps shows nothing below its bound."""
+        task = self._task
+        self._task = replace(task, loss_fn=scaled(task.loss_fn, _LOUDER))
+        try:
+            yield
+        finally:
+            self._task = task
+
+    @contextlib.contextmanager
+    def stirred(self) -> Iterator[None]:
+        """Moves the weights that are written to, since an average shows nothing while it is what it averages."""
+        before = [(one, one.detach().clone()) for one in self.written.values() if one.is_floating_point()]
+        generator = torch.Generator("cpu").manual_seed(0)
+        try:
+            for one, values in before:
+                noise = torch.randn(one.shape, generator=generator, device="cpu").to(one.device, one.dtype)
+                one.data.add_(noise * _STIRRED * (values.square().mean().sqrt() + _STIRRED))
+            yield
+        finally:
+            for one, values in before:
+                one.data.copy_(values)
 
     def certificate(self, cut: Cut) -> Certificate:
         """The certificate of the samples of a cut, in float64."""

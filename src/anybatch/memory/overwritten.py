@@ -58,6 +58,10 @@ class Overwritten(Mode):
         self._kept[key] = whole, whole.clone()
         self.bytes += whole.nbytes
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was written to."""
+        return _key(tensor) in self._kept
+
     def restore(self) -> None:
         """Puts back what was written to, bitwise, and lets go of it; memory that was resized since is left alone."""
         for whole, before in self._kept.values():
