@@ -131,6 +131,15 @@ def cuts_of_other_groups(
         yield from islice(_cuts_of(splittable, batch, columns, _grouped(order, group), wanted), 1)
 
 
+def cuts_of_parted_groups(
+    splittable: Splittable, parts: Sequence[Part], most: int = MOST, *, group: int
+) -> Iterator[Cut]:
+    """Cuts within a group. Where one makes no difference, samples do not belong together in such groups."""
+    for cut in cuts_of_groups(splittable, parts, most, group=group, again=_AGAIN):
+        for few in sorted({1, group // 2, group - 1} - {0}):
+            yield cut._replace(sizes=(sum(cut.sizes) - few, few))
+
+
 def are_marked(splittable: Splittable, parts: Sequence[Part], group: int) -> bool:
     """Whether a number of samples, such as a class or a query, is shared within each group and never between two."""
     batch = max(parts, key=lambda part: len(part.samples)).batch

@@ -25,6 +25,7 @@ from anybatch.checking.cuts import (
     cuts_inside,
     cuts_of_groups,
     cuts_of_other_groups,
+    cuts_of_parted_groups,
     most_of,
     uncut_one_by_one,
 )  # fmt: skip
@@ -331,7 +332,8 @@ class _Prover:
             in_groups = self._all_the_same(partial(cuts_of_groups, group=group, again=again))
             if in_groups is not None and self._all_the_same(own):  # which may be of several groups each
                 is_of_places = self._all_the_same(partial(cuts_of_other_groups, group=group)) is not None
-                if not is_of_places and not are_marked(self._task.splittable, self._parts, group):
+                is_marked = is_of_places or are_marked(self._task.splittable, self._parts, group)
+                if not is_marked or (is_of_places and self._any_the_same(group)):
                     continue  # it is by chance that it makes no difference in this batch
                 note = f"{group} samples that stand together belong together: micro_batch_size has to keep them so"
                 if not is_of_places:
@@ -339,6 +341,14 @@ class _Prover:
                 proof = _proof("exact", "comparison", *in_groups, note=note)
                 return replace(proof, group=group, is_of_batch=not is_of_places), None
         return None
+
+    def _any_the_same(self, group: int) -> bool:
+        """Whether a group may be parted after all, so that it is no group."""
+        for cut in cuts_of_parted_groups(self._task.splittable, self._parts, group=group):
+            only: Cuts = lambda *_, cut=cut: iter([cut])  # noqa: E731
+            if self._all_the_same(only) is not None:
+                return True
+        return False
 
     def _all_the_same(self, cuts: Cuts) -> tuple[Cut, Difference] | None:
         """The first of some comparisons if no cut makes a difference; ``None`` if one does, or none could be run."""

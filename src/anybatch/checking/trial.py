@@ -24,7 +24,7 @@ from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
 from anybatch.memory.meter import OverBudget, Recording
-from anybatch.memory.overwritten import Overwritten
+from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
 from anybatch.records.certificates import Certificate
 from anybatch.tensors.dispatch import without_modes
@@ -321,6 +321,7 @@ class Trial:
         if bounds is not None:
             bounds.run, run = run, bounds.__torch_dispatch__
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
+        places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             with written or bounds or numbers or contextlib.nullcontext():
                 yield
@@ -329,8 +330,9 @@ class Trial:
                 parameter.grad = gradient
             if own:
                 vars(loss_fn).update(own)
+            self.written.update((id(one), one) for one, place in places if memory_of(one) != place)
             if written is not None:
-                self.written.update((id(one), one) for one in self._weights() if written.holds(one))
+                self.written.update((id(one), one) for one, _ in places if written.holds(one))
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
             is_moved = (written is not None and self._may_write) or _versions(self._every_module) != buffers

@@ -31,7 +31,7 @@ class Overwritten(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
         self.bytes = 0  # of the copies
-        self._made = {key for tensor in except_for if (key := _key(tensor)) is not None}
+        self._made = {key for tensor in except_for if (key := memory_of(tensor)) is not None}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(
@@ -47,11 +47,11 @@ class Overwritten(Mode):
                         self._keep(tensor)
         result = func(*args, **kwargs) if self._run is None else self._run(func, types, args, kwargs)
         if makes:  # a view of what was there before is no tensor of this block
-            self._made.update(key for one in _tensors(result) if (key := _key(one)) is not None)
+            self._made.update(key for one in _tensors(result) if (key := memory_of(one)) is not None)
         return result
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        key = _key(tensor)
+        key = memory_of(tensor)
         if key is None or key in self._made or key in self._kept:
             return
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -60,7 +60,7 @@ class Overwritten(Mode):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was written to."""
-        return _key(tensor) in self._kept
+        return memory_of(tensor) in self._kept
 
     def restore(self) -> None:
         """Puts back what was written to, bitwise, and lets go of it; memory that was resized since is left alone."""
@@ -93,7 +93,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, (list, tuple)) else []
 
 
-def _key(tensor: torch.Tensor) -> int | None:
+def memory_of(tensor: torch.Tensor) -> int | None:
     """What the memory of a tensor is known by; ``None`` for one without numbers, or with several memories."""
     if tensor.layout is not torch.strided or tensor.is_meta or type(tensor).__name__ in NUMBERLESS or tensor.is_nested:
         return None

@@ -26,7 +26,7 @@ def net() -> nn.Sequential:
 class Student(nn.Module):
     """A net and its teacher, which begins as a copy and follows it."""
 
-    def __init__(self, *, follows: bool) -> None:
+    def __init__(self, follows: str = "") -> None:
         super().__init__()
         self.net, self.follows = net(), follows
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
@@ -34,7 +34,10 @@ class Student(nn.Module):
     @torch.no_grad()
     def follow(self) -> None:
         for own, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            own.lerp_(other, 0.05)
+            if self.follows == "in .data":
+                own.data = 0.95 * own.data + 0.05 * other.data
+            else:
+                own.lerp_(other, 0.05)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.follows:
@@ -51,8 +54,9 @@ def same_weights(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_an_average_that_the_forward_moves_is_stopped_although_it_begins_equal() -> None:
-    model = Student(follows=True)
+@pytest.mark.parametrize("how", ["in place", "in .data"])
+def test_an_average_that_the_forward_moves_is_stopped_although_it_begins_equal(how: str) -> None:
+    model = Student(how)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(anybatch.NotSplittable, match=r"writes into teacher\.0\.weight") as caught:
         anybatch.backward(model, consistency, batch_of(), micro_batch_size=4)
@@ -62,7 +66,7 @@ def test_an_average_that_the_forward_moves_is_stopped_although_it_begins_equal()
 
 
 def test_an_average_that_is_moved_after_the_step_passes() -> None:
-    model = Student(follows=False)
+    model = Student()
     step = anybatch.TrainStep(model, consistency, torch.optim.SGD(model.net.parameters(), lr=0.1), micro_batch_size=4)
     for seed in range(2):
         result = step(batch_of(seed))

@@ -83,6 +83,12 @@ def per_positive(model: Any, batch: Batch) -> Any:
     return anybatch.Mean(losses.sum(), positives.clamp(min=1))
 
 
+def over_positives(model: Any, batch: Batch) -> torch.Tensor:
+    """Counts positives, of which a part of few samples may have none, and then divides by something else."""
+    positives = (batch["y"] > 0).sum()
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum") / positives.clamp(min=1)
+
+
 def gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
 
@@ -158,3 +164,12 @@ def test_a_normaliser_with_a_least_value_is_not_of_groups() -> None:
     second[16:24] = 0
     with pytest.raises(anybatch.NotSplittable):
         stepped(per_positive, [batch_of(first), batch_of(second, 1)], 8)
+
+
+def test_what_makes_no_difference_within_a_group_is_no_group() -> None:
+    """Each micro-batch of eight has a positive, and so has each group of eight that can be made of this batch."""
+    batch = batch_of(any_classes(3).clamp(max=1))
+    batch["y"][batch["y"].argsort(stable=True)[:6]] = 1
+    assert 0 < int((batch["y"] == 0).sum()) < 8
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), over_positives, batch, micro_batch_size=8, count=lambda batch: (batch["y"] > 0).sum())
