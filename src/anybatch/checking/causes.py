@@ -286,7 +286,7 @@ CAUSES: dict[str, Cause] = {
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
         (
             (
-                'batch["{name}"] = {code}  # before the step, a row for each sample\n'
+                'batch["{name}"] = {code}  # before the step; without a row for each sample: broadcast=("{name}",)\n'
                 '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'  # noqa: E501
                 '    {code} = step(batch).metrics["{name}"]  # once, after the step'
             ),
@@ -297,6 +297,14 @@ CAUSES: dict[str, Cause] = {
         "state",
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
         _COUNTED,
+    ),
+    "number": Cause(
+        "state",
+        "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
+        (
+            'batch["{name}"] = {code}  # before step(batch); the loss reads batch["{name}"], and leaves {code} alone',
+            "out = step(batch)\n    {code} = ...  # once, here: by out.loss, out.count or out.metrics",
+        ),
     ),
     "later counter": Cause(
         "state",

@@ -279,7 +279,7 @@ class State:
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
         self._case.attempt(self._parts, carries=self._changed)
         off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
-        return self._worded("counter" if blamed[0].is_number else "state", blamed, off=off, error=self.error)
+        return self._worded(_kind_of(blamed[0]), blamed, off=off, error=self.error)
 
     def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""
@@ -321,6 +321,13 @@ class State:
             effect.set(value)
 
         return announced(self._case.rig.task.loss_fn, begin, lambda: None, in_pieces=True)
+
+
+def _kind_of(effect: Effect) -> str:
+    """The cause by what changed: a counter of calls, another number, or anything else."""
+    if not effect.is_number:
+        return "state"
+    return "counter" if effect.after - effect.before == 1 else "number"
 
 
 def _moved(effect: Effect, micro_batches: int) -> str:

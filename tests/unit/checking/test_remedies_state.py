@@ -118,6 +118,60 @@ def test_of_a_counter(start: int) -> None:
         torch.testing.assert_close(make(4), by_hand, rtol=1e-4, atol=1e-6)
 
 
+@follows("number")
+def test_of_a_number_that_the_loss_moves() -> None:
+    class Controlled:
+        def __init__(self) -> None:
+            self.beta = 1.0
+
+        def __call__(self, model: Any, batch: Batch) -> Any:
+            loss = cross_entropy(model, batch) * self.beta
+            self.beta += 0.1 * (float(loss.detach()) - 1.0)
+            return loss
+
+    said(
+        check(linear(), Controlled(), vectors()),
+        'batch["beta"] = self.beta  # before step(batch)',
+        "out = step(batch)\n    self.beta = ...",
+    )
+    by_hand = trained(linear(), Controlled(), vectors())
+
+    def as_data(size: int | None) -> list[Any]:
+        beta = [1.0]
+
+        def after(out: Any) -> None:
+            beta[0] += 0.1 * (float(out.loss) - 1.0)
+
+        loss_fn: Loss = lambda model, batch: cross_entropy(model, batch) * batch["beta"]  # noqa: E731
+        given: Callable[[Any], Any] = lambda step: {**vectors(), "beta": beta[0]}  # noqa: E731
+        return trained(linear(), loss_fn, given, after=after, micro_batch_size=size)
+
+    assert_same(as_data)
+    torch.testing.assert_close(as_data(4), by_hand, rtol=1e-4, atol=1e-6)
+
+
+@follows("state")
+def test_of_a_centre_without_rows() -> None:
+    """What has no row for each sample goes whole to each micro-batch."""
+    centre = [torch.zeros(1, 3)]
+
+    def loss_fn(model: Any, batch: Batch) -> Any:
+        out = model(batch["x"])
+        return (out - batch["centre"]).square().mean(), {"centre": out.detach()}
+
+    def trained_in(size: int | None) -> list[Any]:
+        centre[0] = torch.zeros(1, 3)
+
+        def after(out: Any) -> None:
+            centre[0] = 0.9 * centre[0] + 0.1 * out.metrics["centre"].mean(0, keepdim=True)
+
+        batch: Callable[[Any], Batch] = lambda step: {**vectors(), "centre": centre[0]}  # noqa: E731
+        options: dict[str, Any] = {"broadcast": ("centre",), "micro_batch_size": size}
+        return [*trained(linear(), loss_fn, batch, after=after, **options), centre[0]]
+
+    assert_same(trained_in)
+
+
 @follows("state")
 def test_of_a_hidden_state() -> None:
     hidden = [torch.zeros(12, 3)]
