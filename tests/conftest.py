@@ -5,6 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before torch is imported, and inherited by the processes that tests start: sums then come out in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,9 @@ torch.set_num_threads(1)
 # Plans measure times for a moment only: these decide what is chosen, and not how many bytes it takes.
 assert Planner.__init__.__kwdefaults__ is not None
 Planner.__init__.__kwdefaults__["patience"] = 0.1
+
+
+SLOW = Path(__file__).with_name("slow.txt")
 
 
 class TorchRandom:
@@ -46,6 +50,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the variants of ``slow.txt`` as slow."""
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
