@@ -102,6 +102,7 @@ class _Prover:
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
         self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
         self._trial, self._task, self._parts = trial, task, parts
+        self._is_of_torch = False  # whether a part can't be run, and not because something is refused
         self._rows = [part.samples for part in parts]
         self._largest = max(map(len, self._rows))
 
@@ -149,7 +150,7 @@ class _Prover:
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
-        if notes and uncut is None and not self._task.is_planned and (found := self._uncut()):
+        if self._is_of_torch and uncut is None and not self._task.is_planned and (found := self._uncut()):
             return found
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
@@ -261,6 +262,7 @@ class _Prover:
                 return
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
+                    self._is_of_torch = not isinstance(error, AnyBatchError)
                     note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                     note = f"some of the samples can't be run without the others ({note})"
                     if not in_single:

@@ -110,7 +110,7 @@ class Proofs:
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        if not Replay.can_be(task, parts, self.latest):
+        if not Replay.can_be(task, parts, optimizations, self.latest):
             return task
         self._key, self.replay = key, Replay(task, parts, parameters, optimizations, self.latest)
         return self.replay.task

@@ -6,6 +6,7 @@ and the model need not run for it: what it gave in each micro-batch of the first
 
 import contextlib
 import math
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -21,11 +22,13 @@ from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.trial import Optimizations, Trial, surroundings
-from anybatch.loss.losses import as_coupled
+from anybatch.interception import unobserved
+from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
+from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import is_scripted
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
@@ -53,14 +56,19 @@ class Replay:
         self._bytes = 0
 
     @staticmethod
-    def can_be(task: Task, parts: Sequence[Part], proof: Proof) -> bool:
+    def can_be(task: Task, parts: Sequence[Part], optimizations: Optimizations, proof: Proof) -> bool:
         """Whether the loss of all samples may be seen so, and was not in the proof."""
         splittable, model, loss_fn = task.splittable, task.model, task.loss_fn
         is_plain = isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
         is_whole = len(splittable.layouts) == 1 and splittable.obstacle is None
         is_of_pieces = isinstance(loss_fn, InPieces) or as_coupled(loss_fn) is not None
-        is_alone = not task.is_planned and not task.settings.reducer.is_shared
+        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
+            return False  # a plan has no room for it
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is not None and compiler.cached_backends:
+            return False  # what is compiled would be compiled again, with the hook
+        is_alone = not task.settings.reducer.is_shared
         return (
             is_plain and is_whole and is_alone and not is_of_pieces and len(parts) > 1 and proof.outcome != "not exact"
         )
@@ -98,14 +106,16 @@ class Replay:
         if self._bytes > _MOST_BYTES:
             self._given.clear()
         else:
-            given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
+            with unobserved(), without_modes():
+                given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
 
     def found(self) -> tuple[Proof, Reason] | None:
         """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
         failure = None
         try:
-            calls = self._joined()
-            return self._compared(calls) if calls else None
+            with surroundings():
+                calls = self._joined()
+                return self._compared(calls) if calls else None
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
         failure.release()
@@ -123,8 +133,8 @@ class Replay:
         task, rows = self._task, self._task.splittable.rows
         cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(calls, task)
         limit = _LOSS_BYTES * self._bytes + _MOST_BYTES
-        with surroundings(), player.playing(), Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn), self._parameters, self._optimizations)
+        with player.playing(), Recording(limit=limit):
+            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
             difference = trial.difference(cut, in_single=False)
         least = _APART if difference.is_single else _IN_DOUBT
         if difference.draws or not math.isfinite(difference.error) or difference.error < least:
@@ -199,12 +209,16 @@ class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
     def __init__(self, calls: list[_Call], task: Task) -> None:
+        self._of_calls, self._task = calls, task
+        self._rows, self._calls, self._end = slice(0, 0), 0, 0
+
+    def loss_fn(self) -> LossFunction:
+        """The loss function of the task, with the rows of each batch that it is given."""
+
         def evaluate(model: Any, batch: Any) -> Any:
             return self._evaluate(model, batch)
 
-        self.loss_fn = in_place_of(task.loss_fn, evaluate)
-        self._of_calls, self._task = calls, task
-        self._rows, self._calls, self._end = slice(0, 0), 0, 0
+        return in_place_of(self._task.loss_fn, evaluate)  # not kept, since it holds this
 
     def _evaluate(self, model: Any, batch: Any) -> Any:
         splittable = self._task.splittable

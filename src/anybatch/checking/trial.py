@@ -172,8 +172,9 @@ class Trial:
         """
         one, other = (self.run(cut, cut.whole, None) for _ in range(2))
         error = relative(other.gradient.distance(one.gradient), one.gradient.distance())
-        is_number = math.isfinite(error) and not (one.drew_others or other.drew_others)
-        return is_number and not self.judged(self.parameters, error, other.value_error(one), draws=False).is_none
+        off = other.value_error(one)
+        is_number = math.isfinite(error) and math.isfinite(off) and not (one.drew_others or other.drew_others)
+        return is_number and not self.judged(self.parameters, error, off, draws=False).is_none
 
     def moved(self) -> list[Effect]:
         """What has moved in Python and can't be put back."""

@@ -59,7 +59,7 @@ class Draws:
                         self._recording.patches.wrap(cls, name, noting(after=after))
 
     def _sampling(self) -> Callable[..., Any]:
-        """What is told of ``sample``; compilers go through it, and can take no more than functions in its closure."""
+        """What hears of ``sample``; compilers go through it, and can take no more than functions in its closure."""
         recording, drew = self._recording, self._recording.guarded(self._drew)
 
         def look(result: Any, distribution: Any, *_: Any, **__: Any) -> None:
