@@ -139,10 +139,10 @@ def run_backward(
         retries = Retries(splittable, limit, before.restore, progress, reducer)
         for parts in retries:
             with retries:
-                kept = proofs.look(task, parts, parameters, optimizations)
+                kept, replay = proofs.look(task, parts, parameters, optimizations)
                 outcome = _attempt(kept, parts, parameters, progress, before, optimizations)
-                if proofs.replay is not None:
-                    proofs.conclude(task)
+                if replay is not None:
+                    proofs.conclude(task, replay)
         before.commit_()
     result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
     result.proof, result.layout = proofs.latest, splittable.outline()

@@ -38,9 +38,6 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
-        # sees the loss of the whole first batch, once its micro-batches have run; ``None`` from the second batch on
-        self.replay: Replay | None = None
-        self._key: Hashable = None  # of the layout that it is about
 
     def look(
         self,
@@ -51,19 +48,18 @@ class Proofs:
         *,
         clear: Callable[[], None] = lambda: None,
         update: int | None = None,
-    ) -> Task:
+    ) -> "tuple[Task, Replay | None]":
         """Proves a split before it is made, if that was not done.
 
         Returns:
-            The task to run, in which what the model gives may be kept; then ``conclude`` looks at it.
+            The task to run; and what keeps there what the model gives, at which ``conclude`` looks, in a first batch.
 
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
         reducer, splits = task.settings.reducer, self.verify != "off" and len(parts) > 1
-        self.replay = None
         if trial.get() or not (splits or reducer.is_sharded):
-            return task
+            return task, None
         key = layout_key(task.splittable)
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
@@ -82,13 +78,13 @@ class Proofs:
                         self._known[key] = proof
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
-            return task
+            return task, None
         if holds:
             self.latest = known
-            return task
+            return task, None
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
-            return task  # a first batch makes lazy parameters, and the next one is proved
+            return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
         return self._proved(key, known, task, parts, parameters, optimizations, update)
 
@@ -96,13 +92,13 @@ class Proofs:
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
         parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
         update: int | None,
-    ) -> Task:  # fmt: skip
+    ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.proof import prove
         from anybatch.checking.replaying import Replay
 
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
-            return task
+            return task, None
         self._conclude(*found, task)
         self._known[key] = self.latest = found[0]
         if self.latest.outcome == "undecided":
@@ -111,22 +107,22 @@ class Proofs:
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
         if not Replay.can_be(task, parts, optimizations, self.latest):
-            return task
-        self._key, self.replay = key, Replay(task, parts, parameters, optimizations, self.latest)
-        return self.replay.task
+            return task, None
+        replay = Replay(task, parts, parameters, optimizations, self.latest)
+        return replay.task, replay
 
-    def conclude(self, task: Task) -> None:
+    def conclude(self, task: Task, replay: "Replay") -> None:
         """Looks at the loss of all micro-batches that have run.
 
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
-        replay, self.replay = self.replay, None
-        found = None if replay is None else replay.found()
+        found = replay.found()
         if found is not None:
-            self._known.pop(self._key, None)  # it is proved again if it is tried again
+            key = layout_key(task.splittable)
+            self._known.pop(key, None)  # it is proved again if it is tried again
             self._conclude(*found, task)
-            self._known[self._key] = self.latest = found[0]
+            self._known[key] = self.latest = found[0]
 
     def _conclude(self, proof: "Proof", reason: "Reason | None", task: Task) -> None:
         from anybatch.checking.proof import refusal
