@@ -81,15 +81,16 @@ class Replay:
         user = self._task.loss_fn
 
         def evaluate(model: Any, batch: Any) -> Any:
-            self._given.append([])
-            with self._kept(model, self._given[-1]):
+            given: list[Any] = []
+            self._given.append(given)
+            with self._kept(model, given):
                 result = user(model, batch)
-            return self._yielded(result, model) if isinstance(result, GeneratorType) else result
+            return self._yielded(result, model, given) if isinstance(result, GeneratorType) else result
 
         return replace(self._task, loss_fn=in_place_of(user, evaluate))
 
-    def _yielded(self, losses: Generator[Any, None, Any], model: Any) -> Generator[Any, None, Any]:
-        with self._kept(model, self._given[-1]):
+    def _yielded(self, losses: Generator[Any, None, Any], model: Any, given: list[Any]) -> Generator[Any, None, Any]:
+        with self._kept(model, given):
             return (yield from losses)
 
     @contextlib.contextmanager
@@ -103,13 +104,16 @@ class Replay:
             handle.remove()
 
     def _keep(self, given: list[Any], inputs: Any, output: Any) -> None:
-        tensors = [one for one in flat((inputs, output)) if isinstance(one, torch.Tensor)]
-        self._bytes += sum(one.nbytes for one in tensors if one.requires_grad or not one._is_view())
-        if self._bytes > _MOST_BYTES:
-            self._given.clear()
-        else:
+        try:
             with unobserved(), without_modes():
-                given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
+                tensors = [one for one in flat((inputs, output)) if isinstance(one, torch.Tensor)]
+                self._bytes += sum(one.nbytes for one in tensors if one.requires_grad or not one._is_view())
+                if self._bytes <= _MOST_BYTES:
+                    given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
+                    return
+        except Exception:  # noqa: BLE001 - the forward goes on, whatever it gives that can't be kept
+            self._bytes = _MOST_BYTES + 1
+        self._given.clear()  # and nothing is looked at
 
     def found(self) -> tuple[Proof, Reason] | None:
         """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""

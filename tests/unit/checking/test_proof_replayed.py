@@ -167,3 +167,24 @@ def test_a_loss_in_low_precision_is_not_refused_for_its_rounding() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=SIZE, autocast=torch.bfloat16)
     assert step(batch_of()).micro_batches == ROWS // SIZE
+
+
+def test_an_output_that_can_not_be_kept_disturbs_nothing() -> None:
+    """A tensor made in inference mode has no versions."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.inference_mode():
+                beside = x.sum(1)
+            return self.net(x), beside
+
+    def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"])[0], batch["y"])
+
+    proof = anybatch.backward(Beside(), loss_fn, batch_of(), micro_batch_size=SIZE).proof
+    assert proof is not None
+    assert proof.exact
