@@ -107,6 +107,8 @@ class Replay:
         try:
             with unobserved(), without_modes():
                 tensors = [one for one in flat((inputs, output)) if isinstance(one, torch.Tensor)]
+                if {type(one) for one in tensors} - {torch.Tensor, torch.nn.Parameter}:
+                    raise TypeError("a tensor of another class may be made only when it is read")
                 self._bytes += sum(one.nbytes for one in tensors if one.requires_grad or not one._is_view())
                 if self._bytes <= _MOST_BYTES:
                     given.append(tuple(like(one, map(_Kept.of, flat(one))) for one in (inputs, output)))
