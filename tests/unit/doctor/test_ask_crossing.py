@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.doctor.ask.crossing import reads_across
+from anybatch.doctor.ask.axes import reads_across
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.rows import replayed
-from anybatch.doctor.ask.tape import Slot, Tape, slots
+from anybatch.doctor.ask.steps import replayed
+from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 
@@ -62,7 +62,7 @@ def _trained(tape: Tape) -> set[int]:
     needed = {loss.slot for loss in tape.losses}
     for operation in reversed(tape.operations):
         if operation.grad and operation.name not in ("detach", "data") and needed & set(operation.outs):
-            needed |= set(slots((operation.args, operation.kwargs)))
+            needed |= set(operation.given)
     return {id(one) for slot, one in tape.parameters.items() if slot in needed and one.requires_grad}
 
 
@@ -111,9 +111,9 @@ def _calls(tape: Tape, own: Collection[int]) -> list[tuple[Slot, Slot]]:
     found = [
         (one, mine)
         for one in tape.operations[: tape.losses[-1].before]
-        if one.outs and one.name != "embedding" and (mine := of_critic & set(slots((one.args, one.kwargs))))
+        if one.outs and one.name != "embedding" and (mine := of_critic & set(one.given))
     ]
-    given = [next(iter(slots(one.args))) for one, mine in found if mine == found[0][1]]
+    given = [one.given[0] for one, mine in found if mine == found[0][1]]
     scores = [one.outs[0] for one, mine in found if mine == found[-1][1]]
     if len(given) != len(scores) or of_critic & set(given):
         raise Unknown("the calls of the critic were not told from each other")
@@ -124,7 +124,7 @@ def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
     """Some tensors, and what is made of them, whether with a graph or without one."""
     found = set(some)
     for operation in tape.operations:
-        if found & set(slots((operation.args, operation.kwargs))):
+        if found & set(operation.given):
             found |= set(operation.outs)
     return found
 
@@ -136,7 +136,7 @@ def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tu
         for slot, one in tape.parameters.items()
         if id(one) in initial
     }
-    run = replayed(tape, tape.losses[-1], lambda one: one, held=held)
+    run = replayed(tape, tape.losses[-1], held=held)
     given = [run.values[one].detach().double() for one, _ in calls]
     ends = torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum()
     try:

@@ -1,58 +1,66 @@
-"""What is given to a net and its loss, looked at entry by entry: torn axes, targets among inputs, padding, blanks."""
+"""The axes and entries of what a net and its loss are given: torn or turned axes, targets among inputs, edges."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.crossing import is_padded, of_classes, reads_across
-from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.rows import MOVING, replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Tape, slots
-from anybatch.doctor.ask.trials import Unknown, told
-from anybatch.doctor.ask.weighing import padding_of
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, said
+from anybatch.doctor.ask.tape import Operation, Slot, rebuilt
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
-from anybatch.records.runs import Run
 
 _CHANNELS = (2, 3, 4)
 _MORE_ALIKE = 0.2  # the covariance of channels, as a share of the variance of an image
 _MOST = 0.6  # of the samples: some may have one colour
-_LEAST_BATCHES = 3
-_LEAST_SEVERAL = 0.2  # of the rows
-_LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no chance
-_LEAST_PADDED = 0.1  # of the tokens
-_SIGNED = frozenset({"cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"})
-_REGRESSIONS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_SIGNED = ("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss")
+_TURNING = frozenset({"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "T", "mT", "squeeze",
+                      "unsqueeze", "__getitem__", "interpolate", "upsample"})  # fmt: skip
+_ALIKE = frozenset({"contiguous", "clone", "float", "to", "log_softmax", "softmax", "log", "double", "clamp"})
+_LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose") for dims in (1, 2, 3)}}
+_PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
+_MOST_AXES = 5
+_LEAST_GRAPHS = 4
+_MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
+_EXACT, _ROOT = 1e-4, 0.4  # of a logarithm, and a power that is a square root's or more
+_GATHERING = ("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+              "index_reduce_")  # fmt: skip
 
 
-def turned(tape: Tape) -> Probed:
+@asks("axes")
+def turned(step: Step) -> Iterator[Probed]:
     """Whether axes change places by a reshape, which leaves the entries where they are, or an image came that way."""
-    rows, loss = rows_of(tape), tape.losses[-1]
-    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
-    for operation, found in zip(tape.operations[: loss.before], run.results, strict=True):
-        given = next(iter(slots(operation.args)), None)
-        if operation.name not in MOVING or not found or given is None or not needed & set(operation.outs):
+    for operation in step.used(*MOVING):
+        given = next(iter(operation.given), None)
+        if given is None or not operation.outs:
             continue
-        before, after = ([size for size in one.shape if size > 1] for one in (run.values[given], found[0]))
+        before, after = axes = [_axes(step.values[one].shape) for one in (given, operation.outs[0])]
         is_other = before != after and sorted(before) == sorted(after)
-        is_across = rows in before[:2] and run.values[given].requires_grad and reads_across(before, after)
-        if (is_other or is_across) and not is_padded(tape, given):
-            return told("axes", operation, op=operation.name, before=before, after=after)
-    if (crossed := of_classes(tape, run)) is not None:
-        return told("axes", crossed[0], op=crossed[0].name, before=crossed[1], after=crossed[2])
-    for slot, leaf in tape.leaves.items():
-        if slot not in needed or slot in tape.parameters or leaf.shape[:1] != (rows,):
-            continue
-        sizes: dict[str, Any] = {"after": [size for size in leaf.shape if size > 1]}
-        sizes["before"] = [size for size in tape.bases.get(slot, ()) if size > 1]
-        is_view = sizes["before"] != sizes["after"] and sorted(sizes["before"]) == sorted(sizes["after"])
-        if is_view or _is_torn(leaf):
-            given_to = next(one for one in tape.operations if slot in set(slots((one.args, one.kwargs))))
-            count, height, width = leaf.shape[-3:] if leaf.dim() > 3 else (0, 0, 0)
-            sizes = sizes if is_view else {"before": [height, width, count], "after": [count, height, width]}
-            return told("axes", given_to, op=given_to.name, **sizes)
-    return told("axes", answer="no")
+        is_across = step.rows in before[:2] and step.values[given].requires_grad and reads_across(before, after)
+        if (is_other or is_across) and not _is_padded(step, given):
+            yield _of_axes(operation, *axes)
+    if (crossed := _of_classes(step)) is not None:
+        yield _of_axes(*crossed)
+    for slot in sorted(step.needed & step.inputs):
+        leaf = step.leaves[slot]
+        before, after = _axes(step.tape.bases.get(slot, ())), _axes(leaf.shape)
+        is_view = before != after and sorted(before) == sorted(after)
+        if leaf.shape[:1] == (step.rows,) and (is_view or _is_torn(leaf)):
+            given_to = next(one for one in step.tape.operations if slot in one.given)
+            if not is_view:
+                count, height, width = leaf.shape[-3:]
+                before, after = [height, width, count], [count, height, width]
+            yield _of_axes(given_to, before, after)
+
+
+def _of_axes(operation: Operation, before: list[int], after: list[int]) -> Probed:
+    return said(operation, op=operation.name, before=before, after=after)
+
+
+def _axes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size > 1]
 
 
 def _is_torn(image: torch.Tensor) -> bool:
@@ -78,23 +86,78 @@ def _texture(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rough, (away[:, 1:] * away[:, :-1]).mean((1, 2, 3)) / spread
 
 
-def given_away(tape: Tape) -> Probed:
-    """Whether the target of a regression is one of the numbers that the model is given."""
-    rows, loss = rows_of(tape), tape.losses[-1]
-    run = replayed(tape, loss, lambda one: one)
-    for operation in tape.operations[: loss.before]:
-        if operation.name not in _REGRESSIONS:
+def _of_classes(step: Step) -> tuple[Operation, list[int], list[int]] | None:
+    """The reshape behind the last layer that puts entries of one and the same class into places of several ones."""
+    makers = {slot: one for one in step.operations for slot in set(one.outs) - set(one.given)}
+    for loss in step.operations:  # without those that give what they are given, as contiguous may
+        scores = next(iter(loss.given), None)
+        if loss.name not in OF_CLASSES or not loss.grad or scores is None:
             continue
-        for slot in slots((operation.args, operation.kwargs)):
-            target, made_of = run.values[slot], slots_of(tape, replace(loss, slot=slot))
-            others = [leaf for one, leaf in tape.leaves.items() if one not in made_of and leaf.dim() > 1]
+        chain = list[Operation]()
+        one = makers.get(scores)
+        while one is not None and one.name in MOVING | _TURNING | _ALIKE:
+            chain.insert(0, one)
+            one = makers.get(one.given[0]) if len(one.given) == 1 else None
+        moved = [each for each in chain if each.name in MOVING]
+        if one is not None and one.name in _LAYERS and moved and _is_crossed(one, chain, step, scores):
+            before = step.values[moved[-1].given[0]]
+            return moved[-1], _axes(before.shape), _axes(step.values[moved[-1].outs[0]].shape)
+    return None
+
+
+def _is_crossed(layer: Operation, chain: list[Operation], step: Step, scores: Slot) -> bool:
+    """Whether an output of a layer is in the place of several classes."""
+    made, wanted = step.values[layer.outs[0]], step.values[scores]
+    axis = _LAYERS[layer.name] % made.dim()
+    classes = wanted.shape[1] if wanted.dim() > 1 else 0
+    places = [made.shape[at : made.dim() - (axis > at)] for at in range(1, made.dim()) if at != axis]
+    if classes < 2 or made.shape[axis] % classes or classes in {math.prod(sizes) for sizes in places}:
+        return False  # places may be what is chosen from
+    if classes in [size for at, size in enumerate(made.shape) if at not in (0, axis)]:
+        return False
+    own = torch.arange(made.shape[axis], dtype=torch.float, device=made.device)
+    values = own.reshape([-1 if at == axis else 1 for at in range(made.dim())]).expand(made.shape).contiguous()
+    for one in chain:
+        if one.name not in _ALIKE:
+            args, kwargs = rebuilt((one.args, one.kwargs), lambda part: values if type(part) is Slot else part)  # noqa: B023
+            values = one.func(*args, **kwargs)
+    found = [set(part.round().int().flatten().tolist()) for part in values.unbind(1)]
+    return sum(map(len, found)) > len(set[int]().union(*found))
+
+
+def reads_across(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether only another order of axes gives what is read, and pieces of axes are what it reads in place of them."""
+    ends = sorted({math.prod(sizes[at:]) for sizes in (before, after) for at in range(len(sizes))})
+    if all(two % one == 0 for one, two in itertools.pairwise(ends)) or len(after) < 2 or len(before) > _MOST_AXES:
+        return False  # it cuts axes and puts their pieces together, as it may
+    return any(_merges(order, after) for order in itertools.permutations(before))
+
+
+def _merges(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether axes are those of another shape when neighbours are put together."""
+    ends = {math.prod(before[at:]) for at in range(len(before))}
+    return all(math.prod(after[at:]) in ends for at in range(len(after)))
+
+
+def _is_padded(step: Step, slot: Slot) -> bool:
+    """Whether something was made longer and read with other axes then, which skews a table as is meant."""
+    made = next((one for one in step.path(slot) if one.name not in MOVING or not one.given), None)
+    return made is not None and made.name in _PADDING
+
+
+@asks("target given")
+def given_away(step: Step) -> Iterator[Probed]:
+    """Whether the target of a regression is one of the numbers that the model is given."""
+    for operation in (one for one in step.operations if one.name in DISTANCES):
+        for slot in operation.given:
+            target, made_of = step.values[slot], step.made_of(slot)
+            others = [leaf for one, leaf in step.leaves.items() if one not in made_of and leaf.dim() > 1]
             for leaf in others if not target.requires_grad and target.dim() else ():
-                if not leaf.shape[0] == target.shape[0] == rows:
+                if not leaf.shape[0] == target.shape[0] == step.rows:
                     continue
-                place = _column(leaf.reshape(rows, -1), target.reshape(rows, -1))
+                place = _column(leaf.reshape(step.rows, -1), target.reshape(step.rows, -1))
                 if place >= 0:
-                    return told("target given", operation, place=place, of=leaf[0].numel())
-    return told("target given", answer="no")
+                    yield said(operation, place=place, of=leaf[0].numel())
 
 
 def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
@@ -107,102 +170,109 @@ def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
     return int(same[0][-1]) if all(map(len, same)) else -1
 
 
-def about_given(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether one of the numbers that a root is given has another value for each class, and one for all of its rows."""
-    for root, batches in kept.batches.items():
-        pairs = [(first, marks) for first, _, one in batches if (marks := _marks(first, one["target"])) is not None]
-        pairs = [one for one in pairs if one[0].shape[1:] == pairs[0][0].shape[1:]]
-        rows = sum(len(marks) for _, marks in pairs)
-        if rows < _LEAST_ROWS:
-            continue
-        inputs, marks = (torch.cat([pair[part] for pair in pairs]) for part in (0, 1))
-        classes = len(marks.unique())
-        for place in range(inputs.shape[1] if 1 < classes <= _MOST_CLASSES else 0):
-            values = inputs[:, place].unique()
-            if len(values) == classes and len(torch.stack((inputs[:, place], marks)).unique(dim=1).T) == classes:
-                yield told("target given", root=root, kind="class", place=place + 1, of=inputs.shape[1], rows=rows)
-                break
-
-
-def _marks(first: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """The classes of a table of numbers, one for each row; ``None`` where they are something else."""
-    is_table = first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1 and first.is_cpu and target.is_cpu
-    if not is_table or target.numel() != len(first) or (
-        target.is_floating_point() and not bool(((target == 0) | (target == 1)).all())
-    ):  # fmt: skip
-        return None
-    return target.flatten().to(first)
-
-
-def blank(tape: Tape) -> Probed:
+@asks("blank", of_rows=False)
+def blank(step: Step) -> Iterator[Probed]:
     """Whether the targets of a CTC loss hold the blank, or are longer than what they are aligned with."""
-    calls = [one for one in tape.operations if one.name == "ctc_loss"]
+    calls = [one for one in step.tape.operations if one.name == "ctc_loss"]
     if not calls:
         raise Unknown("no CTC loss was seen")
     names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank")
     given = dict(zip(names, calls[-1].args, strict=False)) | calls[-1].kwargs
-    run = replayed(tape, tape.losses[-1], lambda one: one)
-    targets, lengths, own = (_value(run.values, given[one]) for one in ("targets", "target_lengths", "input_lengths"))
+    targets, lengths, own = (_value(step, given[one]) for one in ("targets", "target_lengths", "input_lengths"))
     inside = targets.reshape(-1)
     if targets.dim() == 2:
         inside = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None].to(targets.device)]
     blanks, too_long = int((inside == given.get("blank", 0)).sum()), int((lengths > own).sum())
     answer = "yes" if blanks or too_long * 2 > len(lengths) else "no"
-    evidence = {"blank": given.get("blank", 0), "blanks": blanks, "too_long": too_long, "rows": len(lengths)}
-    return told("blank", calls[-1], answer=answer, **evidence)
+    seen: dict[str, Any] = {
+        "blank": given.get("blank", 0),
+        "blanks": blanks,
+        "too_long": too_long,
+        "rows": len(lengths),
+    }
+    yield said(calls[-1], answer=answer, **seen)
 
 
-def unsigned(tape: Tape) -> Probed:
+@asks("signs", of_rows=False)
+def unsigned(step: Step) -> Iterator[Probed]:
     """Whether a loss that takes 1 for alike and -1 for different is given other numbers, which it leaves out."""
-    calls = [one for one in tape.operations if one.name in _SIGNED]
+    calls = [one for one in step.tape.operations if one.name in _SIGNED]
     if not calls:
         raise Unknown("no loss of pairs was seen")
-    run = replayed(tape, tape.losses[-1], lambda one: one)
     for one in calls:
-        target = _value(run.values, one.kwargs.get("target", one.args[-1] if one.args else 0.0))
+        target = _value(step, one.kwargs.get("target", one.args[-1] if one.args else 0.0))
         others = sorted({float(value) for value in target.unique()} - {1.0, -1.0})
         if others:
             share = float((target.abs() != 1).double().mean())
-            return told("signs", one, op=one.name, others=others[:3], share=share)
-    return told("signs", answer="no")
+            yield said(one, op=one.name, others=others[:3], share=share)
 
 
-def _value(values: Any, one: Any) -> torch.Tensor:
-    return values[one] if one in values else torch.as_tensor(one)
+def _value(step: Step, one: Any) -> torch.Tensor:
+    return step.values[one] if one in step.values else torch.as_tensor(one)
 
 
-def about_several(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss that takes one class for each row, or shares that sum to 1, is given the marks of several."""
-    for root, batches in kept.batches.items():
-        given = [
-            one["target"] for _, name, one in batches if name == "cross_entropy" and one["shape"] == one["target"].shape
-        ]
-        given = [one for one in given if one.dim() == 2 and one.is_floating_point() and one.shape[0] != one.shape[1]]
-        if len(given) < _LEAST_BATCHES or not all(bool(((one == 0) | (one == 1)).all()) for one in given):
-            continue
-        marks = torch.cat([one.sum(1) for one in given])
-        if float((marks != 1).double().mean()) > _LEAST_SEVERAL and bool((marks > 1).any()):
-            yield told("several classes", root=root, rows=len(marks), most=int(marks.max()), least=int(marks.min()))
+@asks("edges")
+def not_offset(step: Step) -> Iterator[Probed]:
+    """Whether messages come to no node beyond the number that the largest graph of a batch has."""
+    sizes = next((found for one in step.leaves.values() if (found := _sizes(one)) is not None), None)
+    if sizes is None:
+        raise Unknown("no tensor numbers the graphs of the nodes of a batch")
+    nodes, largest = int(sizes.sum()), int(sizes.max())
+    for operation in step.used(*_GATHERING):
+        index = _index(operation, step, nodes)
+        if index is not None and 2 * len(index) >= nodes and int(index.max()) < largest <= nodes // _LEAST_GRAPHS:
+            seen: dict[str, Any] = {"nodes": nodes, "graphs": len(sizes), "last": int(index.max()), "edges": len(index)}
+            yield said(operation, op=operation.name.strip("_"), **seen)
 
 
-def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss counts the places at which the tokens of its root are padding."""
-    for root, batches in kept.batches.items():
-        padded, total, seen = 0, 0, set[int]()
-        for tokens, name, given in batches:
-            target, rows = given["target"], len(tokens)
-            if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point() or target.numel() % rows:
-                break
-            if given.get("weight") is not None:
-                break
-            target = target.reshape(rows, -1)
-            behind = padding_of(tokens if target.shape == tokens.shape else target)
-            at_end = target[behind] if behind is not None else target.flatten()[:0]
-            seen |= set(at_end.tolist())
-            if len(seen) > 1:
-                break
-            total += target.numel()
-            padded += int((at_end != given.get("ignore_index", -100)).sum())
-        else:
-            if total and padded > _LEAST_PADDED * total:
-                yield told("padding", root=root, share=padded / total, value=seen.pop(), tokens=total)
+def _sizes(one: torch.Tensor) -> torch.Tensor | None:
+    """How many nodes each graph has, if a tensor says for each node the number of its graph, in order."""
+    if one.dim() != 1 or one.dtype != torch.int64 or len(one) < 2 * _LEAST_GRAPHS or int(one[0]) != 0:
+        return None
+    steps = one.diff()
+    is_one = bool(((steps == 0) | (steps == 1)).all()) and int(one[-1]) + 1 >= _LEAST_GRAPHS
+    return one.bincount() if is_one and int(one[-1]) + 1 < len(one) else None
+
+
+def _index(operation: Operation, step: Step, nodes: int) -> torch.Tensor | None:
+    """The nodes that an operation brings messages to."""
+    given = [step.values[one] for one in operation.given]
+    dim = next((one for one in operation.args[1:] if type(one) is int), operation.kwargs.get("dim"))
+    index = next((one for one in given[1:] if one.dtype == torch.int64), None)
+    if index is None or dim != 0 or given[0].shape[:1] != (nodes,):
+        return None
+    return index.reshape(len(index), -1)[:, 0] if len(index) else None
+
+
+@asks("degrees", of_rows=False)
+def times_degrees(step: Step) -> Iterator[Probed]:
+    """Whether a matrix of neighbours is multiplied by the degrees of its nodes, which it has to be divided by."""
+    for operation in step.operations:
+        matrix = next(iter(operation.given), None)
+        is_product = operation.kind in PRODUCTS | {"spmm", "sparse_mm"} and matrix in step.needed & step.leaves.keys()
+        if matrix is not None and is_product and not step.leaves[matrix].requires_grad:
+            largest = _multiplied(step.leaves[matrix].detach())
+            if largest:
+                yield said(operation, largest=largest, nodes=len(step.leaves[matrix]))
+
+
+def _multiplied(matrix: torch.Tensor) -> int:
+    """The largest degree, if each entry of a matrix is a product of powers of those of its two nodes, one above 0.
+
+    Divided by, the powers are -1, or -1/2 of both; of what is summed up they are 0.
+    """
+    if matrix.is_sparse:
+        matrix = matrix.to_dense() if len(matrix) <= _MOST_NODES else matrix.new_zeros(0)
+    if matrix.dim() != 2 or not _LEAST_NODES <= len(matrix) == matrix.shape[1] <= _MOST_NODES:
+        return 0
+    rows, columns = matrix.nonzero(as_tuple=True)
+    degrees = torch.bincount(rows, minlength=len(matrix)).double()
+    entries = matrix[rows, columns].double()
+    is_graph = 0 < len(rows) < matrix.numel() and bool((entries > 0).all()) and degrees.max() >= _LEAST_DEGREE
+    if not is_graph or degrees[degrees > 0].unique().numel() < _LEAST_GRAPHS:
+        return 0
+    known = torch.stack([degrees[rows].log(), degrees[columns].clamp_min(1).log()], 1)
+    powers = torch.linalg.lstsq(known, entries.log()[:, None], driver="gelsd").solution
+    off = (known @ powers - entries.log()[:, None]).abs().max()
+    is_product = off < _EXACT and powers.max() > _ROOT and powers.min() > -_EXACT
+    return int(degrees.max()) if is_product else 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from anybatch.doctor.ask.keeping import Kept, State
-from anybatch.doctor.ask.tape import Slot, Tape, slots
+from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
 from anybatch.records.draws import Scored
 from anybatch.records.lossfacts import LossCall, Probed
@@ -126,9 +126,8 @@ def _given_apart(kept: Kept, one: State, other: State) -> bool:
 def _first_given(tape: Tape, parameters: set[int]) -> Slot | None:
     """What the first operation with one of some parameters was given beside it."""
     for operation in tape.operations:
-        used = list(slots((operation.args, operation.kwargs)))
-        held = [slot for slot in used if id(tape.parameters.get(slot)) in parameters]
-        others = [slot for slot in used if slot not in tape.parameters]
+        held = [slot for slot in operation.given if id(tape.parameters.get(slot)) in parameters]
+        others = [slot for slot in operation.given if slot not in tape.parameters]
         if held and others:
             return others[0]
     return None

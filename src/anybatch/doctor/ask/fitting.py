@@ -1,23 +1,18 @@
-"""Would a batch be learned at another learning rate? A step that was written down again and again, on copies.
-
-Clips, decay and schedules are not in it: where the batch is learned at the rate of the run, the rate is not to blame.
-"""
+"""Would a batch be learned at another learning rate, or with smaller weights at the start? A step on copies."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.rows import replayed, rows_of
-from anybatch.doctor.ask.tape import Slot, Tape
-from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.doctor.ask.steps import Step, asks, replayed, said
+from anybatch.doctor.ask.tape import Slot
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
-from anybatch.records.lossfacts import Probed
-from anybatch.records.runs import Run
+from anybatch.records.lossfacts import LossCall, Probed
 
 _STEPS = 120
 _SECONDS = 1.5  # for each rate
@@ -25,12 +20,21 @@ _FITTED = 0.5  # of the first loss
 _LITTLE = 0.2  # of what is gained at the best rate
 _MUCH = 0.3  # of the first loss
 _MOST_POWERS = 4  # of ten
+_FAR, _NEAR = 2.0, 1.5  # times the loss of a constant guess
+_SMALLER = 0.1
+_LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
+_SPREAD = 0.3  # of the entries of a table
+_GAIN = 3.0  # by which a layer makes its input larger; He has 1.4
 
 
-def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> Probed:
-    """Whether a batch is learned at another rate and not at that of the run."""
-    rows_of(tape)
-    facts, rates = run.optimizers.get(number), [max(one.lrs) for one in run.of(Stepped) if one.lrs]
+@asks("rate")
+def other_rate(step: Step) -> Iterator[Probed]:
+    """Whether a batch is learned at another rate and not at that of the run.
+
+    Clips, decay and schedules are not in it: where the batch is learned at the rate of the run, that is not to blame.
+    """
+    facts, run = step.run.optimizers.get(step.optimizer), step.run
+    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
     if facts is None or kind is None or len({one.optimizer for one in run.of(Stepped)}) > 1 or not rates:
         raise Unknown("the step is not of one optimizer of torch")
@@ -42,8 +46,8 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
 
     def gained(factor: float) -> float:
         nonlocal first
-        start = kept.first_of(tape)
-        first, last, counts[factor] = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
+        start = step.kept.first_of(step.tape)
+        first, last, counts[factor] = _fitted(step, start, kind([*start.values()], lr=rate * factor, **options))
         gains[factor] = first - last if math.isfinite(last) else -math.inf
         return gains[factor]
 
@@ -54,20 +58,19 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
                 break
     best = max(gains, key=lambda one: gains[one])
     blames = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
-    seen: dict[str, Any] = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
-            "after": first - gains[1.0], "other_after": first - gains[best],
+    seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "other_lr": float(f"{rate * best:.3g}"),
+            "loss": first, "after": first - gains[1.0], "other_after": first - gains[best],
             "steps": min(counts[1.0], counts[best])}  # fmt: skip
-    return told("rate", answer="yes" if blames else "no", **seen)
+    yield said(answer="yes" if blames else "no", **seen)
 
 
 def _fitted(
-    tape: Tape, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float
+    step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[float, float, int]:
     """The loss at first and at last, and in how many steps; fewer where time ends."""
-    loss, values = tape.losses[-1], list[float]()
-    end = min(until, time.perf_counter() + _SECONDS)
+    values, end = list[float](), min(step.until, time.perf_counter() + _SECONDS)
     while len(values) < _STEPS and time.perf_counter() < end:
-        value = replayed(tape, loss, lambda one: one, held=start).values[loss.slot].sum()
+        value = replayed(step.tape, step.loss, held=start).values[step.loss.slot].sum()
         values.append(float(value.detach()))
         if not math.isfinite(values[-1]) or not value.requires_grad:
             break
@@ -77,3 +80,48 @@ def _fitted(
     if len(values) < _STEPS // 4 and (not values or math.isfinite(values[-1])):
         raise Unknown("there was no time left")
     return values[0], median(values[-8:]), len(values)
+
+
+@asks("start")
+def too_large(step: Step) -> Iterator[Probed]:
+    """Whether a loss that starts far above a constant guess starts near it where some weights are smaller."""
+    calls = (one for one in step.run.of(LossCall) if one.reduction == "mean")
+    guess = next((known for one in calls if (known := _guess(one))), None)
+    if guess is None:
+        raise Unknown("no loss whose constant guess is known was seen")
+    held = step.kept.first_of(step.tape)
+    first = step.loss_with(held=held)
+    if not first > _FAR * guess:
+        yield said(answer="no", loss=first, guess=guess)
+    large = [slot for slot in held if _is_large(step, slot, held[slot])]
+    small = step.loss_with(held=_with_smaller(held, large)) if large else first
+    if small > _NEAR * guess:
+        yield said(answer="no", loss=first, guess=guess, smaller=small)
+    halfway = (first + small) / 2
+    blamed = [slot for slot in large if step.loss_with(held=_with_smaller(held, [slot])) < halfway] or large
+    nets = [(net, state.root) for state in step.kept.states.values() if (net := state.module()) is not None]
+    names = {id(one): (name, root) for net, root in nets for name, one in net.named_parameters()}
+    told_of = [names.get(id(step.parameters[slot]), ("a parameter", -1)) for slot in blamed]
+    where = next(one for one in step.tape.operations if blamed[0] in one.given)
+    yield said(
+        where, root=told_of[0][1], loss=first, guess=guess, smaller=small, names=[name for name, _ in told_of],
+        tenth=_SMALLER * max(float(held[slot].detach().std()) for slot in blamed),
+    )  # fmt: skip
+
+
+def _guess(call: LossCall) -> float | None:
+    is_of_classes = call.function == "cross_entropy" and call.classes > 1
+    return call.guess or (math.log(call.classes) if is_of_classes else None)
+
+
+def _with_smaller(held: Mapping[Slot, torch.Tensor], some: list[Slot]) -> dict[Slot, torch.Tensor]:
+    return {slot: (one.detach() * _SMALLER).requires_grad_() if slot in some else one for slot, one in held.items()}
+
+
+def _is_large(step: Step, slot: Slot, weight: torch.Tensor) -> bool:
+    """Whether entries of a table, or the gain of a layer, are far from small."""
+    if weight.dim() < 2:
+        return False
+    size = float(weight.detach().double().square().mean().sqrt())
+    looks_up = any(one.name in _LOOKING_UP and slot in one.given for one in step.tape.operations)
+    return size > _SPREAD if looks_up else size * (weight.numel() / weight.shape[0]) ** 0.5 > _GAIN

@@ -1,72 +1,31 @@
-"""Ways of a gradient: does an own autograd.Function follow it, and does it pass from step to step of a sequence?"""
+"""Ways of a gradient: does an own autograd.Function follow it, and does it pass the steps of a sequence or a flow?"""
 
 import inspect
 import itertools
 import re
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anybatch.doctor.ask.differences import differing
-from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Operation, Slot, Tape, slots
-from anybatch.doctor.ask.trials import FAILURES, tensors, told
+from anybatch.doctor.ask.keeping import Function, Kept
+from anybatch.doctor.ask.steps import Step, asks, said
+from anybatch.doctor.ask.tape import Operation, Slot, slots
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
-_MOST_NODES = 3000
-_MOST_FUNCTIONS = 8
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
 _LEAST_CUTS = 3
-_CELLS = frozenset({"gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"})
-_NEAREST = frozenset({"argmin", "min"})
+_CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
-_PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
+_CLOSE = 1e-4
 
 
-@dataclass(slots=True)
-class Function:
-    """A function of the user's, with what its forward left for its backward."""
-
-    cls: Any
-    context: Any  # has the tensors and attributes of the node of the graph, as copies
-    shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
-    dtype: torch.dtype
-    given: tuple[Any, ...] = ()  # what its next forward was given, where that is tensors and plain values
-
-    def called(self, args: tuple[Any, ...]) -> None:
-        """Is shown a call of its forward."""
-        if not self.given:
-            args = args[self.cls.setup_context is torch.autograd.Function.setup_context :]  # without the context
-            if all(isinstance(one, _PLAIN) for one in args):
-                self.given = tuple([one.detach().clone() if torch.is_tensor(one) else one for one in args])
-
-
-def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
-    """The functions of the user's own in the graph of a loss that were not seen before."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-        cls = getattr(type(node), "_forward_cls", None)
-        if cls is None or cls in known or len(known) >= _MOST_FUNCTIONS or cls.__module__.startswith("torch."):
-            continue
-        known.add(cls)
-        made = node._input_metadata
-        saved = tuple([None if one is None else one.detach().clone() for one in node.saved_tensors])
-        left = {**vars(node), "saved_tensors": saved, "needs_input_grad": node.needs_input_grad}
-        shapes = tuple([tuple(one.shape) for one in made])
-        yield Function(cls, types.SimpleNamespace(**left), shapes, made[0].dtype)
-
-
-def about_functions(kept: Any, run: Run) -> Iterator[Probed]:
+def about_functions(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a backward gives the opposite for the opposite of what comes in, and what differences say."""
     for one in kept.functions:
         answer, why = _asked(one)
@@ -119,107 +78,143 @@ def _line(cls: Any) -> tuple[str, int]:
         return "", 0
 
 
-def flat(tape: Tape) -> Probed:
+@asks("flat")
+def flat(step: Step) -> Iterator[Probed]:
     """Where the loss goes through an operation whose gradient is zero everywhere."""
-    rows_of(tape)
-    loss = tape.losses[-1]
-    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
-    for one in tape.operations[: loss.before]:
-        given = next(iter(slots(one.args)), None)
-        is_flat = one.name.strip("_") in _FLAT and one.grad and needed & set(one.outs)
-        if is_flat and given is not None and run.values[given].requires_grad:
-            return told("flat", one, op=one.name.strip("_"))
-    return told("flat", answer="no")
+    for one in step.used():
+        name = one.name.strip("_")
+        if name in _FLAT and one.grad and one.given and step.values[one.given[0]].requires_grad:
+            yield said(one, op=name)
 
 
-def forgotten(tape: Tape) -> Probed:
+@asks("forgotten")
+def forgotten(step: Step) -> Iterator[Probed]:
     """Whether a state is detached at each step of a sequence, so that a loss behind it trains the last step only."""
-    rows_of(tape)
-    loss = tape.losses[-1]
-    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     lines: dict[tuple[str, int], list[Operation]] = {}
     pieces: dict[Slot, int] = {}
-    made: dict[Slot, list[torch.Tensor]] = {}  # by parameter what each operation with it gave
-    for one in tape.operations[: loss.before]:
-        given = list(slots((one.args, one.kwargs)))
-        if one.name == "detach" and needed & set(one.outs) and run.values[given[0]].requires_grad:
+    made: dict[Slot, list[Slot]] = {}  # by parameter what each operation with it gave
+    for one in step.operations:
+        given = one.given
+        if one.name == "detach" and step.needed & set(one.outs) and step.values[given[0]].requires_grad:
             lines.setdefault((one.file, one.line), []).append(one)
-        elif one.name in _PIECES and given and not run.values[given[0]].requires_grad:
+        elif one.name in _PIECES and given and not step.values[given[0]].requires_grad:
             pieces[given[0]] = pieces.get(given[0], 0) + len(one.outs)
-        for slot in set(given) & tape.parameters.keys() if one.grad and one.outs else ():
-            made.setdefault(slot, []).append(run.values[one.outs[0]])
+        for slot in set(given) & step.parameters.keys() if one.grad and one.outs else ():
+            made.setdefault(slot, []).append(one.outs[0])
     for cuts in lines.values():
         again = [one[:-1] for one in made.values() if len(cuts) <= len(one) <= len(cuts) + 1]
         if len(cuts) < _LEAST_CUTS or not again or not any(count >= len(cuts) for count in pieces.values()):
             continue  # without pieces it is no sequence: what is made again of the same may be trained by its last step
-        early = list(itertools.chain(*again))
-        slopes = torch.autograd.grad(run.values[loss.slot].sum(), early, retain_graph=True, allow_unused=True)
-        if all(one is None for one in slopes):
-            return told("forgotten", cuts[0], steps=len(cuts))
-    return told("forgotten", answer="no")
+        if all(one is None for one in step.slopes(*itertools.chain(*again))):
+            yield said(cuts[0], steps=len(cuts))
 
 
-def not_carried(tape: Tape) -> Probed:
+@asks("not carried")
+def not_carried(step: Step) -> Iterator[Probed]:
     """Whether each call of a recurrent cell starts from one and the same state, or from zeros, and not from the last.
 
     Of a cell that is called for the pieces of a sequence; branches of one state need as many calls, but no sequence.
     """
-    rows_of(tape)
-    loss = tape.losses[-1]
-    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
     calls: dict[frozenset[Slot], list[Operation]] = {}
-    for one in tape.operations[: loss.before]:
-        if one.name in _CELLS and one.grad and needed & set(one.outs):
-            held = set(slots((one.args, one.kwargs))) & tape.parameters.keys()
-            calls.setdefault(frozenset(held), []).append(one)
+    for one in step.used(*_CELLS):
+        if one.grad:
+            calls.setdefault(frozenset(set(one.given) & step.parameters.keys()), []).append(one)
     for same in calls.values():
         states = [tuple(slots(one.args[1])) for one in same]
-        given = {next(iter(slots(one.args))) for one in same}
-        if len(given) <= _LEAST_CUTS or not all(states):
+        if len({one.given[0] for one in same}) <= _LEAST_CUTS or not all(states):
             continue
-        is_zero = not any(bool(run.values[slot].count_nonzero()) for state in states for slot in state)
+        is_zero = not any(bool(step.values[slot].count_nonzero()) for state in states for slot in state)
         if len(set(states)) == 1 or is_zero:
-            return told("not carried", same[1], op=same[1].name, steps=len(same), zero=is_zero)
-    return told("not carried", answer="no")
+            yield said(same[1], op=same[1].name, steps=len(same), zero=is_zero)
 
 
-def twice(tape: Tape) -> Probed:
+@asks("twice", of_rows=False)
+def twice(step: Step) -> Iterator[Probed]:
     """Whether a layer is given one and the same tensor twice, as when one of two names in a line was not changed."""
     seen: set[tuple[Any, ...]] = set()
-    for one in tape.operations[: tape.losses[-1].before]:
-        given = tuple(slots((one.args, one.kwargs)))
-        held = [slot for slot in given if slot in tape.parameters and tape.parameters[slot].dim() > 1]
-        if held and one.grad and one.outs and (one.name, given) in seen:
-            return told("twice", one, op=one.name, shape=list(tape.parameters[held[0]].shape))
-        seen.add((one.name, given))
-    return told("twice", answer="no")
+    for one in step.operations:
+        call = (one.name, *one.given)
+        held = [step.parameters[slot] for slot in one.given if slot in step.parameters]
+        shapes = [list(weight.shape) for weight in held if weight.dim() > 1]
+        if shapes and one.grad and one.outs and call in seen:
+            yield said(one, op=one.name, shape=shapes[0])
+        seen.add(call)
 
 
-def quantised(tape: Tape) -> Probed:
+@asks("quantised")
+def quantised(step: Step) -> Iterator[Probed]:
     """Whether what is nearest takes the place of what an encoder made, and what is behind it does not train that."""
-    rows_of(tape)
-    loss = tape.losses[-1]
-    run, needed = replayed(tape, loss, lambda one: one), slots_of(tape, loss)
-    for place, choice in enumerate(tape.operations[: loss.before]):
-        nearest = choice.outs[-1] if choice.name in _NEAREST and choice.outs else None
-        if nearest is None or run.values[nearest].dtype != torch.int64:
+    for place, choice in enumerate(step.operations):
+        nearest = choice.outs[-1] if choice.name in ("argmin", "min") and choice.outs else None
+        if nearest is None or step.values[nearest].dtype != torch.int64:
             continue
-        before = slots_of(tape, replace(loss, slot=nearest, before=place + 1)) & tape.parameters.keys()
+        before = step.made_of(nearest, place + 1) & step.parameters.keys()
         follows, table, lookup = {nearest}, set[Slot](), choice
-        for one in tape.operations[place + 1 : loss.before]:
-            given = set(slots((one.args, one.kwargs)))
-            held = given & tape.parameters.keys()
+        for one in step.operations[place + 1 :]:
+            given = set(one.given)
+            held = given & step.parameters.keys()
             if not given & follows:
                 continue
             follows |= set(one.outs)
             if held <= before:
                 table |= held
                 lookup = one if held else lookup
-            elif needed & set(one.outs):
-                encoder = [value for slot in before - table if (value := run.values[slot]).requires_grad]
-                made = run.values[one.outs[0]].sum()
+            elif step.needed & set(one.outs):
+                encoder = [value for slot in before - table if (value := step.values[slot]).requires_grad]
+                made = step.values[one.outs[0]].sum()
                 found = torch.autograd.grad(made, encoder, retain_graph=True, allow_unused=True) if encoder else ()
                 if encoder and all(slope is None for slope in found):
-                    return told("quantised", lookup, op=choice.name)
+                    yield said(lookup, op=choice.name)
                 break
-    return told("quantised", answer="no")
+
+
+@asks("passed")
+def passed(step: Step) -> Iterator[Probed]:
+    """Whether entries of the data are the same behind all layers of a flow.
+
+    What a normal density is taken of is known by the slope of the loss in it, which is itself times a number. Where
+    some of its entries are bitwise those of the data in each row, behind several layers, nothing is learned of them.
+    """
+    values, needed, of = step.values, step.needed, _parameters_of(step)
+    made_here = sorted(needed - step.parameters.keys(), reverse=True)
+    latent = next((slot for slot in made_here if _is_latent(slot, of, step)), None)
+    if latent is None:
+        raise Unknown("no normal density of what the model makes was seen")
+    made = values[latent]
+    operation = next(one for one in step.tape.operations if latent in one.outs)
+    for given in (one for one in values if one in needed and not of.get(one) and values[one].shape == made.shape):
+        same = (made == values[given]).all(0)
+        layers = [slot for slot in needed if of.get(slot) and of[slot] < of[latent] and values[slot].shape
+                  == made.shape and _keeps(values[slot], values[given], same)]  # fmt: skip
+        if layers and 0 < int(same.sum()) < same.numel():
+            yield said(operation, entries=int(same.sum()), of=same.numel())
+
+
+def _keeps(layer: torch.Tensor, given: torch.Tensor, same: torch.Tensor) -> bool:
+    """Whether what a layer gives has these entries of the data, and others that it made."""
+    own = (layer == given).all(0)
+    return bool(own[same].all()) and not bool(own.all())
+
+
+def _is_latent(slot: Slot, of: dict[Slot, frozenset[Slot]], step: Step) -> bool:
+    """Whether it is made with all parameters, and the slope of the loss in it is itself times a positive number."""
+    one = step.values.get(slot)
+    if one is None or not of.get(slot) or of[slot] != of.get(step.loss.slot) or one.dim() < 2 or len(one) != step.rows:
+        return False
+    if not one.requires_grad or not one.is_floating_point():
+        return False
+    (slope,) = step.slopes(slot)
+    if slope is None or not bool(slope.any()):
+        return False
+    own = one.detach()
+    factor = float((slope * own).sum() / own.pow(2).sum())
+    return factor > 0 and float((slope - factor * own).abs().max()) < _CLOSE * float(slope.abs().max())
+
+
+def _parameters_of(step: Step) -> dict[Slot, frozenset[Slot]]:
+    """The parameters that each tensor is made with."""
+    of = {slot: frozenset({slot}) for slot, one in step.parameters.items() if one.requires_grad}
+    for operation in step.tape.operations:
+        made = frozenset[Slot]().union(*(of.get(one, ()) for one in operation.given))
+        of |= dict.fromkeys(operation.outs, made)
+    return of

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.leaks import _difference, _largest, _pairs
-from anybatch.doctor.ask.trials import Inputs, Operation, Operations, Trial, Unknown, tensors, told
+from anybatch.doctor.ask.leaks import difference, first_of, largest, pairs_of
+from anybatch.doctor.ask.trials import Inputs, Trial, Unknown, tensors, told
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Evaluated, LossCall, Probed
 from anybatch.records.runs import Run
@@ -27,13 +27,13 @@ def ignored(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
         raise Unknown("the rows of the last input are equal")
     turned = inputs.changed(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == inputs.rows else one)
     before, after = trial.forward(inputs), trial.forward(turned)
-    outputs = [(a, b) for a, b in _pairs(before, after) if a.is_floating_point() and a.dim() and a.numel() > 1]
+    outputs = [(a, b) for a, b in pairs_of(before, after) if a.is_floating_point() and a.dim() and a.numel() > 1]
     if not outputs:
         raise Unknown("the model gives no tensor of real numbers")
     size = max(float(a.double().abs().max()) for a, _ in outputs)
     if size != size or size == float("inf"):
         raise Unknown("the outputs are not finite")
-    spread = _largest(outputs) / size if size else 0.0
+    spread = largest(outputs) / size if size else 0.0
     return told("input", root=root, answer="yes" if spread < _SPREAD else "no", spread=spread, size=size)
 
 
@@ -89,13 +89,13 @@ def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Prob
     before, first = trial.operations(inputs)
     trial.advance()
     after, second = trial.operations(inputs, again=True)
-    pairs = [(a, b) for a, b in _pairs(before, after) if a.numel()]
+    pairs = [(a, b) for a, b in pairs_of(before, after) if a.numel()]
     if not pairs:
         raise Unknown("the model gives no tensor")
-    if not any(bool(_difference(a, b).any()) for a, b in pairs):
+    if not any(bool(difference(a, b).any()) for a, b in pairs):
         return told("modes", root=root, answer="no")
-    guilty = _first_different(first, second)
-    return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=_largest(pairs))
+    guilty = first_of(first, second, lambda a, b: a.shape == b.shape and a.numel() > 0 and bool(difference(a, b).any()))
+    return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=largest(pairs))
 
 
 def squashed_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
@@ -119,17 +119,6 @@ def _is_probability(one: torch.Tensor, function: str) -> bool:
     if function != "cross_entropy" or not is_within:
         return is_within
     return one.dim() > 1 and bool(((one.sum(1) - 1).abs() < 1e-3).all())
-
-
-def _first_different(first: Operations, second: Operations) -> Operation | None:
-    for one, two in zip(first.seen, second.seen, strict=False):
-        if one.name != two.name:
-            return None
-        changed = [bool(_difference(a, b).any()) for a, b in zip(one.results, two.results, strict=False)
-                   if a.shape == b.shape and a.numel()]  # fmt: skip
-        if any(changed):
-            return one
-    return None
 
 
 def zeroed(inputs: Inputs) -> Inputs:

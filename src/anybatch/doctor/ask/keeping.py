@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from anybatch.doctor.ask.functions import Function, functions_of
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
@@ -37,6 +36,9 @@ _MOST_BATCHES = 48
 _MOST_COLLATES = 2
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
+_MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
+_MOST_FUNCTIONS = 8
+_PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
 
 @dataclass(slots=True)
@@ -102,6 +104,44 @@ class Own:
     step: int  # when
     file: str  # of the line
     line: int
+
+
+@dataclass(slots=True)
+class Function:
+    """A function of the user's, with what its forward left for its backward."""
+
+    cls: Any
+    context: Any  # has the tensors and attributes of the node of the graph, as copies
+    shapes: tuple[tuple[int, ...], ...]  # of the gradients that come in
+    dtype: torch.dtype
+    given: tuple[Any, ...] = ()  # what its next forward was given, where that is tensors and plain values
+
+    def called(self, args: tuple[Any, ...]) -> None:
+        """Is shown a call of its forward."""
+        if not self.given:
+            args = args[self.cls.setup_context is torch.autograd.Function.setup_context :]  # without the context
+            if all(isinstance(one, _PLAIN) for one in args):
+                self.given = tuple([one.detach().clone() if torch.is_tensor(one) else one for one in args])
+
+
+def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
+    """The functions of the user's own in the graph of a loss that were not seen before."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting and len(seen) < _MOST_NODES:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        cls = getattr(type(node), "_forward_cls", None)
+        if cls is None or cls in known or len(known) >= _MOST_FUNCTIONS or cls.__module__.startswith("torch."):
+            continue
+        known.add(cls)
+        made = node._input_metadata
+        saved = tuple([None if one is None else one.detach().clone() for one in node.saved_tensors])
+        left = {**vars(node), "saved_tensors": saved, "needs_input_grad": node.needs_input_grad}
+        shapes = tuple([tuple(one.shape) for one in made])
+        yield Function(cls, types.SimpleNamespace(**left), shapes, made[0].dtype)
 
 
 class Kept:

@@ -6,7 +6,7 @@ changed beyond the row is the one that mixes. Norm layers are in evaluation mode
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,15 +34,15 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     changed = _with_row(inputs, row, other)
     before, first = trial.operations(inputs)
     again, _ = trial.operations(inputs)
-    if _largest(_pairs(before, again)) > 0:
+    if largest(pairs_of(before, again)) > 0:
         raise Unknown("two evaluations of the model differ")
     after, second = trial.operations(changed)
-    verdict = [v for one, two in _pairs(before, after) if (v := _confined(one, two, row, rows)) is not None]
+    verdict = [v for one, two in pairs_of(before, after) if (v := _confined(one, two, row, rows)) is not None]
     if not verdict:
         raise Unknown("no output has a row for each sample")
     if all(verdict):
         return told("batch", root=root, answer="no", rows=rows)
-    guilty = _first_beyond(first, second, row, rows)
+    guilty = first_of(first, second, lambda one, two: _confined(one, two, row, rows) is False)
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
     evidence = {"rows": rows, "op": op, "confirmed": confirmed, "loader": _from_loader(run)}
@@ -170,7 +170,8 @@ def _from_loader(run: Run) -> bool:
     return any(one.rows in sizes for one in run.of(Forward))
 
 
-def _pairs(one: Any, other: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def pairs_of(one: Any, other: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of two outputs."""
     first, second = tensors(one), tensors(other)
     if len(first) != len(second):
         raise Unknown("the outputs have a different form in each call")
@@ -180,11 +181,12 @@ def _pairs(one: Any, other: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         yield a, b
 
 
-def _largest(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def largest(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """By how much any entries differ."""
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Which entries differ by more than rounding does."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
@@ -198,7 +200,7 @@ def _confined(one: torch.Tensor, other: torch.Tensor, row: int, rows: int) -> bo
     """Whether what changed lies in one row along some dim; ``None`` where no dim has a place for each row."""
     if one.shape != other.shape or not one.numel():
         return None
-    mask = _difference(one, other)
+    mask = difference(one, other)
     known = None
     for dim, size in enumerate(one.shape):
         if size % rows or not size:
@@ -213,13 +215,14 @@ def _confined(one: torch.Tensor, other: torch.Tensor, row: int, rows: int) -> bo
     return known
 
 
-def _first_beyond(first: Operations, second: Operations, row: int, rows: int) -> Operation | None:
-    """The first operation whose result changed beyond the row, when what went before had not."""
+def first_of(
+    first: Operations, second: Operations, is_it: Callable[[torch.Tensor, torch.Tensor], bool | None]
+) -> Operation | None:
+    """The first operation of two runs a result of which is so; none where they run different operations before."""
     for one, two in zip(first.seen, second.seen, strict=False):
         if one.name != two.name:
             return None
-        verdicts = [_confined(a, b, row, rows) for a, b in zip(one.results, two.results, strict=False)]
-        if False in verdicts:
+        if any(is_it(a, b) for a, b in zip(one.results, two.results, strict=False)):
             return one
     return None
 
@@ -269,16 +272,16 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     other = other.T if call.time_first else other
     changed = inputs.changed(lambda one: other if one is tokens else one)
     before, first = trial.operations(inputs)
-    if _largest(_pairs(before, trial.operations(inputs)[0])) > 0:
+    if largest(pairs_of(before, trial.operations(inputs)[0])) > 0:
         raise Unknown("two evaluations of the model differ")
     after, second = trial.operations(changed)
     counted = _counted(inputs, tokens, rows)
     counted[:, :start] = False  # what comes out at a prompt is in no loss, and may see all of it
-    verdicts = [v for a, b in _pairs(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
+    verdicts = [v for a, b in pairs_of(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
     if not verdicts:
         raise Unknown("no output has a place for each token")
     if all(verdicts):
-        own = (_only_later(a, b, length, cut + 1, counted) for a, b in _pairs(before, after))
+        own = (_only_later(a, b, length, cut + 1, counted) for a, b in pairs_of(before, after))
         is_shifted = all(one is not False for one in own)  # by the model: no output depends on the token at its place
         return told("time", root=root, answer="no", length=length, shifted=is_shifted)
     guilty = _first_early(first, second, length, cut)
@@ -329,7 +332,7 @@ def _only_later(
 ) -> bool | None:
     if one.shape != other.shape or not one.numel() or not one.dim():
         return None
-    mask = _difference(one, other)
+    mask = difference(one, other)
     mask = mask if counted is None else _of_counted(mask, counted)
     known = None
     for dim, size in enumerate(one.shape):

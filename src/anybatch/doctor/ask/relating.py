@@ -7,14 +7,15 @@ that of one that learned no more than how targets are distributed stays.
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.rows import replayed, rows_of, slots_of
-from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, rebuilt, slots
+from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.tape import Loss, Operation, Slot, Tape, rebuilt
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
@@ -39,15 +40,14 @@ _NOTHING = 0.01
 _ALIKE = 0.95
 """The cosine of rows that have become alike."""
 
-_PAIRING = frozenset({"cosine_similarity", "mse_loss", "sub", "__sub__", "mul", "__mul__", "smooth_l1_loss", "l1_loss"})
+_PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1_loss")
 """Operations that compare, entry by entry, what two inputs become."""
 
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
-_TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-                    "binary_cross_entropy", "binary_cross_entropy_with_logits"})  # fmt: skip
+_TERMS = DISTANCES | OF_CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,92 +76,85 @@ class Risen:
         return "no" if self.gain < _LITTLE * size or (not unsure and self.gain < _MUCH / 2 * size) else "unknown"
 
 
-def related(tape: Tape, optimizer: int, until: float) -> Probed:
+@asks("related")
+def related(step: Step) -> Iterator[Probed]:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows."""
-    rows, loss = rows_of(tape), tape.losses[-1]
-    draw = _own_draw(tape, loss)
+    optimizer, first = step.optimizer, step.replay
+    draw = _own_draw(step)
     if draw is not None:  # in another row it is as likely, whatever was learned
-        return told("related", draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
-    first = replayed(tape, loss, lambda one: one)
-    found = _meetings(tape, loss, first, rows)
-    end = min(until, time.perf_counter() + _SECONDS)
+        yield said(draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
+    found = _meetings(step)
+    end = min(step.until, time.perf_counter() + _SECONDS)
     if not found:
-        return _of_inputs(tape, optimizer, rows, first, end)
-    known = [(one, *risen) for one in found if (risen := _risen(tape, loss, first, one, end)) is not None]
+        yield _of_inputs(step, end)
+    known = [(one, *risen) for one in found if (risen := _risen(step, one, end)) is not None]
     if not known:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
-    operation = tape.operations[where.index]
-    terms = slots_of(tape, loss, without="grad")  # a loss of which only the gradient is used need not become small
+    # a loss of which only the gradient is used need not become small
+    terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     evidence: dict[str, Any] = {
-        "optimizer": optimizer, "rows": rows, "loss": whole.own, "others": whole.own + whole.gain,
+        "optimizer": optimizer, "rows": step.rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
-        "apart": [_same(tape, one, term) for one, _, term in known
+        "apart": [_same(step.operations[one.index], term) for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
-                  and terms & set(tape.operations[one.index].outs)
-                  and not slots_of(tape, replace(loss, slot=one.slot)) & tape.parameters.keys()],  # of a net as it was
+                  and terms & set(step.operations[one.index].outs)
+                  and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
-    return told("related", operation, answer=answer, **evidence)
+    yield said(step.operations[where.index], answer=answer, **evidence)
 
 
-def _own_draw(tape: Tape, loss: Loss) -> Operation | None:
+def _own_draw(step: Step) -> Operation | None:
     """The draw from what the parameters made that the loss depends on, as that of a policy does on its actions."""
-    made, wanted = set(tape.parameters), slots_of(tape, loss)
-    for operation in tape.operations[: loss.before]:
-        if made & set(slots((operation.args, operation.kwargs))):
+    made = set(step.parameters)
+    for operation in step.operations:
+        if made & set(operation.given):
             made |= set(operation.outs)
-            if operation.name in _BY_VALUE and wanted & set(operation.outs):
+            if operation.name in _BY_VALUE and step.needed & set(operation.outs):
                 return operation
     return None
 
 
-def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float) -> Probed:
+def _of_inputs(step: Step, end: float) -> Probed:
     """Of a loss without targets: whether it rises where the rows of one input stand beside those of other ones."""
-    loss = tape.losses[-1]
-    mine = slots_of(tape, loss)
-    given = [tape.leaves[one] for one in sorted(tape.leaves.keys() & mine - tape.parameters.keys())]
+    rows, given = step.rows, [step.leaves[one] for one in sorted(step.inputs & step.needed)]
     given = [one for one in given if one.shape[:1] == (rows,)]
     if len(given) < 2:
         raise Unknown("nothing that the parameters do not make meets what they make")
     generator = torch.Generator().manual_seed(11)
     risen: list[Risen] = []
     for leaf in given[:_MOST_MEETINGS]:
-        values = [_sum(first.values[loss.slot])]
+        values = [_sum(step.values[step.loss.slot])]
         while len(values) <= _ORDERS and time.perf_counter() < end:
             order = torch.randperm(rows, generator=generator)
-            again = replayed(tape, loss, lambda one, leaf=leaf, order=order: one[order] if one is leaf else one)
-            values.append(_sum(again.values[loss.slot]))
+            values.append(step.loss_with(lambda one, leaf=leaf, order=order: one[order] if one is leaf else one))
         if len(values) < 4 or not all(map(math.isfinite, values)):
             raise Unknown("there was no time left, or the loss is not finite")
         risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
     best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
-    seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
+    seen: dict[str, Any] = {"optimizer": step.optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
-    collapsed = _collapsed(tape, first) if answer != "unknown" else None
-    collapsed = collapsed if collapsed and _is_best_alike(tape, given, best.own) else None
+    collapsed = _collapsed(step) if answer != "unknown" else None
+    collapsed = collapsed if collapsed and _is_best_alike(step, given, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
-    return told("related inputs", collapsed or loss, answer=answer, collapsed=collapsed is not None, **seen)
+    place = collapsed or step.loss
+    return told("related inputs", place, answer=answer, collapsed=collapsed is not None, **seen)
 
 
-def _collapsed(tape: Tape, run: Replay) -> Operation | None:
+def _collapsed(step: Step) -> Operation | None:
     """What compares two inputs behind the same parameters, both with a gradient, where all rows have become alike."""
-    loss = tape.losses[-1]
-    needed = slots_of(tape, loss)
-    for operation in tape.operations[: loss.before]:
-        given = list(slots(operation.args))[:2]
-        sides = [run.values[one] for one in given]
-        if operation.name not in _PAIRING or len(set(given)) < 2 or not needed & set(operation.outs):
+    for operation in step.used(*_PAIRING):
+        given = operation.given[:2]
+        sides = [step.values[one] for one in given]
+        if len(set(given)) < 2 or sides[0].shape != sides[1].shape or sides[0].dim() != 2:
             continue
-        if sides[0].shape != sides[1].shape or sides[0].dim() != 2 or not all(one.requires_grad for one in sides):
-            continue
-        if sides[0].shape[1] == 1:  # scores, which all have the direction of their sign
-            continue
-        one, two = (slots_of(tape, replace(loss, slot=side)) for side in given)
-        inputs = tape.leaves.keys() - tape.parameters.keys()
-        if not one & two & tape.parameters.keys() or not one & inputs - two or not two & inputs - one:
+        if not all(one.requires_grad for one in sides) or sides[0].shape[1] == 1:
+            continue  # scores, which all have the direction of their sign
+        one, two = (step.made_of(side) for side in given)
+        if not one & two & step.parameters.keys() or not one & step.inputs - two or not two & step.inputs - one:
             continue
         unit = [torch.nn.functional.normalize(side.detach().double(), dim=1) for side in sides]
         if all(float((side @ side.T).mean()) > _ALIKE for side in unit):
@@ -169,64 +162,59 @@ def _collapsed(tape: Tape, run: Replay) -> Operation | None:
     return None
 
 
-def _is_best_alike(tape: Tape, given: list[torch.Tensor], own: float) -> bool:
+def _is_best_alike(step: Step, given: list[torch.Tensor], own: float) -> bool:
     """Whether the loss is no higher where all rows of all inputs are one: nothing in it keeps rows apart."""
-    loss, values = tape.losses[-1], list[float]()
-    like = {id(one) for one in given if one.shape == given[0].shape}
+    values, like = list[float](), {id(one) for one in given if one.shape == given[0].shape}
     for at in range(min(len(given[0]), _ORDERS)):
         row = given[0][at : at + 1]
-        again = replayed(tape, loss, lambda one, row=row: row.expand_as(one) if id(one) in like else one)
-        values.append(_sum(again.values[loss.slot]))
+        values.append(step.loss_with(lambda one, row=row: row.expand_as(one) if id(one) in like else one))
     return median(values) <= own + _LITTLE * abs(own)
 
 
-def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:
+def _same(one: Operation, term: Risen) -> dict[str, Any]:
     """A term of the loss that is the same with the targets of other rows."""
-    one = tape.operations[where.index]
     return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
 
 
-def _meetings(tape: Tape, loss: Loss, first: Replay, rows: int) -> list[Meeting]:
+def _meetings(step: Step) -> list[Meeting]:
     """The last places where both sides follow the rows, and one of them the parameters, the last one first."""
-    wanted, follows = slots_of(tape, loss), _following(tape, loss, rows)
-    found: list[Meeting] = []
-    for index, operation in enumerate(tape.operations[: loss.before]):
-        given = set(slots((operation.args, operation.kwargs))) & follows
-        made = [one for one in given if first.values[one].requires_grad]
+    values, follows, found = step.values, _following(step), list[Meeting]()
+    for index, operation in enumerate(step.operations):
+        given = set(operation.given) & follows
+        made = [one for one in given if values[one].requires_grad]
         writes = operation.name.endswith("_") and not operation.name.endswith("__")
-        if not made or not operation.grad or not wanted & set(operation.outs) or writes:
+        if not made or not operation.grad or not step.needed & set(operation.outs) or writes:
             continue
-        others = [one for one in given if not first.values[one].requires_grad and first.values[one].dim()]
-        found += [Meeting(index, one) for one in sorted(others) if first.values[one].shape[0] >= _LEAST_ROWS]
+        others = [one for one in given if not values[one].requires_grad and values[one].dim()]
+        found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]
     return found[::-1][:_MOST_MEETINGS]
 
 
-def _following(tape: Tape, loss: Loss, rows: int) -> set[Slot]:
+def _following(step: Step) -> set[Slot]:
     """The slots that depend on what came from outside for each row, or was drawn for it."""
-    found = {slot for slot, one in tape.leaves.items() if one.shape[:1] == (rows,) and slot not in tape.parameters}
-    for operation in tape.operations[: loss.before]:
-        drawn = operation.drawn is not None and any(one.dim() and one.shape[0] == rows for one in operation.drawn)
-        if drawn or found & set(slots((operation.args, operation.kwargs))):
+    found = {slot for slot in step.inputs if step.leaves[slot].shape[:1] == (step.rows,)}
+    for operation in step.operations:
+        drawn = operation.drawn is not None and any(one.dim() and len(one) == step.rows for one in operation.drawn)
+        if drawn or found & set(operation.given):
             found |= set(operation.outs)
     return found
 
 
-def _risen(tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float) -> tuple[Risen, Risen | None] | None:
+def _risen(step: Step, where: Meeting, end: float) -> tuple[Risen, Risen | None] | None:
     """What other orders do to the loss, and to the term where that is one loss function; nothing where it fails."""
-    count = first.values[where.slot].shape[0]
-    is_term = tape.operations[where.index].name in _TERMS and first.results[where.index][0].numel() == 1
+    count, own = step.values[where.slot].shape[0], step.replay.results[where.index][0]
+    is_term = step.operations[where.index].name in _TERMS and own.numel() == 1
     generator = torch.Generator().manual_seed(11)
-    wholes, terms = [_sum(first.values[loss.slot])], [_sum(first.results[where.index][0]) if is_term else 0.0]
+    wholes, terms = [_sum(step.values[step.loss.slot])], [_sum(own) if is_term else 0.0]
     for _ in range(_ORDERS):
         if time.perf_counter() > end:
             break
-        order = torch.randperm(count, generator=generator)
-        changed, moved = _exchanged(tape, loss, where, order)
+        changed, moved = _exchanged(step, where, torch.randperm(count, generator=generator))
         try:
-            again = replayed(changed, moved, lambda one: one)
+            again = replayed(changed, moved)
         except Unknown:
             return None
-        wholes.append(_sum(again.values[loss.slot]))
+        wholes.append(_sum(again.values[step.loss.slot]))
         terms.append(_sum(again.results[where.index + 1][0]) if is_term else 0.0)
     if len(wholes) < 4 or not all(map(math.isfinite, (*wholes, *terms))):
         return None
@@ -238,14 +226,15 @@ def _sum(one: torch.Tensor) -> float:
     return float(one.detach().double().sum())
 
 
-def _exchanged(tape: Tape, loss: Loss, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
+def _exchanged(step: Step, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
     """A tape with an operation more, which puts rows into another order for the one behind it."""
-    behind = tape.operations[where.index]
-    fresh = Slot(1 + max([*tape.leaves, *(out for one in tape.operations for out in one.outs)]))
+    operations = step.tape.operations
+    behind = operations[where.index]
+    fresh = Slot(1 + max([*step.leaves, *(out for one in operations for out in one.outs)]))
     moving = Operation("index_select", lambda one: one[order.to(one.device)], (where.slot,), {}, (fresh,))
     both = rebuilt((behind.args, behind.kwargs), lambda one: fresh if type(one) is Slot and one == where.slot else one)
     moved = replace(behind, args=both[0], kwargs=both[1])
     other = Tape()
-    other.leaves, other.parameters = tape.leaves, tape.parameters
-    other.operations = [*tape.operations[: where.index], moving, moved, *tape.operations[where.index + 1 :]]
-    return other, replace(loss, before=loss.before + 1)
+    other.leaves, other.parameters = step.leaves, step.parameters
+    other.operations = [*operations[: where.index], moving, moved, *operations[where.index + 1 :]]
+    return other, replace(step.loss, before=step.loss.before + 1)

@@ -39,6 +39,13 @@ _BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
 _OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")
 
 
+_KINDS = {
+    "true_divide": "div", "__truediv__": "div", "__rsub__": "rsub", "__iadd__": "add_", "__isub__": "sub_",
+    **{f"__{one}__": one for one in ("add", "sub", "mul", "pow", "matmul", "abs", "neg", "ne")},
+    **{f"__r{one}__": one for one in ("add", "mul")},
+}  # fmt: skip
+
+
 class Slot(int):
     """Stands for a tensor in the arguments of an operation."""
 
@@ -56,6 +63,16 @@ class Operation:
     file: str = ""  # of the user's line
     line: int = 0
     drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
+
+    @property
+    def kind(self) -> str:
+        """Its name, that of the function where it is an operator."""
+        return _KINDS.get(self.name, self.name)
+
+    @property
+    def given(self) -> list[Slot]:
+        """The slots of what it was given, in order."""
+        return list(slots((self.args, self.kwargs)))
 
     @property
     def drops(self) -> bool:

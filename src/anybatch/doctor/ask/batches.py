@@ -1,0 +1,287 @@
+"""What batches that were kept hold: masks beside pictures, padding, classes, and samples that were collated."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.arguments import left_out
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.steps import OF_CLASSES
+from anybatch.doctor.ask.trials import Unknown, tensors, told
+from anybatch.doctor.ask.weighing import padding_of
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_LEAST_MASKS, _MOST_MASKS, _LEAST_SIDE, _MOST_KINDS = 20, 200, 12, 21
+_LEAST_GRID = 4
+_ERRORS, _SOMETHING = 6.0, 0.1  # standard errors of what one way explains more, and of the variance it has to explain
+_CLEAR = 0.3  # of the variance of a channel that a mask explains where it lies on what it shows
+_MOST_CLEAR = 0.5  # of the pictures: fewer explain more than the pictures of other masks by accident
+_BETTER = 2.0  # times as much is explained where it is turned
+_SHARE = 0.2  # of the clear pictures, as of those that are turned by one of four, and not only flipped at a time
+_SAMPLES = 13  # that a collate function is given
+_LEAST_BATCHES = 3
+_LEAST_SEVERAL = 0.2  # of the rows
+_LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no chance
+_LEAST_PADDED = 0.1  # of the tokens
+_FEWEST = 100  # targets that were kept
+_BATCHES = 5  # that have to agree
+
+
+def about_collates(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether parts of a batch are in the order of their samples, and others in another one."""
+    for dataset, collate in kept.collates:
+        yield _paired(dataset, collate)
+
+
+def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:
+    count = min(_SAMPLES, len(dataset))
+    samples = [dataset[place * len(dataset) // count] for place in range(count)]
+
+    def collated(some: list[Any]) -> list[torch.Tensor]:
+        return tensors(collate(copy.deepcopy(some)))
+
+    whole, again, alone = collated(samples), collated(samples), [collated([one]) for one in samples]
+    if any(len(one) != len(whole) for one in alone) or not all(map(torch.equal, whole, again)):
+        raise Unknown("what it gives differs from one call to the next")
+    fields = [field for place, one in enumerate(whole) if (field := _matches(one, [each[place] for each in alone]))]
+    orders = [order for one in fields if (order := _order(one)) and order != list(range(count))]
+    if not orders or any(sorted(one.flatten().tolist()) == list(range(count)) for one in whole if one.dim() == 1):
+        return told("collate", answer="no", samples=count)  # with the order, what is made of the rows can be put back
+    left = [one for one in fields if not all(one[row][orders[0][row]] for row in range(count))]
+    apart = [sum(not one[row][orders[0][row]] for row in range(count)) for one in left
+             if all(one[row][row] for row in range(count))]  # fmt: skip
+    if len(apart) < len(left):
+        raise Unknown("a part of the batch is in an order of its own")
+    code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
+    place: dict[str, Any] = {"file": getattr(code, "co_filename", ""), "line": getattr(code, "co_firstlineno", 0)}
+    name = getattr(collate, "__name__", type(collate).__name__)
+    moved = sum(row != sample for row, sample in enumerate(orders[0]))
+    answer = "yes" if apart else "no"
+    return Probed(
+        probe="collate", root=-1, answer=answer, **place,
+        evidence={"collate": name, "samples": count, "moved": moved, "apart": max(apart, default=0)},
+    )  # fmt: skip
+
+
+def _matches(whole: torch.Tensor, alone: list[torch.Tensor]) -> list[list[bool]]:
+    """For each row of a tensor and each sample whether it is that of the sample; nothing where it has no rows."""
+    for dim in range(min(whole.dim(), 2)):
+        if whole.shape[dim] == len(alone) and all(one.dim() == whole.dim() and one.shape[dim] == 1 for one in alone):
+            rows = whole.unbind(dim)
+            return [[_fits(row, one.select(dim, 0)) for one in alone] for row in rows]
+    return []
+
+
+def _fits(row: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a row is what a sample alone becomes, but for the padding at its end or its beginning."""
+    if any(size < least for size, least in zip(row.shape, own.shape, strict=True)):
+        return False
+    if row.shape == own.shape:
+        return bool(torch.equal(row, own))
+    ends = (tuple(slice(0, size) for size in own.shape), tuple(slice(-size, None) for size in own.shape))
+    return any(torch.equal(row[end], own) and _is_padded(row, end) for end in ends if row[end].shape == own.shape)
+
+
+def _is_padded(row: torch.Tensor, end: tuple[slice, ...]) -> bool:
+    outside = torch.ones(row.shape, dtype=torch.bool)
+    outside[end] = False
+    return bool(row[outside].unique().numel() <= 1)
+
+
+def _order(field: list[list[bool]]) -> list[int] | None:
+    """The sample of each row, where each has one and they are all different."""
+    found = [[sample for sample, same in enumerate(row) if same] for row in field]
+    order = [one[0] for one in found if len(one) == 1]
+    return order if len(order) == len(field) and sorted(order) == list(range(len(field))) else None
+
+
+def apart(kept: Kept, root: int) -> Probed:
+    """Whether many masks explain their picture far better when they are turned or flipped."""
+    own, other = [], []
+    pairs = list(_pairs(kept, root))
+    for number, (picture, mask) in enumerate(pairs):
+        own.append(_explained(picture, mask))
+        other.append(_explained(pairs[number - 1][0], mask))
+    if len(own) < _LEAST_MASKS:
+        raise Unknown("few masks of pictures were kept")
+    shares, others, best = torch.stack(own), torch.stack(other), torch.stack(own).max(1).values
+    if (share := _all_alike(shares, others)) > 0:
+        return told("apart", root=root, answer="yes", share=share, masks=len(own))
+    clear = best > max(_CLEAR, float(others.max(1).values.quantile(0.9)))
+    if clear.double().mean() < _MOST_CLEAR:
+        raise Unknown("masks explain little of the colours of their pictures")
+    share = float((_BETTER * shares[:, 0] < best)[clear].double().mean())
+    seen: dict[str, Any] = {"share": share, "masks": int(clear.sum())}
+    return told("apart", root=root, answer="yes" if share > _SHARE else "no", **seen)
+
+
+def _all_alike(shares: torch.Tensor, others: torch.Tensor) -> float:
+    """Of how many pictures one way to turn all masks explains more, where it does so surely; 0 where it does not.
+
+    More than the mask as it is, and than that of another picture: what lies at one place in all pictures tells nothing.
+    """
+    way = int(shares.mean(0).argmax())
+    gained = [shares[:, way] - one for one in (shares[:, 0], others[:, way])]
+    sure = all(float(one.mean()) > _ERRORS * float(one.std()) / len(one) ** 0.5 for one in gained)
+    much = all(_BETTER * float(one.mean()) > float(shares[:, way].mean()) > _SOMETHING for one in gained)
+    return float((gained[0] > 0).double().mean()) if way and sure and much else 0.0
+
+
+def _pairs(kept: Kept, root: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pictures with a mask of few classes of the same size, or with a coarse grid of them, as detectors have."""
+    count = 0
+    for pictures, _, given in kept.batches.get(root, ()):
+        masks = given["target"]
+        masks = masks[:, 0] if masks.dim() == 4 and masks.shape[1] == 1 else masks
+        sides = pictures.shape[2:]
+        if pictures.dim() != 4 or not pictures.is_floating_point() or min(sides) < _LEAST_SIDE:
+            return
+        if masks.dim() != 3 or len(masks) != len(pictures) or len(masks.unique()) > _MOST_KINDS:
+            continue  # what else a loss has, such as boxes
+        if masks.shape[1:] != sides and (
+            min(masks.shape[1:]) < _LEAST_GRID
+            or any(side % one for side, one in zip(sides, masks.shape[1:], strict=True))
+        ):
+            return
+        seen = torch.nn.functional.adaptive_avg_pool2d(pictures.double(), tuple(masks.shape[1:]))
+        for pair in zip(seen, masks, strict=True):
+            if count < _MOST_MASKS:
+                count += 1
+                yield pair
+
+
+def _explained(picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The share of the variance of the best channel that each way to turn a mask explains; as it is comes first."""
+    flat = picture.reshape(len(picture), -1)
+    away = flat - flat.mean(1, keepdim=True)
+    total = away.pow(2).sum(1).clamp_min(1e-12)
+    found = []
+    for turned in _ways(mask):
+        classes = turned.reshape(-1).unique(return_inverse=True)[1]
+        sums = away.new_zeros(len(away), int(classes.max()) + 1).index_add_(1, classes, away)
+        found.append((sums.pow(2) / classes.bincount()).sum(1).div(total).max())
+    return torch.stack(found)
+
+
+def _ways(mask: torch.Tensor) -> list[torch.Tensor]:
+    """A mask, and as it is when it is turned or flipped."""
+    quarters = (0, 1, 2, 3) if mask.shape[0] == mask.shape[1] else (0, 2)
+    return [one for quarter in quarters for one in (mask.rot90(quarter), mask.rot90(quarter).flip(1))]
+
+
+def about_given(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether one of the numbers that a root is given has another value for each class, and one for all of its rows."""
+    for root, batches in kept.batches.items():
+        pairs = [(first, marks) for first, _, one in batches if (marks := _marks(first, one["target"])) is not None]
+        pairs = [one for one in pairs if one[0].shape[1:] == pairs[0][0].shape[1:]]
+        rows = sum(len(marks) for _, marks in pairs)
+        if rows < _LEAST_ROWS:
+            continue
+        inputs, marks = (torch.cat([pair[part] for pair in pairs]) for part in (0, 1))
+        classes = len(marks.unique())
+        for place in range(inputs.shape[1] if 1 < classes <= _MOST_CLASSES else 0):
+            values = inputs[:, place].unique()
+            if len(values) == classes and len(torch.stack((inputs[:, place], marks)).unique(dim=1).T) == classes:
+                yield told("target given", root=root, kind="class", place=place + 1, of=inputs.shape[1], rows=rows)
+                break
+
+
+def _marks(first: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """The classes of a table of numbers, one for each row; ``None`` where they are something else."""
+    is_table = first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1 and first.is_cpu and target.is_cpu
+    if not is_table or target.numel() != len(first) or (
+        target.is_floating_point() and not bool(((target == 0) | (target == 1)).all())
+    ):  # fmt: skip
+        return None
+    return target.flatten().to(first)
+
+
+def about_several(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a loss that takes one class for each row, or shares that sum to 1, is given the marks of several."""
+    for root, batches in kept.batches.items():
+        given = [
+            one["target"] for _, name, one in batches if name == "cross_entropy" and one["shape"] == one["target"].shape
+        ]
+        given = [one for one in given if one.dim() == 2 and one.is_floating_point() and one.shape[0] != one.shape[1]]
+        if len(given) < _LEAST_BATCHES or not all(bool(((one == 0) | (one == 1)).all()) for one in given):
+            continue
+        marks = torch.cat([one.sum(1) for one in given])
+        if float((marks != 1).double().mean()) > _LEAST_SEVERAL and bool((marks > 1).any()):
+            yield told("several classes", root=root, rows=len(marks), most=int(marks.max()), least=int(marks.min()))
+
+
+def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a loss counts the places at which the tokens of its root are padding."""
+    for root, batches in kept.batches.items():
+        padded, total, seen = 0, 0, set[int]()
+        for tokens, name, given in batches:
+            target, rows = given["target"], len(tokens)
+            if name != "cross_entropy" or tokens.dim() != 2 or tokens.is_floating_point() or target.numel() % rows:
+                break
+            if given.get("weight") is not None:
+                break
+            target = target.reshape(rows, -1)
+            behind = padding_of(tokens if target.shape == tokens.shape else target)
+            at_end = target[behind] if behind is not None else target.flatten()[:0]
+            seen |= set(at_end.tolist())
+            if len(seen) > 1:
+                break
+            total += target.numel()
+            padded += int((at_end != given.get("ignore_index", -100)).sum())
+        else:
+            if total and padded > _LEAST_PADDED * total:
+                yield told("padding", root=root, share=padded / total, value=seen.pop(), tokens=total)
+
+
+def about_uncounted(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether ``ignore_index``, or a weight of 0, is that of a class, where each row of numbers has one target."""
+    for root, batches in kept.batches.items():
+        given = [one for first, name, one in batches if name in OF_CLASSES and _is_of_rows(first, one["target"], one)]
+        if len(given) < len(batches) or len({one["shape"][1] for one in given}) != 1:
+            continue
+        classes = int(given[0]["shape"][1])
+        targets = torch.cat([one["target"] for one in given])
+        counts = targets[(targets >= 0) & (targets < classes)].bincount(minlength=classes).tolist()
+        ignored, weight = int(given[0].get("ignore_index", -100)), given[0].get("weight")
+        numbers = {ignored} if 0 <= ignored < classes else set[int]()
+        if weight is not None:
+            numbers |= {number for number, one in enumerate(weight.tolist()) if not one}
+        by = "ignore_index" if ignored in numbers else "weight"
+        if sum(counts) >= _FEWEST:
+            yield from left_out(root, counts, sorted(numbers), None, by)
+
+
+def _is_of_rows(first: torch.Tensor, target: torch.Tensor, given: dict[str, Any]) -> bool:
+    """Whether each row that the net is given has a target of its own: rows of tokens may be padding, or unknown."""
+    is_plain = first.is_floating_point() and first.dim() > 1 and len(given["shape"]) == 2
+    return is_plain and target.shape == first.shape[:1] and not target.is_floating_point()
+
+
+def about_ends(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether the token that ends each row is the padding, and never a target of a model of the next token.
+
+    Rows that are filled up to the longest have no padding in that one. Where the longest of each batch has one place of
+    it, and what stands before it is not one token, that place is the end.
+    """
+    for root, batches in kept.batches.items():
+        found = {_end_of(*batch) for batch in batches}
+        rows = sum(len(tokens) for tokens, _, _ in batches)
+        if len(batches) >= _BATCHES and len(found) == 1 and rows >= _FEWEST and (number := found.pop()) is not None:
+            yield told("end uncounted", root=root, number=number, rows=rows)
+
+
+def _end_of(tokens: torch.Tensor, name: str, given: dict[str, Any]) -> int | None:
+    """The token that ends all rows of a batch and is no target; ``None`` where it is one, or there is none."""
+    behind, target = padding_of(tokens), given["target"]
+    if behind is None or name not in OF_CLASSES or target.numel() != tokens[:, 1:].numel():
+        return None
+    number, ahead = int(tokens[0, -1]), tokens[:, 1:]
+    target, lengths = target.reshape(ahead.shape), (~behind).sum(1)
+    out = target == given.get("ignore_index", -100)
+    is_next = torch.equal(out, ahead == number) and torch.equal(target[~out], ahead[~out])
+    last = tokens.gather(1, lengths[:, None] - 1).unique()
+    is_output = len(given["shape"]) > 1 and number < given["shape"][1]
+    return number if is_next and is_output and int(behind.sum(1).min()) == 1 and len(last) > 1 else None

@@ -1,0 +1,457 @@
+"""What a loss compares: a tensor with itself, rows with their own negatives or views, boxes, nets that agree."""
+
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.rows import close
+from anybatch.doctor.ask.steps import DISTANCES, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.tape import Operation, Replay, Slot
+from anybatch.doctor.ask.trials import Unknown
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.lossfacts import LossCall, Probed
+
+_COMPARING = DISTANCES | {"kl_div"}
+_MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
+_DIFFERENCES = frozenset({"sub", "rsub"})
+_SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
+
+
+@asks("itself")
+def of_itself(step: Step) -> Iterator[Probed]:
+    """Whether a term of the loss compares what the model gives with itself."""
+    computed = set[Slot]()
+    differences: dict[Slot, Operation] = {}
+    twins: dict[Slot, Operation] = {}
+    drops = any(one.drops for one in step.tape.operations)  # which may tell two calls apart in the run
+    for operation, found in zip(step.operations, step.replay.results, strict=True):
+        given, kind = operation.given, operation.kind
+        computed |= set(operation.outs)
+        if not step.needed & set(operation.outs) or not found:
+            continue
+        sides = [step.values[one].detach() for one in given[:2]]
+        is_one = not drops and (
+            (kind == "kl_div" and _is_itself(operation, sides))
+            or (kind in _MATCHING and _is_twice(step, given[0], given[-1]))
+            or (kind == "cross_entropy" and len(sides) > 1 and _is_of_pairs_of_one(*sides))
+            or (kind == "div" and bool((found[0] == 1).all()) and _are_twins(step, given))
+        )
+        if is_one:
+            yield _itself(operation)
+        if kind in ("exp", "expm1") and (twin := next((twins[one] for one in given if one in twins), None)):
+            yield _itself(twin)
+        if bool(found[0].count_nonzero()):
+            continue
+        if kind in _DIFFERENCES and not drops and _are_twins(step, given):
+            twins[operation.outs[0]] = operation
+        if kind in _COMPARING | _DIFFERENCES:
+            made = set(given[:2]) & computed
+            alike = len(given) >= 2 and sides[0].shape == sides[1].shape and made and not (drops and len(made) > 1)
+            if alike and sides[0].numel() > 1 and float(sides[0].double().std()) > 0:
+                differences[operation.outs[0]] = operation
+                if kind in _COMPARING:
+                    yield _itself(operation)
+        elif kind in _SIZING and (guilty := next((differences[one] for one in given if one in differences), None)):
+            yield _itself(guilty)
+
+
+def _itself(operation: Operation) -> Probed:
+    return said(operation, op=operation.name.strip("_"))
+
+
+def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
+    """Whether both sides of a divergence are one distribution, and not an even one."""
+    if len(sides) < 2 or sides[0].shape != sides[1].shape:
+        return False
+    second = sides[1].exp() if operation.kwargs.get("log_target") else sides[1]
+    return close(sides[0].exp(), second) and float(second.double().std()) > 1e-3
+
+
+def _is_twice(step: Step, first: Slot, second: Slot) -> bool:
+    """Whether both sides were computed by the same parameters in two calls, and are equal."""
+    one, two = (step.values[side] for side in (first, second))
+    if not (one.requires_grad and two.requires_grad and one.dim() == two.dim() == 2):
+        return False
+    one, two = one.detach(), (two if one.shape == two.shape else two.t()).detach()
+    if one.shape != two.shape or len(one) < 4 or not close(one, two) or float(one.double().std()) == 0:
+        return False
+    return not {id(made) for made in _makers(step, first)} & {id(made) for made in _makers(step, second)}
+
+
+def _are_twins(step: Step, given: list[Slot]) -> bool:
+    """Whether both sides of a ratio were computed apart by the same parameters, are equal, and get a gradient."""
+    values = [step.values[one] for one in given[:2]]
+    if len(set(given[:2])) < 2 or not all(one.requires_grad and one.numel() > 1 for one in values):
+        return False
+    one, two = (value.detach() for value in values)
+    if one.shape != two.shape or not bool((one == two).all()) or float(one.double().std()) == 0:
+        return False
+    made = [list(_makers(step, side)) for side in given[:2]]
+    apart = all(given[1 - side] not in {s for maker in makers for s in maker.outs} for side, makers in enumerate(made))
+    held = [{slot for maker in makers for slot in maker.given} & step.parameters.keys() for makers in made]
+    return apart and bool(held[0]) and held[0] == held[1]
+
+
+def _is_of_pairs_of_one(scores: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether scores of each of some tensors with each other have as their targets those with themselves."""
+    if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or len(scores) < 4 or targets.dim() != 1:
+        return False
+    own = torch.arange(len(scores), device=targets.device)
+    return bool(torch.equal(targets, own)) and close(scores, scores.t()) and float(scores.double().std()) > 0
+
+
+def _makers(step: Step, slot: Slot) -> Iterator[Operation]:
+    """The operations with a graph that a tensor is made by."""
+    needed = {slot}
+    for operation in reversed(step.tape.operations):
+        if operation.grad and needed & set(operation.outs):
+            needed |= set(operation.given)
+            yield operation
+
+
+_LEAST_ROWS = 8
+_PICKING = {"min": -1, "amin": -1, "argmin": -1, "max": 1, "amax": 1, "argmax": 1, "topk": 1, "sort": -1, "argsort": -1}
+_HINGES = frozenset({"relu", "relu_", "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum"})
+_MARGINS = frozenset({"margin_ranking_loss", "triplet_margin_loss", "hinge_embedding_loss", "cosine_embedding_loss"})
+_FILLER = 1e4  # what is put in the place of pairs that are not to be picked is larger
+_ASLEEP, _AWAKE = 0.05, 0.3  # of the entries of a hinge that are not 0
+_NEAREST = {"min": -1, "amin": -1, "max": 1, "amax": 1, "topk": 1, "kthvalue": -1, "cross_entropy": 1}
+_SAME = 1e-5  # the same of what is computed twice
+_EVEN = 1e-3
+"""A share of the spread of a matrix by which the entries of its diagonal may differ, as distances near zero do."""
+
+
+@asks("own negative")
+def own_negative(step: Step) -> Iterator[Probed]:
+    """Whether the nearest one of each row, in a matrix of all pairs of rows, is always the row itself."""
+    for operation in step.used(*_NEAREST):
+        if _takes_itself(operation, step.values):
+            yield said(operation, op=operation.name)
+
+
+@asks("easiest")
+def easiest(step: Step) -> Iterator[Probed]:
+    """Whether the farthest pairs are picked for a hinge that is 0 for them, and would not be for the nearest ones.
+
+    With the weights of the end. Picking what is nearest is let alone: positives may be easy on purpose.
+    """
+    for operation in step.used(*_PICKING):
+        place = next(at for at, one in enumerate(step.operations) if one is operation)
+        if not _picks_far(operation, step.values) or not _of_pairs(step, place):
+            continue
+        follows, hinges = set(operation.outs), list[Operation]()
+        for one in step.operations[place + 1 :]:
+            if follows & set(one.given):
+                follows |= set(one.outs)
+                hinges += [one] if one.name in _HINGES | _MARGINS and step.needed & set(one.outs) else []
+        asleep = [one for one in hinges if _active(step.replay, one) <= _ASLEEP]
+        if not asleep:
+            continue
+        turned = replace(operation, func=_turned(operation.func))
+        operations = [*step.operations[:place], turned, *step.operations[place + 1 :]]
+        other: Any = types.SimpleNamespace(leaves=step.leaves, parameters=step.parameters, operations=operations)
+        there = replayed(other, step.loss)
+        woken = max(_active(there, one) for one in asleep)
+        if woken >= _AWAKE:
+            most = max(_active(step.replay, one) for one in asleep)
+            yield said(operation, op=operation.name, inactive=1 - most, left=1 - woken)
+
+
+def _picks_far(operation: Operation, values: Mapping[Slot, torch.Tensor]) -> bool:
+    """Whether it picks the largest of distances, or the smallest of similarities."""
+    given = [values[one] for one in operation.given]
+    if len(given) != 1 or not given[0].is_floating_point():
+        return False
+    sign = _PICKING[operation.name]
+    flags = [one for one in (*operation.args, *operation.kwargs.values()) if type(one) is bool]
+    if operation.name in ("topk", "sort", "argsort") and flags:
+        sign = 1 if flags[0] else -1  # largest, or descending
+    real = given[0].detach()[given[0].abs() < _FILLER]
+    return bool(real.numel() > _LEAST_ROWS) and (sign > 0) == bool(real.min() >= 0)
+
+
+def _of_pairs(step: Step, place: int) -> bool:
+    """Whether what is picked from is made of a matrix of all pairs of rows."""
+    made = step.made_of(step.operations[place].given[0], place) - step.leaves.keys()
+    return step.rows >= _LEAST_ROWS and any(step.values[one].shape == (step.rows, step.rows) for one in made)
+
+
+def _active(run: Replay, operation: Operation) -> float:
+    """The share of the entries of a hinge that are not 0."""
+    return float((run.values[operation.outs[0]].detach() != 0).double().mean())
+
+
+def _turned(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that picks the smallest where another one picks the largest, and what is filled in as little."""
+
+    def other(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        signs = torch.where(first.abs() < _FILLER, -1.0, 1.0).to(first)
+        found = func(first * signs, *args, **kwargs)
+        back = [-one if one.is_floating_point() else one for one in ([found] if torch.is_tensor(found) else found)]
+        return back[0] if torch.is_tensor(found) else back
+
+    return other
+
+
+def _takes_itself(operation: Operation, values: Mapping[Slot, torch.Tensor]) -> bool:
+    """Whether it picks the nearest of each row, and picks the row itself each time."""
+    sign, given = _NEAREST[operation.name], [values[one] for one in operation.given]
+    if not given or given[0].dim() != 2 or not given[0].requires_grad:
+        return False
+    pairs = given[0].detach().double()
+    if pairs.shape[0] != pairs.shape[1] or len(pairs) < _LEAST_ROWS:
+        return False
+    here = torch.arange(len(pairs))
+    if operation.name == "cross_entropy" and (
+        len(given) != 2 or given[1].shape != here.shape or (given[1] == here).any()
+    ):
+        return False  # where the row itself is the target it is meant, and weights of classes are no pairs
+    own, nearest = pairs.diagonal(), (sign * pairs).argmax(1)
+    spread = (pairs.max() - pairs.min()).clamp_min(1e-12)
+    if float((pairs - pairs.T).abs().max()) > _SAME * spread:
+        return False  # of two sets, in which the same row is the right one
+    even = own.max() - own.min() < _EVEN * spread
+    nearest_own = bool((nearest == here).all()) and bool((sign * own).min() >= (sign * pairs).max() - _EVEN * spread)
+    return nearest_own and bool(even) and _chosen_by_row(operation)
+
+
+def _chosen_by_row(operation: Operation) -> bool:
+    """Whether it picks along a dimension, and one of each row, not one of all pairs."""
+    if operation.name == "cross_entropy":
+        return True
+    numbers = [one for one in operation.args[1:] if type(one) is int]
+    if operation.name in ("topk", "kthvalue"):
+        return (numbers[:1] or [operation.kwargs.get("k")]) == [1] and numbers[1:] != [0]
+    return bool(numbers) or "dim" in operation.kwargs
+
+
+_LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist": -1}
+_LEAST_VIEWS = 16
+_MOST_INPUTS = 3
+_MOST_OF_IT = 0.4  # of a change: half of it is in the row and half in the column of one set with itself
+_BY_CHANCE, _SURELY = 0.65, 0.85
+"""Shares of the other rows that are less alike: of a pair by chance it is a half."""
+
+
+@asks("mispaired")
+def mispaired(step: Step) -> Iterator[Probed]:
+    """Whether the positive pairs of a loss are alike by chance only, and others in a fixed distance are the views.
+
+    Two inputs of a step have the views of a sample in the same row: which rows of the matrix of all pairs change with
+    it tells which belong together. Where both views are one input, they are those that are alike before training.
+    """
+    held = step.kept.first_of(step.tape)
+    run = replayed(step.tape, step.loss, held=held)
+    for index, operation in enumerate(step.operations):
+        if operation.kind in _LIKENESS and operation.grad and step.needed & set(operation.outs):
+            found = _pulled(step, run, index)
+            if found is not None:
+                yield _of_sources(step, index, run, held, found[1]) or _compared(operation, *found)
+    raise Unknown("no loss of pairs of rows was seen")
+
+
+def _pulled(step: Step, run: Replay, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """How alike the rows are, and the one that each is pulled toward, if that is one for each."""
+    operation = step.operations[index]
+    sign, result, live = _LIKENESS[operation.kind], run.results[index][0], run.values[operation.outs[0]]
+    if result.dim() != 2 or result.shape[0] != result.shape[1] or len(result) < _LEAST_VIEWS or not live.requires_grad:
+        return None
+    (slope,) = torch.autograd.grad(run.values[step.loss.slot].sum(), live, retain_graph=True, allow_unused=True)
+    if slope is None or slope.shape != result.shape:
+        return None
+    pulls = (sign * slope < 0).sum(1)
+    given = (sign * slope).argmin(1)
+    is_one = bool((pulls == 1).all()) and len(given.unique()) == len(given)
+    return (sign * result.double().nan_to_num(), given) if is_one else None
+
+
+def _of_sources(
+    step: Step, index: int, run: Replay, held: Mapping[Slot, torch.Tensor], given: torch.Tensor
+) -> Probed | None:
+    """Whether two inputs whose rows meet in the matrix belong together in it; nothing where that can't be told."""
+    rows = step.rows
+    inputs = [one for slot in sorted(step.needed & step.inputs) if (one := step.leaves[slot]).shape[:1] == (rows,)
+              and one.is_floating_point()][:_MOST_INPUTS]  # fmt: skip
+    met: list[list[tuple[int, int]]] = []  # for each input and some of its rows, the row and the column that change
+    for leaf in inputs if len(inputs) > 1 else ():
+        changed = [
+            replayed(step.tape, step.loss, partial(_without, leaf, row), held=held) for row in (0, rows // 3, rows - 1)
+        ]
+        met.append([_place(again.results[index][0] - run.results[index][0]) for again in changed])
+    pairs = [
+        [(row, column) for (row, _), (_, column) in zip(one, two, strict=True)]
+        for one, two in itertools.permutations(met, 2)
+        if all(a[0] >= 0 and b[1] >= 0 and a != b for a, b in zip(one, two, strict=True))
+    ]
+    if not pairs:
+        return None
+    right = [[int(given[row]) == column for row, column in one] for one in pairs]
+    answer = "no" if any(map(any, right)) else "yes"
+    named, both = _pairings(len(given), given), [pair for one in pairs for pair in one]
+    given_name = next((name for name, one in named.items() if bool((one == given).all())), "of another order")
+    other = next((name for name, one in named.items() if all(int(one[row]) == column for row, column in both)), "")
+    seen: dict[str, Any] = {"rows": len(given), "given": given_name, "by": "inputs"}
+    seen |= {"other": other or "the row of the same sample"}
+    return said(step.operations[index], answer=answer, **seen)
+
+
+def _without(leaf: torch.Tensor, row: int, one: torch.Tensor) -> torch.Tensor:
+    """A tensor with other numbers in a row where it is the one that is meant."""
+    if one is not leaf:
+        return one
+    other = one.clone()
+    other[row] = -one[row - 1] - 1
+    return other
+
+
+def _place(change: torch.Tensor) -> tuple[int, int]:
+    """The row and the column of a matrix that change; -1 where none does more than others."""
+    size = change.double().nan_to_num().abs()
+    return _largest(size.sum(1)), _largest(size.sum(0))
+
+
+def _largest(size: torch.Tensor) -> int:
+    return int(size.argmax()) if float(size.max()) > _MOST_OF_IT * float(size.sum()) > 0 else -1
+
+
+def _pairings(count: int, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The usual orders of pairs."""
+    here = torch.arange(count, device=like.device)
+    found = {
+        "i": here,
+        "n - 1 - i": count - 1 - here,
+        "(i + 1) % n": (here + 1) % count,
+        "(i - 1) % n": (here - 1) % count,
+    }
+    return found if count % 2 else found | {"(i + n // 2) % n": (here + count // 2) % count, "i ^ 1": here ^ 1}
+
+
+def _compared(operation: Operation, alike: torch.Tensor, given: torch.Tensor) -> Probed:
+    count, here = len(alike), torch.arange(len(alike), device=alike.device)
+    others = _pairings(count, given)
+    crosses = bool((given == here).any())  # two sets of rows, of which the same row may be the right one
+    named = next((name for name, one in others.items() if bool((one == given).all())), "")
+    shares = {name: _share(alike, one) for name, one in others.items()
+              if name != named and (crosses or not bool((one == here).any()))}  # fmt: skip
+    own, best = _share(alike, given), max(shares, key=lambda name: shares[name])
+    answer = "yes" if own < _BY_CHANCE and shares[best] > _SURELY else "no"
+    seen: dict[str, Any] = {"rows": count, "given": named or "of another order", "other": best, "by": "likeness"}
+    seen |= {"own_share": own, "share": shares[best]}
+    return said(operation, answer=answer, **seen)
+
+
+def _share(alike: torch.Tensor, pairs: torch.Tensor) -> float:
+    """The share of the other rows that are less like a row than the one that it is paired with, on average."""
+    mine = alike.gather(1, pairs[:, None])
+    less = (alike < mine).double()
+    less.fill_diagonal_(0)
+    own = pairs == torch.arange(len(pairs), device=pairs.device)
+    return float((less.sum(1) / (len(pairs) - 2 + own.double())).mean())
+
+
+_EDGES = frozenset({"__getitem__", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape", "stack", "cat", "add",
+                    "chunk", "split", "narrow", "T", "flatten", "permute", "transpose"})  # fmt: skip
+
+
+@asks("overlap", of_rows=False)
+def apart(step: Step) -> Iterator[Probed]:
+    """Whether a product of differences of a least and a largest edge, one of them negative, is a part of the loss.
+
+    The product of two negative sides is positive, so that boxes which lie apart count as overlapping.
+    """
+    made = {out: one for one in step.operations for out in one.outs}
+    products = [one for one in step.used("mul", "prod") if one.grad and len(one.given) == 2 - (one.kind == "prod")]
+    products = [one for one in products if all(_is_side(made, slot) for slot in one.given)]
+    if not products:
+        yield said(answer="no")
+    run = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape))
+    for one in products:
+        values, product = [run.values[slot] for slot in one.given], run.values[one.outs[0]]
+        negative = (values[0] < 0).any(-1) if one.kind == "prod" else torch.logical_or(values[0] < 0, values[1] < 0)
+        if not product.requires_grad or negative.shape != product.shape or not bool(negative.any()):
+            continue
+        total = run.values[step.loss.slot].sum()
+        (slope,) = torch.autograd.grad(total, product, retain_graph=True, allow_unused=True)
+        counted = int((slope[negative] != 0).sum()) if slope is not None else 0
+        if counted:
+            yield said(one, apart=counted, pairs=negative.numel())
+
+
+def _is_side(made: dict[Slot, Operation], slot: Slot) -> bool:
+    """Whether it is nothing but the least of some edges minus the largest of others."""
+    found = list(_behind(made, slot))
+    return bool(found) and all(one.kind == "sub" and _is_of_edges(made, one) for one in found)
+
+
+def _is_of_edges(made: dict[Slot, Operation], minus: Operation) -> bool:
+    ends = [{one.name for one in _behind(made, slot) if len(one.given) == 2} for slot in minus.given]
+    least, most = {"min", "minimum", "fmin"}, {"max", "maximum", "fmax"}
+    return len(ends) == 2 and all(ends) and ends[0] <= least and ends[1] <= most
+
+
+def _behind(made: dict[Slot, Operation], slot: Slot) -> Iterator[Operation]:
+    """The last operations that computed what a slot has, behind those that only look at a part of it."""
+    operation = made.get(slot)
+    if operation is not None and operation.kind in _EDGES:
+        for given in operation.given:
+            yield from _behind(made, given)
+    elif operation is not None:
+        yield operation
+
+
+@asks("only agreeing")
+def only_agreeing(step: Step) -> Iterator[Probed]:
+    """Whether all that a loss asks of two nets, both of which its optimizer trains, is that they agree.
+
+    A target is made by a net that is trained to meet it, as by a teacher whose student's loss trains it, too.
+    """
+    if len(step.tape.losses) > 1 or not _is_alone(step):
+        raise Unknown("the optimizer takes steps of several losses")
+    own = _trained(step)
+    trained = {slot for slot, one in step.parameters.items() if id(one) in own}
+    for operation in step.used(*_COMPARING, "cross_entropy"):
+        sides = operation.given
+        if len(sides) != 2:
+            continue
+        one, two = (step.made_of(side) for side in sides)
+        nets, data = (one & trained, two & trained), one & step.inputs == two & step.inputs != set()
+        grads = all(step.values[side].requires_grad for side in sides)
+        beside = slots_of(step.tape, step.loss, but=[operation]) & trained or _has_data_of_its_own(step, one | two)
+        if grads and all(nets) and not nets[0] & nets[1] and data and not beside:
+            yield said(operation, op=operation.name, optimizer=step.optimizer)
+
+
+def _has_data_of_its_own(step: Step, sides: set[Slot]) -> bool:
+    """Whether data meet what a net has made of them, as in a rest that it is to explain."""
+    data, made = set(step.inputs), set[Slot]()
+    for operation in step.tape.operations:
+        given = set(operation.given)
+        if given & made and given & data and sides & set(operation.outs):
+            return True
+        (made if given & (made | step.parameters.keys()) else data).update(operation.outs if given else ())
+    return False
+
+
+def _is_alone(step: Step) -> bool:
+    """Whether all backwards between the steps of an optimizer are of one line, and of one loss function."""
+    steps = [one.at for one in step.run.of(Stepped) if one.optimizer == step.optimizer]
+    if not steps:
+        return False
+    backwards = {(one.file, one.line) for one in step.run.of(Backward) if steps[0] <= one.at <= steps[-1]}
+    calls = {one.function for one in step.run.of(LossCall) if steps[0] <= one.at <= steps[-1]}
+    return len(backwards) == 1 and len(calls) <= 1
+
+
+def _trained(step: Step) -> set[int]:
+    """The parameters of an optimizer by their ``id``."""
+    facts, run = step.run.optimizers.get(step.optimizer), step.run
+    own = {one for group in facts.groups for one in group.parameters} if facts is not None else set()
+    names = {(run.parameters[one].root, name) for one in own for name in run.parameters[one].names}
+    return {
+        id(one) for root, net in step.modules.items() for name, one in net.named_parameters() if (root, name) in names
+    }

@@ -1,0 +1,155 @@
+"""A step that was written down, as questions see it, and how such a question is declared."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, Values, replay, slots
+from anybatch.doctor.ask.trials import FAILURES, Unknown, told
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
+PRODUCTS = frozenset({"matmul", "bmm", "mm"})
+DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
+_LEAST_ROWS = 4
+_MOST_NUMBERS = 1 << 26
+
+
+@dataclass(slots=True)
+class Question:
+    """What is asked of each step that was written down."""
+
+    name: str
+    ask: "Callable[[Step], Iterator[Probed]]"
+    of_rows: bool
+
+    def answer(self, step: "Step") -> Probed:
+        """What it finds first; no where it finds nothing."""
+        if self.of_rows:
+            step.require_rows()
+        found = next(iter(self.ask(step)), None)
+        return told(self.name, answer="no") if found is None else replace(found, probe=found.probe or self.name)
+
+
+def asks(name: str, *, of_rows: bool = True) -> "Callable[[Callable[[Step], Iterator[Probed]]], Question]":
+    """Declares a question, which yields what it finds.
+
+    Args:
+        name: of it.
+        of_rows: whether it is asked only of a batch of some rows, all of whose step can be run again.
+    """
+    return lambda ask: Question(name, ask, of_rows)
+
+
+def said(place: Any = None, /, **seen: Any) -> Probed:
+    """What a question has found: see ``told``."""
+    return told("", place, **seen)
+
+
+class Step:
+    """A step that was written down.
+
+    Args:
+        tape: of it, with a loss.
+        optimizer: whose step it is.
+        kept: what else was kept of the run.
+        run: the record of it.
+        modules: its roots.
+        until: the time by ``time.perf_counter`` at which answers should be there.
+    """
+
+    def __init__(
+        self, tape: Tape, optimizer: int, kept: Kept, run: Run, modules: Mapping[int, Any], until: float
+    ) -> None:
+        self.tape, self.optimizer, self.kept, self.run, self.modules = tape, optimizer, kept, run, modules
+        self.until, self.rows, self.loss = until, tape.rows, tape.losses[-1]
+        self.operations = tape.operations[: self.loss.before]
+        self.leaves, self.parameters = tape.leaves, tape.parameters
+
+    def require_rows(self) -> None:
+        """Raises where the batch has too few rows, or not all of the step can be run again."""
+        if self.rows < _LEAST_ROWS:
+            raise Unknown("the batch has fewer than four rows")
+        if any(self.leaves[one].shape[:1] != (self.rows,) for one in self.tape.opaque & self.needed):
+            raise Unknown("a part of the step was computed by what can't be run again")
+        if sum(one.numel() for one in self.parameters.values()) > _MOST_NUMBERS:
+            raise Unknown("the model is too large to run again")
+
+    @cached_property
+    def replay(self) -> Replay:
+        """What it gives when it is run again as it was."""
+        return replayed(self.tape, self.loss)
+
+    @property
+    def values(self) -> Values:
+        """Of all slots when it is run again, as they were last."""
+        return self.replay.values
+
+    @cached_property
+    def needed(self) -> set[Slot]:
+        """The slots that the loss is made of."""
+        return slots_of(self.tape, self.loss)
+
+    @property
+    def inputs(self) -> set[Slot]:
+        """What came from outside and is no parameter."""
+        return self.leaves.keys() - self.parameters.keys()
+
+    def made_of(self, slot: Slot, before: int | None = None) -> set[Slot]:
+        """The slots that a tensor is made of, by the operations before the loss, or by so many of them."""
+        return slots_of(self.tape, Loss(slot, self.loss.before if before is None else before, "", 0))
+
+    def used(self, *kinds: str) -> Iterator[Operation]:
+        """The operations that the loss is made of, those of some kinds only where these are given."""
+        every = (one for one in self.operations if not kinds or one.kind in kinds)
+        return (one for one in every if self.needed & set(one.outs))
+
+    def path(self, slot: Slot) -> Iterator[Operation]:
+        """The operations that a tensor comes from, the last first, by what each was given first."""
+        for operation in reversed(self.tape.operations):
+            if slot in operation.outs:
+                yield operation
+                slot = next(iter(operation.given), slot)
+
+    def slopes(self, *made: Slot) -> tuple[torch.Tensor | None, ...]:
+        """How the loss rises with some tensors; ``None`` where it does not depend on one."""
+        values, total = [self.values[one] for one in made], self.values[self.loss.slot].sum()
+        return torch.autograd.grad(total, values, retain_graph=True, allow_unused=True)
+
+    def loss_with(self, change: Any = None, held: Mapping[Slot, torch.Tensor] | None = None) -> float:
+        """The loss where leaves are changed, or parameters have other values."""
+        found = replayed(self.tape, self.loss, change, held=held).values[self.loss.slot]
+        return float(found.detach().double().sum())
+
+
+def slots_of(tape: Tape, loss: Loss, *, without: str = "", but: Iterable[Operation] = ()) -> set[Slot]:
+    """The slots that a loss is made of; what it is made of by way of some operations, or of a name, may be left out."""
+    left_out = {id(one) for one in but}
+    needed = {loss.slot}
+    for operation in reversed(tape.operations[: loss.before]):
+        if operation.name == without or id(operation) in left_out:
+            continue
+        if needed & set(operation.outs) or (operation.name.endswith("_") and needed & set(slots(operation.args))):
+            needed |= set(operation.given)
+    return needed
+
+
+def replayed(
+    tape: Tape, loss: Loss, change: Any = None, number: Any = None, held: Mapping[Slot, torch.Tensor] | None = None
+) -> Replay:
+    """Runs a step again as far as a loss, without random numbers of its own."""
+    torch.manual_seed(0)
+    try:
+        return replay(tape, loss.before, change or _same, number or _same, held or {})
+    except FAILURES as error:
+        raise Unknown(f"the step did not run again: {type(error).__name__}: {error}"[:200]) from None
+
+
+def _same(one: Any) -> Any:
+    return one
