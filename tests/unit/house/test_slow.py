@@ -9,6 +9,8 @@ LISTED = [line for line in (ROOT / "tests/slow.txt").read_text(encoding="utf-8")
 
 def test_each_is_a_variant_of_a_test_that_there_is() -> None:
     assert sorted(set(LISTED)) == LISTED
+    named = {one.partition("[")[0] for one in LISTED}
+    assert not {one for one in named if f"only {one}" in named}, "a test has slow variants or quick ones in the list"
     for one in LISTED:
-        path, name, variant = re.fullmatch(r"(.*)::(\w+)(\[.+\])", one).groups()  # type: ignore[union-attr]
+        path, name, variant = re.fullmatch(r"(?:only )?(.*)::(\w+)(\[.+\])", one).groups()  # type: ignore[union-attr]
         assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), variant
