@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 # Plans measure times for a moment only: these decide what is chosen, and not how many bytes it takes.
 assert Planner.__init__.__kwdefaults__ is not None
-Planner.__init__.__kwdefaults__["patience"] = 0.1
+Planner.__init__.__kwdefaults__["patience"] = 0.03
 
 
 SLOW = Path(__file__).with_name("slow.txt")
