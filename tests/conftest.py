@@ -55,16 +55,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks variants as slow: those that ``slow.txt`` names, and of a test the others than its ``only`` ones."""
-    lines = SLOW.read_text(encoding="utf-8").splitlines()
+    lines = set(SLOW.read_text(encoding="utf-8").splitlines())
     only = {line.removeprefix("only ") for line in lines if line.startswith("only ")}
-    quick = {name.partition("[")[0]: False for name in only}
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if item.nodeid in lines or (test in quick and item.nodeid not in only):
-            item.add_marker(pytest.mark.slow)
-        quick[test] = quick.get(test, True) or item.nodeid in only
+    narrowed = {name.partition("[")[0] for name in only}
     tests = {item.nodeid.partition("[")[0] for item in items}
-    lost = sorted(test for test in tests if not quick[test])
+    for item in items:
+        is_other = item.nodeid not in only and item.nodeid.partition("[")[0] in narrowed
+        if is_other or item.nodeid in lines:
+            item.add_marker(pytest.mark.slow)
+    lost = sorted((tests & narrowed) - {item.nodeid.partition("[")[0] for item in items if item.nodeid in only})
     if lost and not any("::" in one for one in config.args):  # a variant that is asked for alone is no whole test
         raise pytest.UsageError(f"tests/slow.txt names no variant that there is of {', '.join(lost)}")
 
