@@ -41,17 +41,11 @@ _UNCHANGED = 2  # measured steps without a change, after which nothing is measur
 
 
 class Seen(NamedTuple):
-    """What a step was seen to take.
+    """What a step was seen to take."""
 
-    Args:
-        samples: of its largest micro-batch.
-        bytes: at its peak, on top of what was there before.
-        micro_batches: how many there were.
-    """
-
-    samples: int
-    bytes: int
-    micro_batches: int
+    samples: int  # of its largest micro-batch
+    bytes: int  # at its peak, on top of what was there before
+    micro_batches: int  # how many there were
 
     def needs(self, rows: int, gradients: int) -> int:
         """The bytes of a step whose micro-batches are as large as those that were seen."""

@@ -24,17 +24,11 @@ _COPIES = 1  # the stream in which micro-batches come
 
 @dataclass(frozen=True)
 class Held:
-    """What lies on a device before a step.
+    """What lies on a device before a step."""
 
-    Args:
-        segments: of its allocator.
-        others: bytes of blocks that are not the step's.
-        expandable: whether segments grow.
-    """
-
-    segments: tuple[Segment, ...]
-    others: int
-    expandable: bool
+    segments: tuple[Segment, ...]  # of its allocator
+    others: int  # bytes of blocks that are not the step's
+    expandable: bool  # whether segments grow
 
 
 def held_on(subject: Subject, target: Target) -> Held | None:
