@@ -221,10 +221,6 @@ class Constants:
     unreached: int = 0  # of the gradients of parameters that the traced samples did not reach and others may
     counted: int = 0  # parameters and what a count holds while it runs on the whole batch; 0 where no function counts
 
-    def inputs_at_once(self, micro_batches: int) -> int:
-        """How many micro-batches are on the device at once."""
-        return min(self.copies, micro_batches * (self.placements if self.copies == ALL else 1))
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -262,8 +258,9 @@ class Profile:
     def _beside(self) -> dict[str, int]:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         constants, accumulators = self.constants, self.accumulators(self.count)
+        at_once = min(constants.copies, self.count * (constants.placements if constants.copies == ALL else 1))
         return {
-            INPUTS: constants.batch + constants.inputs_at_once(self.count) * sum(self.fit.input_sizes(self.size)),
+            INPUTS: constants.batch + at_once * sum(self.fit.input_sizes(self.size)),
             OPTIMIZER: self.update.state,
             BUFFERS: constants.buffers * min(2, constants.placements),  # several devices run a pass again with one more
             GRADIENTS: accumulators or constants.unreached,

@@ -35,30 +35,22 @@ _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
 
 
 class PlannedLimit(OwnSizeLimit):
-    """The size of micro-batches as a plan says, and smaller plans when memory runs out.
-
-    Args:
-        follower: has the plans.
-    """
+    """The size of micro-batches as a plan says, and smaller plans when memory runs out."""
 
     def __init__(self, follower: "Follower") -> None:
         super().__init__(None)
         self._owner = Owner(follower)
 
-    @property
-    def _follower(self) -> "Follower":
-        return self._owner()
-
     def shrink(self, tried: float) -> None:
         """Takes a smaller plan after memory ran out."""
-        size = self._follower.smaller_plan()
+        size = self._owner().smaller_plan()
         super().shrink(tried)
         if size is not None:
             self.value = size
 
     def relieve(self) -> bool:
         """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
-        size = self._follower.smaller_plan()
+        size = self._owner().smaller_plan()
         if size is not None:
             self.value = size
         return size is not None
@@ -68,14 +60,14 @@ class PlannedLimit(OwnSizeLimit):
 
         Sizes between the two were planned by nobody, so it does not grow step by step.
         """
-        if self._follower.is_on_first_plan and self.value == self.ceiling:
+        if self._owner().is_on_first_plan and self.value == self.ceiling:
             return
         self._quiet += 1
         if self._quiet < self._patience:
             return
         if self._grew:
             self._patience = self.PATIENCE
-        self._follower.first_plan_again()
+        self._owner().first_plan_again()
         self.value = self.ceiling
         self._quiet = 0
         self._grew = True
@@ -94,10 +86,6 @@ class Follower:
         subject_of: describes the step for a logical batch.
         memory: the budget as the user gave it; ``None`` to follow the given plan only.
         plan: a plan that was made before; ``None`` to make one on the first batch.
-
-    Attributes:
-        plan: the plan in force, ``None`` before the first batch.
-        limit: the size of micro-batches.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
@@ -112,7 +100,7 @@ class Follower:
         self._settings: Settings | None = None
         self._pool = HostPool()
         self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
-        self.plan = plan
+        self.plan = plan  # in force; ``None`` before the first batch
         self.limit = PlannedLimit(self)
         if plan is not None:
             self._take(plan)

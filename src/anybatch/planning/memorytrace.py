@@ -108,11 +108,8 @@ class Tracer:
         subject: what is planned.
         blocks: the names of its blocks.
         kind: what writes down.
-        is_fake: whether fake tensors are tried.
+        is_fake: whether fake tensors are tried; it is false from then on when they can't be used.
         may_probe: whether micro-batches may run for real.
-
-    Attributes:
-        is_fake: whether fake tensors are used, or real probes since they can't be.
     """
 
     def __init__(

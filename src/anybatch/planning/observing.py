@@ -72,11 +72,7 @@ class Seen(NamedTuple):
 
 
 class ObservedLimit(OwnSizeLimit):
-    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out.
-
-    Args:
-        follower: is notified of it.
-    """
+    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out."""
 
     def __init__(self, follower: "Observing") -> None:
         super().__init__(None)
@@ -101,10 +97,6 @@ class Observing:
     Args:
         subject_of: describes the step for a logical batch.
         memory: the budget as the user gave it.
-
-    Attributes:
-        plan: the size of the micro-batches that is in force, and what they took; ``None`` before the first batch.
-        limit: the size of micro-batches.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
@@ -117,7 +109,7 @@ class Observing:
         self._most: int | None = None  # after memory ran out
         self._wait = self._waited = SizeLimit.PATIENCE
         self._subject: Subject | None = None
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # the size of micro-batches in force, and what they took
         self.limit = ObservedLimit(self)
 
     @property

@@ -203,8 +203,8 @@ class ChunkSearch(Search):
             if fits and len(found) < _ATTEMPTS and (not found or length <= found[-1] * _LESS):
                 found.append(length)
         index = shape.lengths.index(shape.best)
-        near = [*shape.lengths[max(0, index - 2) : index + 3], shape.lengths[-1]]
-        least = min(near, key=lambda length: self._held(Chunks(length, self._state_bytes), rows=1))
+        near = {*shape.lengths[max(0, index - 1) : index + 2], shape.lengths[-1]}
+        least = min(sorted(near), key=lambda length: self._held(Chunks(length, self._state_bytes), rows=1))
         return [*(self._base(length, splits=False) for length in found), self._base(least, splits=True)]
 
     def _shape(self) -> tuple[Shape, int]:

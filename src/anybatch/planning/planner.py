@@ -46,9 +46,6 @@ class Planner:
         times: what was measured before, for each precision; ``None`` to measure.
         budget: bytes, for a plan that was made before.
         like: the planner of a step that differs in its optimizers only, whose traces are good here, too.
-
-    Attributes:
-        rows: samples of the logical batch that is planned for.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Planner:
     ) -> None:
         self.subject = subject
         self.target = target
-        self.rows = subject.splittable.rows
+        self.rows = subject.splittable.rows  # of the logical batch that is planned for
         self._patience, self._allow, self._may_try = patience, allow, True
         kinds: dict[type, type[Search]] = {OverTime: ChunkSearch, Coupled: CoupledSearch}
         kind = next((search for loss, search in kinds.items() if isinstance(subject.loss_fn, loss)), Search)

@@ -25,7 +25,7 @@ from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Confidence
 from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.transaction import Failure
+from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +81,18 @@ class Predictor:
     Args:
         subject: what is planned.
         kind: what writes down.
-
-    Attributes:
-        blocks: the names of the blocks that may be checkpointed or offloaded.
-        least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
-        may_recompute: whether blocks may be recomputed.
-        extrapolates: whether what runs for real is taken to be linear in the samples.
-        always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
-            with what they keep; none where they need not be.
-        taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
-        self.subject, self.least = subject, 1
-        self.may_recompute, self.extrapolates = False, True
+        self.subject = subject
+        self.least = (
+            1  # samples of the smallest micro-batch that there may be, which runs for real where that is needed
+        )
+        self.may_recompute = False
+        self.extrapolates = True  # what runs for real is taken to be linear in the samples
+        # Blocks that are recomputed in all runs, since not even the smallest one stays within the budget without.
         self.always: tuple[str, ...] = ()
+        self.taken = 0  # bytes of the smallest micro-batches that ran for real at most, with all that lay beside
         self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
@@ -118,7 +115,6 @@ class Predictor:
         self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
         self._limit: int | None = None
-        self.taken = 0
         # Of each length of chunks the smallest size that does not fit if it runs for real, none where one sample does.
         self._refused: dict[Chunks | None, Size | None] = {}
         self._over: dict[tuple[Recipe, bool, Any], int] = {}  # what passes had reached that were stopped
@@ -171,19 +167,14 @@ class Predictor:
         """Sets the bytes that real probes stay under.
 
         Args:
-            budget: bytes that a micro-batch is predicted to take at most, or else is not run.
-            limit: bytes at which a run is stopped; ``None`` for the same.
+            budget: bytes at which a run is stopped that a plan can do without.
+            limit: bytes at which the smallest one is stopped; ``None`` for the same.
         """
         if budget != self._budget:
             self._budget, self._limit, self._refused, self._over = budget, limit or budget, {}, {}
             if self.always:  # which may be enough without
                 self.always = ()
                 self._forget()
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether samples have lengths that vary."""
-        return len(set(self.lengths.each)) > 1
 
     @property
     def lengths(self) -> Lengths:
@@ -381,9 +372,11 @@ class Predictor:
         return self._traces[key]
 
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
+        is_least = len(part.samples) <= self.least
+        limit = self._limit if is_least or not self.subject.splits else self._budget  # what a plan leaves free is left
         try:
-            trace = self._tracer.trace([part], recipe, split=split, limit=self._limit)
-            if len(part.samples) <= self.least:
+            trace = self._tracer.trace([part], recipe, split=split, limit=limit)
+            if is_least:
                 self.taken = max(self.taken, trace.taken)
             return trace
         except NotRecomputable as error:
@@ -391,8 +384,10 @@ class Predictor:
                 raise
             self._not_again.add(error.block)
             failure, needed = Failure(error), 0
-        except OverBudget as error:
-            failure, needed = Failure(error), error.needed
+        except Exception as error:
+            if not isinstance(error, OverBudget) and (self.is_fake or not is_out_of_memory(error)):
+                raise
+            failure, needed = Failure(error), getattr(error, "needed", 0)
         failure.release()  # outside of the except block, where no traceback holds tensors any more
         self._stopped(part, recipe, needed)
         raise TooLarge(self.size_of(part), needed)

@@ -232,10 +232,7 @@ class Replay:
 class CopyReplay(Replay):
     """The same on a device with a copy of the model, which sums no gradients and updates nothing.
 
-    Args:
-        subject: what is planned.
-        held: what lies on the device of the model, by which it is known how its allocator works.
-        profile: of the micro-batches.
+    How its allocator works is known from that of the device of the model.
     """
 
     def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:

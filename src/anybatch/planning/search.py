@@ -45,10 +45,6 @@ class Search:
         target: the device.
         allow: the memory optimizations.
         autocast: the precision as the plan names it, if it is not the user's own.
-
-    Attributes:
-        held: what lies on the device before a step, where the bytes that its allocator reserves are known from that.
-        limit: bytes that the allocator may reserve.
     """
 
     may_race = True
@@ -63,8 +59,8 @@ class Search:
         self.base = Recipe()
         self._recipes: dict[Recipe, list[Recipe]] = {}
         self._times: dict[Recipe, Times] = {}
-        self.held: Held | None = None
-        self.limit = 0
+        self.held: Held | None = None  # before a step, where the bytes that an allocator reserves are known from that
+        self.limit = 0  # bytes that the allocator may reserve
         self._fine: list[Size] = []
         self._target = target
         self._allow = allow
@@ -216,7 +212,7 @@ class Search:
             return self.profile(self.base, self.splittings[0]).peak
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
-        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(self.base):
+        if not may_join or len({*self.profiles.lengths.each}) > 1 or not self.profiles.is_straight(self.base):
             return 0
         size = Size(splittable.rows)
         return self.profiles.profile(self.base, size, single=True).at(size, 1).peak

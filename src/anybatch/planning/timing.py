@@ -165,14 +165,11 @@ _FULL_PRECISION = 0.5  # of the half-precision rate: what matrix units give in T
 
 
 class CostRecording(Recording):
-    """A recording that also counts arithmetic and bytes moved.
-
-    Attributes:
-        costs: for every operation its floating-point operations, at the rate of half precision, and its bytes.
-    """
+    """A recording that also counts arithmetic and bytes moved."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # Of every operation its floating-point operations, at the rate of half precision, and its bytes.
         self.costs: list[tuple[float, float]] = []
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -183,15 +180,10 @@ class CostRecording(Recording):
         outputs, inputs = ([t for t in some if isinstance(t, torch.Tensor)] for some in (found, args))
         if flops and outputs and outputs[0].dtype not in _HALF:
             flops /= _FULL_PRECISION
-        is_view = not func._schema.is_mutable and _lie_within(outputs, inputs)
+        is_view = not func._schema.is_mutable and held_by(outputs).keys() <= held_by(inputs).keys()
         moved = 0 if is_view else sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         self.costs.append((float(flops), float(moved)))
         return result
-
-
-def _lie_within(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors take no memory of their own."""
-    return held_by(outputs).keys() <= held_by(inputs).keys()
 
 
 def estimated_times(fits: Iterable[tuple[float, Fit, Size]], target: Target) -> Times:
