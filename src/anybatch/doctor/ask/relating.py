@@ -46,6 +46,7 @@ _PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
+_WEIGHED = "the loss is a sum of rows, each times a number of either sign"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = DISTANCES | OF_CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 
@@ -92,6 +93,8 @@ def related(step: Step) -> Iterator[Probed]:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
+    if answer == "no" and any(_weighs(step, one) for one in found):
+        yield said(step.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
     # a loss of which only the gradient is used need not become small
     terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
@@ -104,6 +107,14 @@ def related(step: Step) -> Iterator[Probed]:
                   and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
     yield said(step.operations[where.index], answer=answer, **evidence)
+
+
+def _weighs(step: Step, where: Meeting) -> bool:
+    """Whether a factor of both signs says how much a row counts, as an advantage does; such a loss is near zero."""
+    factor = step.values[where.slot]
+    if step.operations[where.index].kind not in ("mul", "multiply") or not factor.is_floating_point():
+        return False
+    return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
 
 
 def _own_draw(step: Step) -> Operation | None:
