@@ -298,10 +298,8 @@ CAUSES: dict[str, Cause] = {
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
         (
             (
-                'batch["{name}"] = state  # before the step: what the loss reads of {code}; broadcast=("{name}",) if it '
-                "is a tensor\n"
-                '    return loss, {{"{name}": values}}  # in the loss: a row for each sample, or anybatch.Mean(value * n, '
-                "n) for its n samples\n"
+                'batch["{name}"] = state  # what the loss reads of {code}; broadcast=("{name}",) if it is a tensor\n'
+                '    return loss, {{"{name}": values}}  # a row for each sample, or anybatch.Mean(value * n, n) of n samples\n'  # noqa: E501
                 '    update(step(batch).metrics["{name}"])  # once, after the step: what the loss did to {code}'
             ),
             WHOLE,
