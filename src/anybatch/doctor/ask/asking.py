@@ -49,7 +49,8 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
             yield Probed(probe=question.__name__, root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for number, tape in sorted(kept.tapes.items()):
         step = Step(tape, number, kept, run, modules, until)
-        for one in (one for module in OF_A_STEP for one in vars(module).values() if isinstance(one, Question)):
+        # a list, since a warning of a question writes to its module
+        for one in [one for module in OF_A_STEP for one in vars(module).values() if isinstance(one, Question)]:
             yield _answer(one.name, until, one.answer, step, optimizer=number)
     try:
         yield from adversaries.helped(kept.tapes, kept.initial)
