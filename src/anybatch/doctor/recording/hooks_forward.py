@@ -257,8 +257,7 @@ def _has_modes(module: torch.nn.Module) -> bool:
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
-    if next(module.parameters(), None) is not None:
-        return True
-    return any(True for _ in parameters_in(module)) or any(
-        True for one in module.modules() for _ in parameters_in(one)
+    modules = list(module.modules())
+    return any(each is not None for one in modules for each in one._parameters.values()) or any(
+        True for one in modules for _ in parameters_in(one)
     )  # fmt: skip
