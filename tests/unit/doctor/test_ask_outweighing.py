@@ -118,13 +118,22 @@ def values(kind: str) -> None:
         after = states.clone() if kind == "one array" else states + torch.randn(16, 3)
         with torch.no_grad():
             net(torch.randn(1, 3))  # acts
-            target = torch.rand(16) + 0.9 * copy(states if kind in ("teacher", "munchausen") else after).max(1).values
+            target = torch.rand(16) + 0.9 * copy(after if kind in ("one array", "steps") else states).max(1).values
             if kind == "munchausen":
                 target += copy(after).max(1).values
-        made = net(states)
+        made = net(states) if kind not in ("policy", "preferences") else torch.zeros(16, 4)
         made = made.max(1).values if kind == "teacher" else made.gather(1, actions)[:, 0]
         optimizer.zero_grad()
-        F.smooth_l1_loss(made, target).backward()
+        loss = F.smooth_l1_loss(made, target)
+        if kind in ("policy", "preferences"):  # a copy is given the same for good
+            with torch.no_grad():
+                old = copy(states).log_softmax(1).gather(1, actions)
+            scores = net(states)
+            new = scores.log_softmax(1).gather(1, actions)
+            if kind == "preferences":
+                new = scores.gather(1, actions) - scores.logsumexp(1, keepdim=True)
+            loss = -(new - old).exp().mean() if kind == "policy" else -F.logsigmoid(new - old).mean()
+        loss.backward()
         optimizer.step()
         copy.load_state_dict(
             {name: 0.9 * one + 0.1 * net.state_dict()[name] for name, one in copy.state_dict().items()}
@@ -133,7 +142,7 @@ def values(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("one array", "yes"), ("steps", "no"), ("munchausen", "no"), ("teacher", "")],
+    [("one array", "yes"), ("steps", "no"), ("munchausen", "no"), ("teacher", ""), ("policy", ""), ("preferences", "")],
 )
 def test_states_that_are_their_own_next_ones_are_told(kind: str, expected: str) -> None:
     assert answer(lambda: values(kind), "unmoved") == expected

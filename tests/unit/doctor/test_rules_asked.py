@@ -594,5 +594,5 @@ def test_what_a_loss_does_not_see_is_told_of_a_run_that_did_not_learn(
 
 
 def test_inputs_alike_fires_where_states_are_their_own_next_ones() -> None:
-    assert "its own next state" in fires(asked("unmoved", "yes").run(), "INPUTS_ALIKE", "error").message
+    assert "its own next state" in fires(asked("unmoved", "yes").run(), "INPUTS_ALIKE", "warning").message
     quiet(asked("unmoved", "no").run(), "INPUTS_ALIKE")
