@@ -167,6 +167,8 @@ class ForwardHooks:
                 self._samplers.last_inputs[root] = (module, *recording.arguments)
             else:
                 self._samplers.keep(root, module)
+        else:
+            self._samplers.without_gradient(module, args, kwargs)
         is_drawn = not grad and module.training and bool(called.names) and called.drawn < _MOST_DRAWN
         called.drawn += is_drawn
         called.is_looked_at = recording.looks or is_new or is_drawn
