@@ -54,6 +54,8 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
                 break
     best = max(gains, key=lambda one: gains[one])
     blames = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
+    # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
+    blames = blames and (best < 1 or kind is torch.optim.SGD or counts[1.0] >= min(_STEPS, len(rates)))
     seen: dict[str, Any] = {"optimizer": number, "lr": rate, "other_lr": float(f"{rate * best:.3g}"), "loss": first,
             "after": first - gains[1.0], "other_after": first - gains[best],
             "steps": min(counts[1.0], counts[best])}  # fmt: skip
