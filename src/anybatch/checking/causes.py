@@ -178,7 +178,8 @@ CAUSES: dict[str, Cause] = {
         "time",
         "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
         "`chunk_loss` sees the steps of its chunk only. Hand on in the state what it needs of earlier ones, such as a "
-        "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items.",
+        "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items. Chunks of "
+        "{length} steps may be part of the loss: then this is as it should be.",
         (
             "return anybatch.Mean(total, items), state  # and not total / items, where a chunk may have fewer items",
             'return loss, {{"hidden": hidden, "steps": state["steps"] + x.shape[1]}}  # a position that goes on',

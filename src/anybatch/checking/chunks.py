@@ -4,6 +4,7 @@ A few sequences run in the chunks of the step and in others, of which none has a
 micro-batch: all steps at once, or several chunks in one. What differs counts where it does in float64, too.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,6 +24,8 @@ from anybatch.records.proofs import Proof
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
+logger = logging.getLogger(__name__)
+
 _APART = 1e-6  # an error in float64 that is no rounding
 _APART_IN_SINGLE = 1e-2  # where the model can't run in float64
 Found = tuple[Proof, Reason | None]
@@ -35,7 +38,8 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
     failure, note = None, "one sequence does not fit in a longer chunk"
     if other != length:
         try:
-            difference = trial.of_chunks(cut, loss, (length, other))
+            in_chunks = [loss.in_chunks(one) for one in (length, other)]
+            difference = trial.of_losses_alike(cut, in_chunks, in_value=loss.mode == "truncated")
             dtype = str(difference.dtype).removeprefix("torch.")
             proof = Proof(
                 "exact", "comparison", cut.sizes[0], cut.sizes, difference.error, difference.tolerance, dtype,
@@ -46,8 +50,11 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
             found = trial.isolated(cut, lambda own: _found(own, loss, length, other))
             if found is None:
                 return replace(proof, by="certificate"), None
-            is_warned = loss.mode == "truncated"  # whose chunks may be part of the method
-            return replace(proof, outcome="exact" if is_warned else "not exact"), found
+            if loss.chunk is None or (task.settings.chunk_length and loss.mode == "exact"):
+                return replace(proof, outcome="not exact"), found
+            note = f"in chunks of {length} steps, which have another loss than those of {other}"
+            logger.warning("\n    ".join((found.message, *found.remedies)))
+            return replace(proof, note=note), None  # they may be part of the loss, as its author has given them
         except AnyBatchError as error:
             note = str(error)
         except Exception as error:  # noqa: BLE001 - the loss may run chunks of some lengths only

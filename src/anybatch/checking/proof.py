@@ -33,6 +33,7 @@ from anybatch.checking.cuts import (
 from anybatch.checking.searches import shown_iterators
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import OverBudget
@@ -127,6 +128,9 @@ class _Prover:
     def found(self) -> Found:
         """What some samples show; under a plan also more of them, for which no outputs are kept."""
         found = self._moved()
+        coupled = as_coupled(self._task.loss_fn)
+        if coupled is not None and coupled.row_block is not None and found[0].exact and found[1] is None:
+            return self._in_blocks(coupled) or found
         if not self._task.is_planned or not found[0].exact or found[1] is not None or found[0].group > 1:
             return found
         many = self.among_many()
@@ -231,6 +235,24 @@ class _Prover:
             failure = Failure(error)
         failure.release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
+
+    def _in_blocks(self, coupled: Coupled) -> Found | None:
+        """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
+        failure = None
+        try:
+            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
+                rows = sum(cut.sizes)
+                halves, whole = (Coupled(coupled.encode, coupled.loss, row_block=n) for n in (rows // 2, rows))
+                difference = self._trial.of_losses_alike(cut, (halves, whole))
+                certificate = None if difference.is_none else self._trial.certificate(cut, halves)
+                reason = next((one for one in certificate.reasons if one.code == "rows"), None) if certificate else None
+                if reason is not None:
+                    return _proof("not exact", "certificate", cut, difference, certificate), reason
+            return None
+        except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
+            failure = Failure(error)
+        failure.release()
+        return None
 
     def among_many(self) -> Found | None:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""

@@ -20,9 +20,9 @@ from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
+from anybatch.loss.losses import LossFunction
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
-from anybatch.loss.sequence import OverTime
 from anybatch.loss.sums import values_of
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
@@ -281,23 +281,21 @@ class Trial:
                 break
         return other, difference, whole.drew_others
 
-    def of_chunks(self, cut: Cut, loss: OverTime, lengths: Sequence[int]) -> Difference:
-        """Compares chunks of time of two lengths; where gradients are cut is part of truncated ones, not the loss."""
+    def of_losses_alike(self, cut: Cut, losses: Sequence[LossFunction], *, in_value: bool = False) -> Difference:
+        """Compares two losses that should be the same, in their gradients unless only the values count."""
         task, numbers = self._task, StandIns()
         numbers.hold_constant(True)
         ran = []
         try:
-            for length in lengths:
-                settings = replace(task.settings, chunk_length=None)
-                self._task = replace(task, loss_fn=loss.in_chunks(length), settings=settings)
+            for loss_fn in losses:
+                self._task = replace(task, loss_fn=loss_fn, settings=replace(task.settings, chunk_length=None))
                 ran.append(self.run(cut, cut.whole, numbers))
         finally:
             self._task = task
         whole, other = ran
         counted, error = self._gradient_error(whole, other)
         draws = whole.drew_others or other.drew_others
-        off = other.value_error(whole)
-        return self.judged(counted, 0.0 if loss.mode == "truncated" else error, off, draws=draws)
+        return self.judged(counted, 0.0 if in_value else error, other.value_error(whole), draws=draws)
 
     def run(
         self,
@@ -433,11 +431,11 @@ class Trial:
         finally:
             self._may_write = may_write  # of copies nobody can tell
 
-    def certificate(self, cut: Cut) -> Certificate:
-        """The certificate of the samples of a cut, in float64."""
+    def certificate(self, cut: Cut, loss_fn: LossFunction | None = None) -> Certificate:
+        """The certificate of the samples of a cut, in float64, with the loss of the task or another one."""
         from anybatch.checking.examination import examine
 
-        return self.isolated(cut, examine)
+        return self.isolated(cut, lambda own: examine(own if loss_fn is None else replace(own, loss_fn=loss_fn)))
 
 
 @contextlib.contextmanager
