@@ -17,7 +17,7 @@ import torch
 
 from anybatch.batch.batches import Part
 from anybatch.batch.layout import lay_out
-from anybatch.batch.trees import flat, like, map_leaves
+from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
@@ -34,7 +34,8 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
 _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
-_LOSS_BYTES = 8  # times as many may be alive in the loss of these
+_LOSS_BYTES = 8  # times as many may be alive in the loss of these,
+_LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
 _APART = 0.01  # an error that is none of rounding, of a loss that is converted to low precision
 _IN_DOUBT = 0.1  # the same in low precision
 
@@ -140,7 +141,7 @@ class Replay:
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         task, rows = self._task, self._task.splittable.rows
         cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(calls, task)
-        limit = _LOSS_BYTES * self._bytes + _MOST_BYTES
+        limit = _LOSS_BYTES * self._bytes + _LOSS_ROOM
         with player.playing(), Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
             difference = trial.difference(cut, in_single=False)
@@ -173,15 +174,22 @@ class _Call(NamedTuple):
     """One call of the model in each micro-batch."""
 
     inputs: list[list[Any]]  # leaves, by micro-batch
-    output: Any  # of all samples, its tensors leaves of a graph
+    form: Any  # of an output
+    outputs: list[list[Any]]  # leaves, by micro-batch, with a gradient of their own
     bounds: list[tuple[int, int]]  # the rows of each micro-batch
 
     @classmethod
     def of(cls, calls: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> "_Call":
-        leaves = [flat(output) for _, output in calls]
-        whole = like(calls[0][1], [_whole(own, sizes) for own in zip(*leaves, strict=True)])
         ends = list(accumulate(sizes))
-        return cls([flat(inputs) for inputs, _ in calls], whole, list(zip([0, *ends[:-1]], ends, strict=True)))
+        outputs = [[_leaf(one, size) for one in flat(output)] for (_, output), size in zip(calls, sizes, strict=True)]
+        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+        return cls([flat(inputs) for inputs, _ in calls], calls[0][1], outputs, bounds)
+
+    def output(self, rows: slice) -> Any:
+        """What the model gives for some rows, those of whole micro-batches."""
+        inside = [rows.start <= start and stop <= rows.stop for start, stop in self.bounds]
+        chosen = [leaves for leaves, is_inside in zip(self.outputs, inside, strict=True) if is_inside]
+        return like(self.form, [_joined(own) for own in zip(*chosen, strict=True)])
 
     def is_of(self, inputs: list[Any], rows: slice) -> bool:
         """Whether the model is called with what it was given for some rows."""
@@ -202,12 +210,18 @@ def _is_same(given: Any, kept: Any, rows: slice) -> bool:
     return is_tensor and (torch.equal(given[rows], value) or torch.equal(given, value))
 
 
-def _whole(own: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if isinstance(own[0], _Kept):
-        values = [one.read() for one in own]
-        if [len(value) if value.dim() else 0 for value in values] != list(sizes):
-            raise ValueError("it is not of the samples")
-        return torch.cat(values).requires_grad_(own[0].has_graph)
+def _leaf(own: Any, size: int) -> Any:
+    if not isinstance(own, _Kept):
+        return own
+    value = own.read()
+    if value.dim() == 0 or len(value) != size:
+        raise ValueError("it is not of the samples")
+    return value.requires_grad_(own.has_graph)
+
+
+def _joined(own: Sequence[Any]) -> Any:
+    if isinstance(own[0], torch.Tensor):
+        return torch.cat(list(own)) if len(own) > 1 else own[0].view_as(own[0])  # a loss may write to it
     if any(one is not own[0] and one != own[0] for one in own):
         raise ValueError("what the model gives beside tensors differs")
     return own[0]
@@ -240,7 +254,7 @@ class _Player:
         self._calls += 1
         if not call.is_of(flat((args, kwargs)), self._rows):
             raise ValueError("the model is called with other inputs, or with the samples in another order")
-        return map_leaves(lambda leaf: leaf[self._rows] if isinstance(leaf, torch.Tensor) else leaf, call.output)
+        return call.output(self._rows)
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:

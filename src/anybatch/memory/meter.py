@@ -212,6 +212,11 @@ class Recording(TorchDispatchMode):
         for found in self.allocations_of(tensors):
             found.category = category
 
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The place of each allocation among all of them, by its ``id``."""
+        return {id(one): place for place, one in enumerate(self.allocations)}
+
     def allocations_of(self, tensors: Iterable[Any]) -> list[Allocation]:
         """The allocations of tensors, as far as they were seen."""
         keys = (

@@ -49,82 +49,79 @@ def binding_of(peak: Peak, hint: str, floor_size: float | None) -> str:
     return f"Peak: {peak.operation} in {where}, {format_bytes(peak.total)}, {share}.{hint} {floor}."
 
 
+@dataclass(frozen=True)
+class Room:
+    """The room that there is."""
+
+    budget: int  # bytes, without those beside the plan
+    beside: int  # bytes that summing gradients over ranks and workspaces of libraries take
+    usable: Callable[[int], int]  # gives the bytes of a budget that a plan may take
+
+    def needed(self, peak: int) -> int:
+        """The smallest budget that a peak fits in, with what is kept free and what is taken beside it."""
+        share = self.usable(10**15) / 10**15
+        found = math.ceil(peak / share)
+        while self.usable(found) < peak:
+            found += 1
+        return found + self.beside
+
+    def refusal(self, text: str, needed: int, modules: Sequence[str] = ()) -> DoesNotFit:
+        """The error for a budget that nothing fits in."""
+        whole = self.budget + self.beside
+        return DoesNotFit(
+            f"nothing fits into {format_bytes(whole)}{text}", needed=needed, budget=whole, modules=modules
+        )
+
+
 def does_not_fit(
-    smallest: PlanRow, peak: Peak, budget: int, needed: int, usable: Callable[[int], int],
-    shares: Sequence[ModuleShare], beside: int, remedies: Callable[[Sequence[ModuleShare]], str],
+    smallest: PlanRow, peak: Peak, room: Room, needed: int, shares: Sequence[ModuleShare],
+    remedies: Callable[[Sequence[ModuleShare]], str],
 ) -> DoesNotFit:  # fmt: skip
-    """The error for a budget that nothing fits in.
+    """The error where the way with the least memory is known.
 
     Args:
-        smallest: the way with the least memory.
+        smallest: that way.
         peak: what it is made of.
-        budget: bytes, without those beside the plan.
+        room: that there is.
         needed: the smallest budget that would do.
-        usable: gives the bytes of a budget that a plan may take.
         shares: what the blocks hold.
-        beside: bytes that summing gradients over ranks takes beside the plan.
         remedies: says what would help, by the blocks that hold the most.
     """
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
-    names = [share.name for share in holders]
     held = ", ".join(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
         for share in holders
     )
-    if peak.floor > usable(budget) and peak.is_count:
+    if peak.floor > room.usable(room.budget) and peak.is_count:
         remedy = f"T{_COUNT[1:]} alone takes this; {_LIGHTER} helps"
     else:
         remedy = remedies(holders).lstrip()
-    if not held:
-        held = "none were found, since there are none or they run more than once in a loss"
-    return DoesNotFit(
-        f"{_begun(smallest, budget, needed, usable, beside)}. At its peak: {_listed(peak.by_category, beside)}. "
-        f"The blocks that hold most: {held}. {remedy}",
-        needed=needed,
-        budget=budget + beside,
-        modules=names,
-    )
-
-
-def stopped(reached: int, budget: int, usable: Callable[[int], int], beside: int, why_whole: str = "") -> DoesNotFit:
-    """The error where not even the smallest configuration runs for real; what it needs is not known to its end."""
-    least = least_budget(reached, usable, beside)
-    return DoesNotFit(
-        f"nothing fits into {format_bytes(budget + beside)}: the step can't be traced without running it, and the "
-        f"smallest micro-batch, with all that may be recomputed, was stopped where it would have gone over that. It "
-        f"needs {format_bytes(least)} at least, and may need more; a plan for a larger budget says how much "
-        f"(plan.smallest_bytes). {why_whole}{' ' if why_whole else ''}{_SMALLER}",
-        needed=least,
-        budget=budget + beside,
-    )
-
-
-def _begun(smallest: PlanRow, budget: int, needed: int, usable: Callable[[int], int], beside: int) -> str:
-    """Says what was given and what is needed; for the arguments see ``does_not_fit``."""
-    free = budget - usable(budget)
-    kept = f" ({format_bytes(free)} of it is kept free)" if free > 0 else ""
-    how = smallest.optimizations or "no memory optimization"
-    way = f"the smallest configuration ({how}, micro-batches of {smallest.micro_batch_size:g})"
-    text = f"nothing fits into {format_bytes(budget + beside)}{kept}: {way} needs "
-    text += format_bytes(smallest.peak_bytes + beside)
+    free, takes, reserves = room.budget - room.usable(room.budget), smallest.peak_bytes + room.beside, ""
     if smallest.reserved_bytes:
-        text += f" of tensors, for which the allocator reserves {format_bytes(smallest.reserved_bytes + beside)}"
-    return text if needed == smallest.peak_bytes + beside else f"{text}, so give {format_bytes(needed)} at least"
+        reserved = format_bytes(smallest.reserved_bytes + room.beside)
+        reserves = f" of tensors, for which the allocator reserves {reserved}"
+    at_peak = {**peak.by_category, "buckets and workspaces of libraries": room.beside}
+    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(at_peak.items(), key=lambda i: -i[1]) if n)
+    return room.refusal(
+        f"{f' ({format_bytes(free)} of it is kept free)' if free > 0 else ''}: the smallest configuration "
+        f"({smallest.optimizations or 'no memory optimization'}, micro-batches of {smallest.micro_batch_size:g}) needs "
+        f"{format_bytes(takes)}{reserves}{'' if needed == takes else f', so give {format_bytes(needed)} at least'}. At "
+        f"its peak: {listed}. The blocks that hold most: "
+        f"{held or 'none were found, since there are none or they run more than once in a loss'}. {remedy}",
+        needed, [share.name for share in holders],
+    )  # fmt: skip
 
 
-def _listed(at_peak: dict[str, int], beside: int) -> str:
-    """What holds the bytes, the most first."""
-    found = {**at_peak, "buckets and workspaces of libraries": beside}
-    return ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(found.items(), key=lambda i: -i[1]) if n)
-
-
-def least_budget(peak: int, usable: Callable[[int], int], beside: int) -> int:
-    """The smallest budget that a peak fits in, with what is kept free and what is taken beside it."""
-    share = usable(10**15) / 10**15
-    found = math.ceil(peak / share)
-    while usable(found) < peak:
-        found += 1
-    return found + beside
+def stopped(reached: int, room: Room, why_whole: str = "") -> DoesNotFit:
+    """The error where not even the smallest configuration runs for real; what it needs is not known to its end."""
+    least = room.needed(reached)
+    return room.refusal(
+        f": the step can't be traced without running it, and the smallest micro-batch, with all that may be "
+        f"recomputed, was stopped where it would have gone over that. It needs {format_bytes(least)} at least, and may "
+        f"need more; a plan for a larger budget says how much (plan.smallest_bytes). "
+        f"{why_whole}{' ' if why_whole else ''}{_SMALLER}",
+        least,
+    )
 
 
 _MOST_FROZEN = 2
@@ -133,16 +130,11 @@ _OF_A_WEIGHT = 4  # its gradient, two moments and a master copy are the most tha
 
 @dataclass(frozen=True)
 class _Remedy:
-    """A way out.
+    """A way out."""
 
-    Args:
-        text: what the user writes.
-        subject: the step with it.
-        during: what has to be done while it is planned.
-    """
-
-    text: str
-    subject: Subject
+    text: str  # what the user writes
+    subject: Subject  # the step with it
+    # what has to be done while it is planned
     during: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
 
@@ -215,9 +207,7 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
         parameters = [p for one in subject.optimizers for group in one.param_groups for p in group["params"]]
         plain = torch.optim.SGD(parameters, lr=1e-3)
         yield _Remedy("torch.optim.SGD without momentum", other(optimizers=[plain]))
-    names = {
-        name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
-    }
+    names = {name for name, module in subject.model.named_modules() if name and any(True for _ in module.parameters())}
     known = [one for one in holders if one.name in names][:_MOST_FROZEN]
     # Of one of many equal blocks it is known without a plan that it holds less than what is missing.
     for name in [one.name for one in known if _OF_A_WEIGHT * one.parameter_bytes + one.activation_bytes > excess]:

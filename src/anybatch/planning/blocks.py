@@ -1,7 +1,7 @@
 """The blocks of a model: which may be recomputed or offloaded, where they ran, and what each keeps between."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,58 +69,60 @@ def _is_nest(module: torch.nn.Module) -> bool:
 
 @dataclass
 class Span:
-    """One run of a block's forward.
+    """One run of a block's forward."""
 
-    Args:
-        name: of the block.
-        enter: how many operations had run before it.
-        leave: how many operations had run after it.
-        inputs: what it was given.
-        outputs: what it gave.
-    """
-
-    name: str
-    enter: int
-    leave: int = 0
-    inputs: list[Allocation] = field(default_factory=list)
-    outputs: list[Allocation] = field(default_factory=list)
+    name: str  # of the block
+    enter: int  # how many operations had run before it
+    leave: int = 0  # how many operations had run after it
+    inputs: list[Allocation] = field(default_factory=list)  # what it was given
+    outputs: list[Allocation] = field(default_factory=list)  # what it gave
 
 
 @contextmanager
-def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recording) -> Iterator[list[Span]]:
-    """Notes where the forwards of blocks begin and end, but for those in which no memory optimization is of use.
+def forwards_seen(
+    model: torch.nn.Module, names: Sequence[str], before: Callable[[str, Any], None], after: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Calls functions before and after forwards of blocks, with what goes in and out; not of those in a backward."""
 
-    Returns:
-        A context whose value fills with the runs, in the order in which they ended.
-    """
-    found: list[Span] = []
-    running: list[Span] = []
-
-    def before(name: str, args: Any, kwargs: Any) -> None:
-        if not in_backward() and not is_transformed():
-            span = Span(name, recording.now)
-            span.inputs = _allocations(recording, (args, kwargs))
-            running.append(span)
-
-    def after(name: str, output: Any) -> None:
-        if not in_backward() and not is_transformed() and running and running[-1].name == name:
-            span = running.pop()
-            span.leave = recording.now
-            span.outputs = _allocations(recording, output)
-            found.append(span)
+    def seen(function: Callable[[str, Any], None], name: str, value: Any) -> None:
+        if not in_backward():
+            function(name, value)
 
     handles = []
     for name in names:
         module = model.get_submodule(name)
-        handles.append(
-            module.register_forward_pre_hook(lambda _, args, kwargs, n=name: before(n, args, kwargs), with_kwargs=True)
-        )
-        handles.append(module.register_forward_hook(lambda _, args, output, n=name: after(n, output)))
+        handles += [
+            module.register_forward_pre_hook(lambda _, *given, n=name: seen(before, n, given), with_kwargs=True),
+            module.register_forward_hook(lambda _, args, output, n=name: seen(after, n, output)),
+        ]
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def spans_noted(model: torch.nn.Module, names: Sequence[str], recording: Recording) -> Iterator[list[Span]]:
+    """Notes where the forwards of blocks begin and end, in the order in which they ended.
+
+    Those in which no memory optimization is of use are left out.
+    """
+    found: list[Span] = []
+    running: list[Span] = []
+
+    def before(name: str, given: Any) -> None:
+        if not is_transformed():
+            running.append(Span(name, recording.now, inputs=_allocations(recording, given)))
+
+    def after(name: str, output: Any) -> None:
+        if not is_transformed() and running and running[-1].name == name:
+            span = running.pop()
+            span.leave, span.outputs = recording.now, _allocations(recording, output)
+            found.append(span)
+
+    with forwards_seen(model, names, before, after):
+        yield found
 
 
 def _allocations(recording: Recording, value: Any) -> list[Allocation]:
@@ -149,29 +151,17 @@ def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str
 
 @dataclass(eq=False)
 class Link:
-    """A block on its way forward and back: positions of operations, and numbers of allocations.
+    """A block on its way forward and back: positions of operations, and numbers of allocations."""
 
-    Args:
-        name: of the block.
-        enter: how many operations had run before its forward.
-        leave: how many operations had run after it.
-        back: the first operation of its backward.
-        inputs: what it was given.
-        outputs: what it gave.
-        in_order: whether its backward begins after that of all blocks behind it has begun.
-        saved: what it made and keeps for its backward.
-        repeats: whether the block ran before, too.
-    """
-
-    name: str
-    enter: int
-    leave: int
-    back: int
-    inputs: list[int]
-    outputs: set[int]
-    in_order: bool = True
-    saved: list[int] = field(default_factory=list)
-    repeats: bool = False
+    name: str  # of the block
+    enter: int  # how many operations had run before its forward
+    leave: int  # how many operations had run after it
+    back: int  # the first operation of its backward
+    inputs: list[int]  # what it was given
+    outputs: set[int]  # what it gave
+    in_order: bool = True  # whether its backward begins after that of all blocks behind it has begun
+    saved: list[int] = field(default_factory=list)  # what it made and keeps for its backward
+    repeats: bool = False  # whether the block ran before, too
 
 
 def chain_of(spans: Sequence[Span], allocations: Sequence[Allocation], stop: int) -> list[Link]:

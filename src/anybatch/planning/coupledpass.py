@@ -8,18 +8,20 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from anybatch.batch.batches import Part
-from anybatch.batch.trees import map_leaves
 from anybatch.loss.coupling import Coupled, CoupledPass
 from anybatch.loss.outputs import Outputs
 from anybatch.loss.sums import Sums
 from anybatch.loss.weights import Weights
 from anybatch.memory.meter import Allocation, Recording
+from anybatch.planning.memorytrace import Given, PassTrace, Run
 from anybatch.planning.microbatches import tensors_in
+from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import Uncounted
 from anybatch.planning.subjects import Subject
 
@@ -27,7 +29,7 @@ FIRST, LOSS, BACKWARD, SECOND = (
     "first pass of the encoder", "coupled loss", "backward of the encoder", "second pass of the encoder",
 )  # fmt: skip
 
-_REAL = 3  # micro-batches of a kind that run: one for all that are alike, and the last ones, which may be smaller
+_REAL = 2  # micro-batches of a kind that run: one for all that are alike, and the last one, which may be smaller
 _FEW = 24  # micro-batches of different sizes that all run
 
 
@@ -41,7 +43,7 @@ def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], d
 
     Example:
         >>> which_run([(8, 0)] * 6 + [(2, 0)], 5)
-        ([0, 1, 2, 3, 4, 5, 6], {3: 2, 4: 2}, (0, 2))
+        ([0, 1, 2, 3, 4, 5, 6], {3: 2, 4: 2, 5: 2}, (0, 3))
     """
     runs_all = len(sizes) <= _FEW and len({*sizes}) > 2
     numbers: list[int] = []
@@ -57,99 +59,77 @@ def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], d
     return numbers, like, (counts[0], counts[1])
 
 
-class ShortPass:
-    """The micro-batches of a pass that is traced.
+class PassRun(Run):
+    """A pass that is traced: of micro-batches that are alike few run.
 
     Args:
-        subject: what is planned, with a coupled loss.
-        parts: all micro-batches, as ``which_run`` orders them.
-        like: for those that do not run the one that they are alike, which has run before.
-        keep: how many keep their graph.
-
-    Attributes:
-        running: those that run, by number.
-        stays: whether they lie there throughout, in bytes of their own.
-        stages: after how many operations each stage began, once it ran.
-        repeated: for each kind the allocations that a micro-batch which does not run would hold, too.
+        like: for those that do not run the one that they are alike, which has run before, see ``which_run``.
     """
 
-    def __init__(self, subject: Subject, parts: Sequence[Part], like: dict[int, int], keep: int) -> None:
-        self._subject, self._parts, self._like = subject, parts, like
-        self._kept_from = len(parts) - keep
+    is_pass = True
+
+    def __init__(
+        self, subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], split: bool,
+        like: dict[int, int],
+    ) -> None:  # fmt: skip
+        super().__init__(subject, parts, recipe, blocks, split)
+        self._all, self._like, self._kept_from = parts, like, len(parts) - (recipe.keep or 0)
         self._coupled = copy.copy(cast(Coupled, subject.loss_fn))
-        self.running = {number: part for number, part in enumerate(parts) if number not in like}
+        self._parts = {number: part for number, part in enumerate(parts) if number not in like}
+        self._count = len(self._parts)
         self._moves = subject.device_type != "cpu" and not subject.batch_is_there
         self.stays = subject.splittable.is_collated and not self._moves
-        self.stages: list[tuple[int, str]] = []
-        self.repeated: list[list[Allocation]] = []
+        # The float32 buffers are a part of what is traced.
+        self._settings = replace(self._settings, policy=subject.settings.policy)
+        self._stages: tuple[tuple[int, str], ...] = ()
+        self._held: list[set[Allocation]] = []
 
-    def whole(self) -> Any:
-        """The batch that the loss looks at, if it does."""
+    def _whole(self) -> Any:
         return self._subject.splittable.whole() if self._coupled.takes_batch else None
 
-    def run(
-        self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Any, batches: dict[int, Any],
-        whole: Any, outside: Any, begin: Callable[[], None], move: Callable[[Any], Any],
-    ) -> Sums:  # fmt: skip
-        """Runs it within a recording.
-
-        Args:
-            recording: writes down.
-            parameters: fake ones or the real ones, without gradients.
-            settings: of the run.
-            batches: those that run.
-            whole: what the loss looks at.
-            outside: finds leaves besides the parameters.
-            begin: is called before each micro-batch.
-            move: brings a micro-batch to the device, where batches do not lie there.
-        """
-        subject, moved = self._subject, (move if self._moves else lambda batch: batch)
-        splittable, ends = subject.splittable, [*itertools.accumulate(len(part.samples) for part in self._parts)]
+    def _run(self, given: Given, begin: Callable[[], None]) -> Sums:
+        subject, moved = self._subject, (given.move if self._moves else lambda batch: batch)
+        splittable, ends = subject.splittable, [*itertools.accumulate(len(part.samples) for part in self._all)]
         samples: list[Sequence[int]] = [
-            range(end - len(part.samples), end) for end, part in zip(ends, self._parts, strict=True)
+            range(end - len(part.samples), end) for end, part in zip(ends, self._all, strict=True)
         ]
         if splittable.has_costs:  # which puts samples into another order
-            samples = [part.samples for part in self._parts]
+            samples = [part.samples for part in self._all]
         noted = _Noted(
-            subject.model, self._coupled, Weights([{"": ends[-1]}]), parameters, settings, samples=samples,
-            outside=outside,
-        ).note(recording, self._like)  # fmt: skip
+            subject.model, self._coupled, Weights([{"": ends[-1]}]), given.parameters, given.settings, samples=samples,
+            outside=given.outside,
+        ).note(given.recording, self._like)  # fmt: skip
 
         def coming() -> Iterator[Any]:
-            for number in range(len(self._parts)):
+            for number in range(len(self._all)):
                 if number not in self._like:
                     begin()
-                yield None if number in self._like else moved(batches[number])
+                yield None if number in self._like else moved(given.batches[number])
 
         joins = len(splittable.batches) > 1 and not splittable.is_collated
-        inputs = [recording.allocations_of(tensors_in(batches.get(n))) for n in (0, self._kept_from)]
-        with recording:
-            sums = noted.run(
-                coming(), lambda number: moved(batches[number]), lambda: move(whole) if self._moves or joins else whole
-            )
-        self._note_stages(noted)
-        self.repeated = [
-            [*(own if self.stays else ()), *_held_by(recording, noted.first.get(number))]
-            for number, own in zip((0, self._kept_from), inputs, strict=True)
-        ]
-        return sums
-
-    def _note_stages(self, noted: "_Noted") -> None:
+        whole = given.move if self._moves or joins else lambda batch: batch
+        firsts = [given.batches.get(number) if self.stays else None for number in (0, self._kept_from)]
+        inputs = [given.recording.allocations_of(tensors_in(one)) for one in firsts]
+        with given.recording:
+            sums = noted.run(coming(), lambda number: moved(given.batches[number]), lambda: whole(given.whole))
         second = [start for number, start in noted.back.items() if number < self._kept_from]
         back = [start for number, start in noted.back.items() if number >= self._kept_from]
-        self.stages = [(0, FIRST), (noted.loss, LOSS)]
-        self.stages += [(min(found), name) for found, name in ((back, BACKWARD), (second, SECOND)) if found]
+        begun = [(min(found), name) for found, name in ((back, BACKWARD), (second, SECOND)) if found]
+        self._stages = ((0, FIRST), (noted.loss, LOSS), *begun)
+        runs = [noted.first.get(number) for number in (0, self._kept_from)]
+        self._held = [{*own, *_held_by(given.recording, run)} for own, run in zip(inputs, runs, strict=True)]
+        return sums
+
+    def _note(self, trace: PassTrace, given: Given) -> None:
+        numbers = given.recording.numbers
+        trace.stages = self._stages
+        trace.repeated = tuple(tuple(numbers[id(one)] for one in held) for held in self._held)
 
 
 def _held_by(recording: Recording, run: tuple[int, int] | None) -> list[Allocation]:
     """What a micro-batch made in its first run and left behind."""
     begin, end = run or (0, 0)
     return [one for one in recording.allocations if begin <= one.born < end and (one.died is None or one.died > end)]
-
-
-def copied(batch: Any) -> Any:
-    """A copy, as a device gets it, where there is none."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 class _Noted(CoupledPass):

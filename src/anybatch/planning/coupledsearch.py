@@ -10,17 +10,16 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from anybatch.batch.batches import Part
 from anybatch.errors import AnyBatchError
 from anybatch.loss.coupling import Coupled
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import OverBudget
-from anybatch.planning.coupledpass import LOSS, which_run
-from anybatch.planning.curve import Peak, Profile, Size
+from anybatch.planning.coupledpass import LOSS, SECOND
+from anybatch.planning.curve import Peak, Size
 from anybatch.planning.devices import Target
-from anybatch.planning.memorytrace import PassTrace
 from anybatch.planning.recipe import Recipe, Splitting
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
@@ -30,7 +29,6 @@ from anybatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**62  # an encoder that does not fit as it is may do so with blocks checkpointed or offloaded
 _FORWARD = 1 / 3  # of the time of linear layers: the backward multiplies twice
 _MOST_OPTIMIZED = 8  # ways with blocks checkpointed or offloaded that are looked at in one search
 
@@ -38,11 +36,7 @@ _MOST_OPTIMIZED = 8  # ways with blocks checkpointed or offloaded that are looke
 class CoupledSearch(Search):
     """The search at one precision, of whole passes and not of single micro-batches.
 
-    Args:
-        subject: what is planned, with a coupled loss.
-        target: the device.
-        allow: the memory optimizations; the loss is computed in blocks of rows only where the user says so.
-        autocast: the precision as the plan names it, if it is not the user's own.
+    The loss is computed in blocks of rows only where the user says so.
     """
 
     may_race = False
@@ -50,31 +44,19 @@ class CoupledSearch(Search):
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
         super().__init__(subject, target, [name for name in allow if name != "loss_chunks"], autocast)
         self._coupled = cast(Coupled, subject.loss_fn)
-        self._budget = 0
-        self._traces: dict[Any, PassTrace | int] = {}  # bytes that are needed at least, of one that was stopped
         self._largest: dict[float, list[Size]] = {}
         self._found: list[PlanRow] = []
+        self._budget = 0
 
     @property
     def traces_all(self) -> bool:
         """Not: of micro-batches that are alike few run, and count as often as there are."""
         return False
 
-    def share(self, other: Search) -> None:
-        """Takes over the traces of another search, whose step differs in its optimizers only."""
-        super().share(other)
-        self._traces.update(cast(CoupledSearch, other)._traces)
-
-    def forget(self) -> None:
-        """Lets go of what follows from traces that are not to be trusted any more."""
-        super().forget()
-        self._traces.clear()
-
     def look_within(self, usable: int, budget: int) -> None:
         """Begins a search; what can't run on fake tensors runs for real within a budget."""
         self._budget = usable
-        self._traces = {key: trace for key, trace in self._traces.items() if not isinstance(trace, int)}
-        super().look_within(usable, _NO_LIMIT)
+        super().look_within(usable, budget)
         self._peak(self._few()[-1], Recipe(keep=0))  # after which it is known whether the loss runs on fakes
 
     def _few(self) -> list[Splitting]:
@@ -98,59 +80,41 @@ class CoupledSearch(Search):
 
     # What a pass holds.
 
+    def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
+        """A row with its peak; it was traced as it would run when it was made."""
+        splitting, recipe = self.splitting_of(row), self.recipe_of(row)
+        peak = self._peak(splitting, recipe)
+        if self.held is not None and peak.by_category:
+            profile = self.profiles.whole_pass(recipe, splitting.parts)
+            row = replace(row, reserved_bytes=self._reserved(self.held, profile))
+        return row, peak
+
     def _peak(self, splitting: Splitting, recipe: Recipe) -> Peak:
         """The most bytes alive in a step, and what they are for; of a pass that was stopped only how many it reached.
 
         Raises:
             NotRecomputable: a block can't be recomputed.
         """
-        found = self._pass(splitting, recipe)
-        return Peak(found, {}, "", LOSS) if isinstance(found, int) else found.peak_in_detail()
-
-    def _pass(self, splitting: Splitting, recipe: Recipe) -> Profile | int:
-        """The profile of a pass; of one that was stopped the bytes that it reached."""
-        kept, sizes = recipe.keep or 0, [self.profiles.size_of(part) for part in splitting.parts]
-        numbers, like, more = which_run([(size.samples, size.length) for size in sizes], kept)
-        ran = (len(sizes) - kept - more[0], kept - more[1])
-        key = (splitting.limit, replace(recipe, keep=None), ran)
-        if key not in self._traces:
-            was_fake = self.is_fake
-            try:
-                trace = self.profiles.traced_pass([splitting.parts[number] for number in numbers], recipe, like)
-                if was_fake and not self.is_fake:
-                    self._traces.clear()
-                self._traces[key] = trace
-            except OverBudget as error:
-                self._traces[key] = max(error.needed, self._budget + 1)
-        found = self._traces[key]
-        if isinstance(found, int):
-            return found
-        self._largest[splitting.limit] = self._largest_of(splitting, sizes)
-        size = Size(self.subject.splittable.rows)
-        trace = found.with_more(more, self.subject.granularity)
-        return self.profiles.profile_of([(size, trace)])
-
-    def _largest_of(self, splitting: Splitting, sizes: list[Size]) -> list[Size]:
-        lengths = self.profiles.lengths
-        if lengths.shapes:
-            return sizes
+        try:
+            found = self.profiles.whole_pass(recipe, splitting.parts)
+        except OverBudget as error:
+            return Peak(error.needed, {}, "", LOSS)
+        sizes, lengths = [self.profiles.size_of(part) for part in splitting.parts], self.profiles.lengths
         if lengths.are_joined:
-            return [self.profile(Recipe(), splitting).size]
-        return [Size(max(one.samples for one in sizes), max(one.length for one in sizes))]
+            sizes = [self.profile(Recipe(), splitting).size]
+        elif not lengths.shapes:
+            sizes = [Size(max(one.samples for one in sizes), max(one.length for one in sizes))]
+        self._largest[splitting.limit] = sizes
+        return found.peak_in_detail()
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once without memory optimizations; 0 if it is not known."""
         splitting = self._few()[0]
         return self._peak(splitting, Recipe(keep=1)).total if splitting.is_single else 0
 
-    def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
-        """A row with its peak; it was traced as it would run when it was made."""
-        found = self._pass(self.splitting_of(row), Recipe.of(row))
-        if isinstance(found, int):
-            return row, Peak(found, {}, "", LOSS)
-        if self.held is not None:
-            row = replace(row, reserved_bytes=self._reserved(self.held, found))
-        return row, found.peak_in_detail()
+    def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
+        """Says which micro-batch is larger than those that were planned for; empty if none is."""
+        return self.profiles.lengths.outgrown(parts, self._largest.get(row.micro_batch_size, ()), is_exact=self.is_fake)
 
     # Which graphs are kept.
 
@@ -180,12 +144,10 @@ class CoupledSearch(Search):
 
     def row_of(self, splitting: Splitting, kept: int, optimized: PlanRow | None = None) -> PlanRow:
         """A way to run the batch, with the blocks of a row of the encoder's own search checkpointed or offloaded."""
-        recipe = replace(Recipe() if optimized is None else Recipe.of(optimized), keep=kept)
-        return PlanRow(
-            micro_batch_size=splitting.limit, micro_batches=len(splitting.parts), recompute=recipe.recompute,
-            offload=recipe.offload, autocast=self.autocast, kept_graphs=kept,
-            seconds=self._pass_seconds(splitting, kept, optimized), peak_bytes=self._peak(splitting, recipe).total,
-            confidence=self.confidence,
+        row = PlanRow(splitting.limit, len(splitting.parts), autocast=self.autocast) if optimized is None else optimized
+        return replace(
+            row, kept_graphs=kept, seconds=self._pass_seconds(splitting, kept, optimized), confidence=self.confidence,
+            peak_bytes=self._peak(splitting, replace(self.recipe_of(row), keep=kept)).total,
         )  # fmt: skip
 
     def rows(self, budget: int) -> list[PlanRow]:
@@ -221,19 +183,27 @@ class CoupledSearch(Search):
         return []
 
     def smallest(self) -> PlanRow:
-        """The way with the least memory."""
+        """The way with the least memory: mostly that of the smallest micro-batches, which keep the most of the others.
+
+        Where it is the graph of one micro-batch that takes the most, fewer of its activations take less, and so may all
+        graphs at once, where these are small; else nothing does.
+        """
 
         def least(splitting: Splitting, recipe: Recipe) -> int:
-            count = len(splitting.parts)
-            some = {0, min(1, count), count}
-            return min(some, key=lambda kept: (self._peak(splitting, replace(recipe, keep=kept)).total, -kept))
+            return min(
+                (0, len(splitting.parts)), key=lambda kept: self._peak(splitting, replace(recipe, keep=kept)).total
+            )
 
-        found: list[PlanRow] = []
-        for splitting in self._few()[-2:]:
-            optimized = (make(Recipe(), splitting) for make in (self.smallest_of, self.everything))
-            for row in (None, *(row for row in optimized if row is not None and row.optimizations)):
-                found += self._with(splitting, row, least)
-        return min(found, key=lambda row: row.peak_bytes)
+        best = min((self.row_of(one, 0) for one in self._few()[:-3:-1]), key=lambda row: row.peak_bytes)
+        splitting = self.splitting_of(best)
+        peak = self._peak(splitting, Recipe(keep=0))
+        if peak.by_category and peak.stage != SECOND:
+            return best
+        optimized = (make(Recipe(), splitting) for make in (self.smallest_of, self.everything))
+        rows = (None, *(row for row in optimized if row is not None and row.optimizations))
+        return min(
+            [best, *(one for row in rows for one in self._with(splitting, row, least))], key=lambda row: row.peak_bytes
+        )
 
     def _least(self) -> tuple[PlanRow, Peak]:
         return self.traced(self.smallest())
@@ -241,7 +211,7 @@ class CoupledSearch(Search):
     def front(self) -> list[PlanRow]:
         """Ways worth a look at any budget, those that were found, and the smallest."""
         few = [(one, len(one.parts)) for one in self._few()[::2]]
-        found = [self.row_of(one, kept) for one, count in few for kept in sorted({0, count // 2, count})]
+        found = [self.row_of(one, kept) for one, count in few for kept in (0, -(-count // 2))]
         within = [row for row in found if self.is_fake or row.peak_bytes <= self._budget]
         return [*self._found, *within, self.smallest()]
 
@@ -258,7 +228,3 @@ class CoupledSearch(Search):
         if block is None:
             return f" The loss sees all samples{held}; Coupled(row_block=...) computes it for some rows at a time."
         return f" The loss takes {block} rows at a time{held}; a smaller row_block helps."
-
-    def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
-        """Says which micro-batch is larger than those that were planned for; empty if none is."""
-        return self.profiles.lengths.outgrown(parts, self._largest.get(row.micro_batch_size, ()), is_exact=self.is_fake)

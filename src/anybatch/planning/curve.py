@@ -23,32 +23,18 @@ from anybatch.tensors.dispatch import unseen
 
 
 class NotAligned(Exception):  # not an error of the user's: the caller takes another way
-    """Traces of different sizes do not have the same operations or the same storages; the text says which.
-
-    Args:
-        text: says so.
-        is_about_room: whether only not enough sizes may run for real to extrapolate from them.
-    """
-
-    def __init__(self, text: str, *, is_about_room: bool = False) -> None:
-        super().__init__(text)
-        self.is_about_room = is_about_room
+    """Traces of different sizes do not have the same operations or the same storages; the text says which."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a micro-batch.
+    """The size of a micro-batch."""
 
-    Args:
-        samples: how many.
-        length: of the sequences, 0 if it does not matter.
-        each: of samples that are not padded to one length, what each is large by, the largest first.
-        sums: of samples that are not padded, the sum of their lengths and that of the squares; none if all are as long.
-    """
-
-    samples: int
-    length: int = 0
+    samples: int  # how many
+    length: int = 0  # of the sequences, 0 if it does not matter
+    # of samples that are not padded to one length, what each is large by, the largest first
     each: tuple[tuple[int, ...], ...] = ()
+    # of samples that are not padded, the sum of their lengths and that of the squares; none if all are as long
     sums: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -222,80 +208,47 @@ _RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True)
 class Constants:
-    """Bytes that are alive throughout a step.
+    """Bytes that are alive throughout a step."""
 
-    Args:
-        batch: of the logical batch where it lies on the device.
-        buffers: of the copies of buffers that a step keeps so that it can roll back.
-        copies: how many micro-batches are on the device at once where they are copied there: 0, 1 or 2, or very many
-            where all of them are made before the first one runs.
-        placements: how many devices share the micro-batches.
-        summed: parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device.
-        unreached: of the gradients of parameters that the traced samples did not reach and others may.
-        counted: parameters and what a count holds while it runs on the whole batch; 0 where no function counts.
-    """
-
-    batch: int
-    buffers: int
+    batch: int  # of the logical batch where it lies on the device
+    buffers: int  # of the copies of buffers that a step keeps so that it can roll back
+    # how many micro-batches are on the device at once where they are copied there: 0, 1 or 2, or very many where
+    # all of them are made before the first one runs
     copies: int
-    placements: int = 1
+    placements: int = 1  # how many devices share the micro-batches
+    # parameters, gradients and what is sent while gradients are summed over the devices; 0 for one device
     summed: int = 0
-    unreached: int = 0
-    counted: int = 0
-
-    def inputs_at_once(self, micro_batches: int) -> int:
-        """How many micro-batches are on the device at once."""
-        return min(self.copies, micro_batches * (self.placements if self.copies == ALL else 1))
+    unreached: int = 0  # of the gradients of parameters that the traced samples did not reach and others may
+    counted: int = 0  # parameters and what a count holds while it runs on the whole batch; 0 where no function counts
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes alive in a step.
+    """The most bytes alive in a step."""
 
-    Args:
-        total: bytes.
-        by_category: what they are for.
-        operation: after which operation.
-        stage: ``"forward"``, ``"backward"``, ``"loss"``, ``"update"``, ``"count"``, or a pass of an encoder in words.
-        module: the block in which it is, empty if it is in none.
-        floor: the most bytes alive apart from micro-batches, which no way to run them is below.
-        is_count: whether that is in the count of the whole batch, and not in the update.
-        has_state: whether the optimizer keeps anything.
-    """
-
-    total: int
-    by_category: dict[str, int]
-    operation: str
-    stage: str
-    module: str = ""
-    floor: int = 0
-    is_count: bool = False
-    has_state: bool = True
+    total: int  # bytes
+    by_category: dict[str, int]  # what they are for
+    operation: str  # after which operation
+    stage: str  # "forward", "backward", "loss", "update", "count", or a pass of an encoder in words
+    module: str = ""  # the block in which it is, empty if it is in none
+    floor: int = 0  # the most bytes alive apart from micro-batches, which no way to run them is below
+    is_count: bool = False  # whether that is in the count of the whole batch, and not in the update
+    has_state: bool = True  # whether the optimizer keeps anything
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """The memory of a step with a certain treatment of its loss, in micro-batches of a size.
+    """The memory of a step with a certain treatment of its loss, in micro-batches of a size."""
 
-    Args:
-        fit: the traces.
-        update: what the optimizer's step holds.
-        constants: what is alive throughout.
-        confidence: how the traces were made.
-        runs: for each block that is a child of a sequence its name, and the position there.
-        accumulators: gives the bytes of float32 buffers for gradients by the number of micro-batches.
-        size: of a micro-batch.
-        count: how many micro-batches run one after the other.
-    """
-
-    fit: Fit
-    update: UpdateTrace
-    constants: Constants
-    confidence: Confidence
-    runs: dict[str, tuple[str, int]]
+    fit: Fit  # the traces
+    update: UpdateTrace  # what the optimizer's step holds
+    constants: Constants  # what is alive throughout
+    confidence: Confidence  # how the traces were made
+    runs: dict[str, tuple[str, int]]  # for each block that is a child of a sequence its name, and the position there
+    # gives the bytes of float32 buffers for gradients by the number of micro-batches
     accumulators: Callable[[int], int]
-    size: Size
-    count: int = 1
+    size: Size  # of a micro-batch
+    count: int = 1  # how many micro-batches run one after the other
 
     def at(self, size: Size, count: int) -> "Profile":
         """The same step in so many micro-batches of another size, for which the traces are good."""
@@ -305,8 +258,9 @@ class Profile:
     def _beside(self) -> dict[str, int]:
         """Bytes that are alive throughout the pass, on top of what a trace counts."""
         constants, accumulators = self.constants, self.accumulators(self.count)
+        at_once = min(constants.copies, self.count * (constants.placements if constants.copies == ALL else 1))
         return {
-            INPUTS: constants.batch + constants.inputs_at_once(self.count) * sum(self.fit.input_sizes(self.size)),
+            INPUTS: constants.batch + at_once * sum(self.fit.input_sizes(self.size)),
             OPTIMIZER: self.update.state,
             BUFFERS: constants.buffers * min(2, constants.placements),  # several devices run a pass again with one more
             GRADIENTS: accumulators or constants.unreached,

@@ -22,25 +22,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Target:
-    """A device that is planned for.
+    """A device that is planned for."""
 
-    Args:
-        name: such as ``"cpu"``, ``"cuda"`` or ``"h200"``.
-        device_type: ``"cpu"``, or such as ``"cuda"``.
-        total: bytes of its memory; 0 if they are not known.
-        is_present: whether the model lies on it, so that steps can be measured.
-        flops: operations a second of its matrix units in bfloat16, as its vendor states them.
-        bandwidth: bytes a second of its memory.
-        host_bandwidth: bytes a second between it and the host.
-    """
-
-    name: str
-    device_type: str
-    total: int
-    is_present: bool
-    flops: float = 100e12
-    bandwidth: float = 1e12
-    host_bandwidth: float = 20e9
+    name: str  # such as "cpu", "cuda" or "h200"
+    device_type: str  # "cpu", or such as "cuda"
+    total: int  # bytes of its memory; 0 if they are not known
+    is_present: bool  # whether the model lies on it, so that steps can be measured
+    flops: float = 100e12  # operations a second of its matrix units in bfloat16, as its vendor states them
+    bandwidth: float = 1e12  # bytes a second of its memory
+    host_bandwidth: float = 20e9  # bytes a second between it and the host
 
 
 # Dense bfloat16 (float16 where there is none), memory bandwidth and host link as in the vendors' data sheets.

@@ -26,17 +26,11 @@ class NoModel(AnyBatchError):
 
 
 class Example(NamedTuple):
-    """A model on ``meta``, and one batch for it.
+    """A model on ``meta``, and one batch for it."""
 
-    Args:
-        model: without weights.
-        loss_fn: of the model and a batch.
-        batch: of the shapes that were asked for.
-    """
-
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Any]
-    batch: dict[str, torch.Tensor]
+    model: nn.Module  # without weights
+    loss_fn: Callable[[Any, Any], Any]  # of the model and a batch
+    batch: dict[str, torch.Tensor]  # of the shapes that were asked for
 
 
 def example_of(name: str, rows: int, length: int, dtype: str) -> Example:
@@ -195,7 +189,7 @@ class LowRank(nn.Module):
     def __init__(self, layer: nn.Module, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        weight = next(layer.parameters())
+        weight = next(iter(layer.parameters()))
         self.down = nn.Linear(inputs, rank, bias=False, device=weight.device, dtype=weight.dtype)
         self.up = nn.Linear(rank, outputs, bias=False, device=weight.device, dtype=weight.dtype)
 

@@ -35,30 +35,22 @@ _CONFIRMED = 2  # steps on CUDA until the allocator's own figures are known
 
 
 class PlannedLimit(OwnSizeLimit):
-    """The size of micro-batches as a plan says, and smaller plans when memory runs out.
-
-    Args:
-        follower: has the plans.
-    """
+    """The size of micro-batches as a plan says, and smaller plans when memory runs out."""
 
     def __init__(self, follower: "Follower") -> None:
         super().__init__(None)
         self._owner = Owner(follower)
 
-    @property
-    def _follower(self) -> "Follower":
-        return self._owner()
-
     def shrink(self, tried: float) -> None:
         """Takes a smaller plan after memory ran out."""
-        size = self._follower.smaller_plan()
+        size = self._owner().smaller_plan()
         super().shrink(tried)
         if size is not None:
             self.value = size
 
     def relieve(self) -> bool:
         """Takes a smaller plan also where micro-batches have one sample; says whether there is one."""
-        size = self._follower.smaller_plan()
+        size = self._owner().smaller_plan()
         if size is not None:
             self.value = size
         return size is not None
@@ -68,14 +60,14 @@ class PlannedLimit(OwnSizeLimit):
 
         Sizes between the two were planned by nobody, so it does not grow step by step.
         """
-        if self._follower.is_on_first_plan and self.value == self.ceiling:
+        if self._owner().is_on_first_plan and self.value == self.ceiling:
             return
         self._quiet += 1
         if self._quiet < self._patience:
             return
         if self._grew:
             self._patience = self.PATIENCE
-        self._follower.first_plan_again()
+        self._owner().first_plan_again()
         self.value = self.ceiling
         self._quiet = 0
         self._grew = True
@@ -94,10 +86,6 @@ class Follower:
         subject_of: describes the step for a logical batch.
         memory: the budget as the user gave it; ``None`` to follow the given plan only.
         plan: a plan that was made before; ``None`` to make one on the first batch.
-
-    Attributes:
-        plan: the plan in force, ``None`` before the first batch.
-        limit: the size of micro-batches.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
@@ -112,7 +100,7 @@ class Follower:
         self._settings: Settings | None = None
         self._pool = HostPool()
         self._made: list[Plan] = []  # batches of many short samples and of few long ones may come in turn
-        self.plan = plan
+        self.plan = plan  # in force; ``None`` before the first batch
         self.limit = PlannedLimit(self)
         if plan is not None:
             self._take(plan)
@@ -180,12 +168,18 @@ class Follower:
 
     def _return_to(self, plan: Plan, subject: Subject) -> None:
         """Takes a plan that was made for a batch like this one."""
-        known = self._planner.times if self._planner is not None else None
-        budget = budget_for(self._memory, subject, _target(subject))
         subject.behaviour = self._planner.subject.behaviour if self._planner is not None else subject.behaviour
-        self._planner = Planner(subject, _target(subject), times=known, budget=budget)
+        self._planner = self._planner_of(subject, self._budget_of(subject))
         self._first, self._rows = plan, plan.samples
         self._take(plan)
+
+    def _planner_of(self, subject: Subject, budget: int = 0) -> Planner:
+        """Plans a step with what was measured before."""
+        known = self._planner.times if self._planner is not None else None
+        return Planner(subject, _target(subject), times=known, budget=budget)
+
+    def _budget_of(self, subject: Subject) -> int:
+        return budget_for(self._memory, subject, _target(subject))
 
     def _hand_over(self, *, halved: bool = False) -> None:
         """Tells the engine what the plan in force says besides the size of micro-batches."""
@@ -206,9 +200,8 @@ class Follower:
             self._planner.attend(None)
 
     def _check(self, subject: Subject) -> None:
-        target = _target(subject)
         if self.plan is not None:
-            found = fingerprint_of(subject, target)
+            found = fingerprint_of(subject, _target(subject))
             if not subject.optimizers:  # the gradient alone, which fits with any
                 found["optimizer"] = self.plan.fingerprint.get("optimizer", "")
             # A plan for one device holds on each of several, but for what it takes to sum over them.
@@ -216,22 +209,20 @@ class Follower:
             if subject.devices is not None and self._memory is not None and "devices" not in self.plan.fingerprint:
                 self.plan = None
         if self._memory is not None and self._planner is None:
-            self._planner = Planner(subject, target, budget=budget_for(self._memory, subject, target))
+            self._planner = self._planner_of(subject, self._budget_of(subject))
         if self._memory is not None and self.plan is not None:
-            self._drop_above(budget_for(self._memory, subject, target))
+            self._drop_above(self._budget_of(subject), self.plan)
         self._is_checked = True
 
-    def _drop_above(self, budget: int) -> None:
+    def _drop_above(self, budget: int, plan: Plan) -> None:
         """Has a plan made again that was made for more memory than there is now."""
-        if self.plan is None:
-            return
-        needed = self.plan.chosen.needed_bytes
+        needed = plan.chosen.needed_bytes
         if needed > budget:
             logger.info("the plan takes %s, and the budget is %s", format_bytes(needed), format_bytes(budget))
             self.plan = None
         elif self._first is not None and self._first.chosen.needed_bytes > budget:
-            self._first = self.plan
-            self.limit.ceiling = self.plan.micro_batch_size
+            self._first = plan
+            self.limit.ceiling = plan.micro_batch_size
 
     def _reason_to_plan(self, splittable: Splittable, clear: Callable[[], None]) -> str:
         if self.plan is None:
@@ -253,12 +244,9 @@ class Follower:
         return self._planner.outgrown_parts(splittable, self.limit.value, self.plan.chosen)
 
     def _make(self, subject: Subject) -> None:
-        target = _target(subject)
-        budget = budget_for(self._memory, subject, target)
-        known = self._planner.times if self._planner is not None else None
-        planner = Planner(subject, target, times=known)
+        budget, planner = self._budget_of(subject), self._planner_of(subject)
         self._first = planner.plan(budget)
-        if target.is_present and target.device_type != "cpu":
+        if is_accelerator(subject.settings.device):
             release_cache()  # what the planner measured left blocks of other sizes
         self._planner = planner
         self._is_varied = shapes_differ(subject.splittable, subject.loss_fn)
@@ -286,8 +274,7 @@ class Follower:
             return None
         is_other = self._splittable.is_collated or self._is_varied
         if is_other or self._splittable.rows != self._planner.rows:
-            subject = self._subject_of(self._splittable)
-            self._planner = Planner(subject, _target(subject), times=self._planner.times)
+            self._planner = self._planner_of(self._subject_of(self._splittable))
         less = int(self.plan.chosen.needed_bytes * _SMALLER)
         try:
             with self._apart(self._splittable):

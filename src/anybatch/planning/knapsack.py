@@ -31,38 +31,24 @@ _RELATIVE = 1e-12  # sums of seconds that differ by less are equal: the order of
 
 @dataclass(frozen=True)
 class Option:
-    """What may be done with one block, or with a run of blocks as one piece, to free memory for time.
+    """What may be done with one block, or with a run of blocks as one piece, to free memory for time."""
 
-    Args:
-        first: the first block.
-        last: the last block, often the same.
-        kind: ``"recompute"`` or ``"offload"``; it is carried along and decides nothing.
-        freed: bytes that are gone from the end of the forward of block ``last + lag`` until its backward begins.
-        seconds: what it costs, at least 0.
-        peak: the most bytes alive while the run's activations are made again, if nothing else is freed; 0 for none.
-        lag: 1 where the copy to the host ends one block later and the copy back begins one block earlier.
-    """
-
-    first: int
-    last: int
-    kind: str
-    freed: int
-    seconds: float
+    first: int  # the first block
+    last: int  # the last block, often the same
+    kind: str  # "recompute" or "offload"; it is carried along and decides nothing
+    freed: int  # bytes that are gone from the end of the forward of block last + lag until its backward begins
+    seconds: float  # what it costs, at least 0
+    # the most bytes alive while the run's activations are made again, if nothing else is freed; 0 for none
     peak: int = 0
-    lag: int = 0
+    lag: int = 0  # 1 where the copy to the host ends one block later and the copy back begins one block earlier
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The most bytes that are alive while each block goes forward and backward, with no option taken.
+    """The most bytes that are alive while each block goes forward and backward, with no option taken."""
 
-    Args:
-        forward: for every block, and one more for the loss.
-        backward: for every block.
-    """
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+    forward: tuple[int, ...]  # for every block, and one more for the loss
+    backward: tuple[int, ...]  # for every block
 
     @property
     def alive(self) -> list[int]:

@@ -36,21 +36,14 @@ _MOST_ORDERS = 4
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of raw samples.
+    """The lengths of raw samples."""
 
-    Args:
-        each: of every sample; none where all are alike.
-        extents: of every sample all that varies, and its bytes; none where the samples are padded to the longest.
-        bytes_of_one: of the largest sample, collated.
-        shapes: of each batch of a window, by the position of its first sample.
-        are_apart: whether a length only tells shapes apart, so that nothing follows from one for another.
-    """
-
-    each: tuple[int, ...] = ()
+    each: tuple[int, ...] = ()  # of every sample; none where all are alike
+    # of every sample all that varies, and its bytes; none where the samples are padded to the longest
     extents: tuple[Extents, ...] = ()
-    bytes_of_one: int = 0
-    shapes: tuple[tuple[int, Extents], ...] = ()
-    are_apart: bool = False
+    bytes_of_one: int = 0  # of the largest sample, collated
+    shapes: tuple[tuple[int, Extents], ...] = ()  # of each batch of a window, by the position of its first sample
+    are_apart: bool = False  # whether a length only tells shapes apart, so that nothing follows from one for another
 
     @property
     def are_joined(self) -> bool:

@@ -24,7 +24,6 @@ from anybatch.loss.accumulate import Settings
 from anybatch.loss.sums import Sums
 from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, held_by, storages_of
 from anybatch.planning.blocks import Span, spans_noted
-from anybatch.planning.coupledpass import ShortPass, copied
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
 from anybatch.planning.running import applied, micro_batches_of, run_for_real, settings_for, undisturbed
@@ -46,41 +45,30 @@ _SCALAR_BYTES = 8
 
 @dataclass
 class PassTrace:
-    """What a micro-batch held.
+    """What a micro-batch held."""
 
-    Args:
-        operations: names, in order.
-        allocations: storages that were counted.
-        spans: the runs of blocks.
-        trained: positions among the subject's parameters of those that got a gradient.
-        accumulated: numbers of allocations: gradients that were there before, and what was first added to each.
-        in_place: numbers of allocations: what torch adds to without a mode, and the sum, which has a storage of its own
-            under one.
-        kept: numbers of allocations that are there afterwards besides gradients, such as losses and metrics.
-        chunked: how often a loss was taken in chunks.
-        input_sizes: bytes of each tensor of one micro-batch.
-        costs: for every operation its arithmetic and the bytes it moves, if they were asked for.
-        leaves_fakes: whether some of its fake tensors may be left, as in a cache of the user's.
-        stages: of a pass with a coupled loss, after how many operations each stage began, and its name.
-        repeated: numbers of allocations that micro-batches which did not run would hold, too, for each kind of them.
-        taken: bytes that were alive at most with all that lay beside, if it ran for real within a limit.
-        weights: of tensors that the first micro-batch makes for all, after which operation, and their numbers.
-    """
-
-    operations: list[str]
-    allocations: list[Allocation]
-    spans: list[Span] = field(default_factory=list)
-    trained: tuple[int, ...] = ()
+    operations: list[str]  # names, in order
+    allocations: list[Allocation]  # storages that were counted
+    spans: list[Span] = field(default_factory=list)  # the runs of blocks
+    trained: tuple[int, ...] = ()  # positions among the subject's parameters of those that got a gradient
+    # numbers of allocations: gradients that were there before, and what was first added to each
     accumulated: tuple[tuple[int, int], ...] = ()
+    # numbers of allocations: what torch adds to without a mode, and the sum, which has a storage of its own under
+    # one
     in_place: tuple[tuple[int, int], ...] = ()
+    # numbers of allocations that are there afterwards besides gradients, such as losses and metrics
     kept: tuple[int, ...] = ()
-    chunked: int = 0
-    input_sizes: list[int] = field(default_factory=list)
+    chunked: int = 0  # how often a loss was taken in chunks
+    input_sizes: list[int] = field(default_factory=list)  # bytes of each tensor of one micro-batch
+    # for every operation its arithmetic and the bytes it moves, if they were asked for
     costs: list[tuple[float, float]] = field(default_factory=list)
-    leaves_fakes: bool = False
+    leaves_fakes: bool = False  # whether some of its fake tensors may be left, as in a cache of the user's
+    # of a pass with a coupled loss, after how many operations each stage began, and its name
     stages: tuple[tuple[int, str], ...] = ()
+    # numbers of allocations that micro-batches which did not run would hold, too, for each kind of them
     repeated: tuple[tuple[int, ...], ...] = ()
-    taken: int = 0
+    taken: int = 0  # bytes that were alive at most with all that lay beside, if it ran for real within a limit
+    # of tensors that the first micro-batch makes for all, after which operation, and their numbers
     weights: tuple[tuple[int, int], ...] = ()
 
     def held_the_same(self, other: "PassTrace") -> bool:
@@ -120,11 +108,8 @@ class Tracer:
         subject: what is planned.
         blocks: the names of its blocks.
         kind: what writes down.
-        is_fake: whether fake tensors are tried.
+        is_fake: whether fake tensors are tried; it is false from then on when they can't be used.
         may_probe: whether micro-batches may run for real.
-
-    Attributes:
-        is_fake: whether fake tensors are used, or real probes since they can't be.
     """
 
     def __init__(
@@ -140,7 +125,7 @@ class Tracer:
 
     def trace(
         self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None,
-        like: dict[int, int] | None = None,
+        run: "Callable[..., Run] | None" = None,
     ) -> PassTrace:  # fmt: skip
         """Runs a forward and a backward for a micro-batch, of a coupled loss a whole pass, and rolls everything back.
 
@@ -149,7 +134,7 @@ class Tracer:
             recipe: how it is run.
             split: whether other micro-batches left their gradients, as before the one that holds the most.
             limit: bytes that a real run may have alive with all that is there beside it; ``None`` for no limit.
-            like: the micro-batches of a coupled loss that do not run, see ``which_run``; ``None`` for no whole pass.
+            run: what runs, if it is not a single micro-batch.
 
         Returns:
             What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
@@ -159,14 +144,14 @@ class Tracer:
             OverBudget: the real run was stopped, since it would take more.
             LossError: it can be traced in neither way.
         """
-        run = functools.partial(_Run, self._subject, parts, recipe, self._blocks, split, like)
+        made = functools.partial(run or Run, self._subject, parts, recipe, self._blocks, split)
         if self.is_fake:
-            return self._on_fakes(lambda fakes: run().on_fakes(self._kind, fakes))
-        if not self._is_warm and like is None and any(map(is_scripted, modules_of(*self._subject.roots))):
+            return self._on_fakes(lambda fakes: made().on_fakes(self._kind, fakes))
+        if not self._is_warm and run is None and any(map(is_scripted, modules_of(*self._subject.roots))):
             for _ in range(_JIT_RUNS):
-                run_for_real(self._subject, parts[0], Recipe(), clock=time.perf_counter)
+                run_for_real(self._subject, parts[0], recipe.plain, clock=time.perf_counter)
         self._is_warm = True
-        return self._for_real(run(), limit)
+        return self._for_real(made(), limit)
 
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
@@ -199,7 +184,7 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(self, run: "_Run", limit: int | None) -> PassTrace:
+    def _for_real(self, run: "Run", limit: int | None) -> PassTrace:
         try:
             return run.for_real(self._kind, limit)
         except Exception as error:
@@ -218,20 +203,34 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-class _Run:
-    """A forward and a backward that are written down."""
+@dataclass
+class Given:
+    """What a run is given: fake tensors, or the real ones."""
+
+    recording: Recording  # writes down
+    settings: Settings
+    parameters: Sequence[torch.Tensor]
+    batches: dict[int, Any]  # the micro-batches that run, by number
+    whole: Any  # what a coupled loss looks at
+    outside: OutsideLeaves  # finds leaves besides the parameters
+    move: Callable[[Any], Any]  # brings a micro-batch to the device
+
+
+class Run:
+    """A forward and a backward of a micro-batch that are written down."""
+
+    is_pass = False
+    """Whether it is a whole pass, which moves its micro-batches itself."""
+    stays = False
+    """Whether its micro-batches lie there throughout, in bytes of their own."""
 
     def __init__(
-        self, subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], split: bool,
-        like: dict[int, int] | None,
-    ) -> None:  # fmt: skip
+        self, subject: Subject, parts: Sequence[Part], recipe: Recipe, blocks: Sequence[str], split: bool
+    ) -> None:
         self._subject, self._recipe, self._blocks, self._split = subject, recipe, blocks, split
-        self._short = None if like is None else ShortPass(subject, parts, like, recipe.keep or 0)
-        self._parts = dict(enumerate(parts)) if self._short is None else self._short.running
+        self._parts, self._count = dict(enumerate(parts)), 2 if split else 1
         self._settings = settings_for(subject, recipe)
         self._weights: tuple[tuple[int, int], ...] = ()
-        if self._short is not None:  # whose float32 buffers are a part of what is traced
-            self._settings = replace(self._settings, policy=subject.settings.policy)
 
     def on_fakes(self, kind: Callable[..., Recording], fakes: Fakes) -> PassTrace:
         """Runs it on fake tensors in the place of all parameters and buffers."""
@@ -245,35 +244,29 @@ class _Run:
             if settings.inputs is not None:
                 settings = replace(settings, inputs=tuple(fakes.like(tensor) for tensor in settings.inputs))
             with fakes.mode:
-                trace = self._traced(
-                    recording, settings, parameters, batches, whole, outside(parameters), copied, simulate=True
-                )
+                given = Given(recording, settings, parameters, batches, whole, outside(parameters), _copied)
+                trace = self._traced(given, simulate=True)
                 recording.end()
-        del batches, whole, parameters, settings, by_id, outside
+        del batches, whole, parameters, settings, by_id, outside, given
         fakes.let_go()
         trace.leaves_fakes = recording.has_survivors
         return trace
-
-    def _whole(self) -> Any:
-        return None if self._short is None else self._short.whole()
 
     def for_real(self, kind: Callable[..., Recording], limit: int | None) -> PassTrace:
         """Runs it for real, and stops it before it goes over a limit."""
         subject, device = self._subject, self._subject.settings.device
         with undisturbed(subject) as outside:
-            is_new = subject.writes_batch is None and not subject.splittable.is_collated and self._short is None
+            is_new = subject.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
             own = {number: batch_for_loss(subject, part) for number, part in self._parts.items()}
-            batches = own if self._short is not None else {n: to_device(batch, device) for n, batch in own.items()}
-            beside = 0 if limit is None else _bytes_beside(subject, batches if self._short is None else None)
+            batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
+            beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
             if limit is not None and (needed := beside + self._fixed_bytes()) > limit:
                 raise OverBudget(needed)
-            within = None if limit is None else max(0, limit - beside)
-            recording = kind(device_type=device.type, limit=within)
+            recording = kind(device_type=device.type, limit=None if limit is None else max(0, limit - beside))
+            move = functools.partial(to_device, device=device)
+            given = Given(recording, self._settings, subject.parameters, batches, self._whole(), outside(()), move)
             try:
-                trace = self._traced(
-                    recording, self._settings, subject.parameters, batches, self._whole(), outside(()),
-                    functools.partial(to_device, device=device), simulate=False,
-                )  # fmt: skip
+                trace = self._traced(given, simulate=False)
             except OverBudget as error:
                 error.needed += beside
                 raise
@@ -283,39 +276,31 @@ class _Run:
             trace.taken = beside + recording.most
             return trace
 
-    def _traced(
-        self, recording: Recording, settings: Settings, parameters: Sequence[torch.Tensor], batches: dict[int, Any],
-        whole: Any, outside: OutsideLeaves, move: Callable[[Any], Any], *, simulate: bool,
-    ) -> PassTrace:  # fmt: skip
-        subject, short = self._subject, self._short
-        given, count = [batches, whole], 2 if self._split else 1 if short is None else len(batches)
+    def _whole(self) -> Any:
+        return None
+
+    def _traced(self, given: Given, *, simulate: bool) -> PassTrace:
+        subject, recording, parameters = self._subject, given.recording, given.parameters
+        inputs = [given.batches, given.whole]
         register_weights(recording, subject, parameters)
-        recording.register(tensors_in(given), INPUTS, counted=short is not None and short.stays)
-        gradients = self._give_gradients(recording, parameters, settings)
+        recording.register(tensors_in(inputs), INPUTS, counted=self.stays)
+        gradients = self._give_gradients(recording, parameters, given.settings)
         drawn = _drawn_so_far()
         with (
-            batch_norm_as(subject.batch_norm, subject.roots, count) as begin,
+            batch_norm_as(subject.batch_norm, subject.roots, self._count) as begin,
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
-            _writes_noted(subject, recording, given) as done,
+            _writes_noted(subject, recording, inputs) as done,
         ):
-            if short is None:
-                sums = self._accumulated(recording, settings, parameters, batches, outside, begin)
-            else:
-                sums = short.run(recording, parameters, settings, batches, whole, outside, begin, move)
+            sums = self._run(given, begin)
             done()
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             chunked = handle.taken
         trace = PassTrace(recording.operations, recording.allocations, spans, chunked=chunked)
-        if short is None:
-            trace.input_sizes = [s.nbytes() for tensor in tensors_in(batches) for s in storages_of(tensor)]
-        else:
-            number = {id(one): place for place, one in enumerate(trace.allocations)}
-            trace.stages = tuple(short.stages)
-            trace.repeated = tuple(tuple(number[id(one)] for one in {*held}) for held in short.repeated)
-        trace.in_place = _in_place(trace, recording)
+        self._note(trace, given)
+        trace.in_place = _in_place(recording)
         trace.kept = _kept_after(trace, recording, sums)
-        trace.costs, trace.weights = getattr(recording, "costs", []), self._weights
+        trace.costs = getattr(recording, "costs", [])
         if drawn != _drawn_so_far() or (not simulate and _draws_scalars(trace)):
             subject.behaviour.draws = True
         if recording.made_dense or any(p.grad is not None and p.grad.layout is torch.sparse_coo for p in parameters):
@@ -323,22 +308,26 @@ class _Run:
         _note_gradients(trace, recording, parameters, gradients)
         return trace
 
-    def _accumulated(
-        self, recording: Recording, settings: Settings, parameters: Sequence[torch.Tensor], batches: dict[int, Any],
-        outside: OutsideLeaves, begin: Callable[[], None],
-    ) -> Sums:  # fmt: skip
-        subject, rows, count = self._subject, len(self._parts[0].samples), 2 if self._split else 1
-        accumulation = micro_batches_of(subject, rows, count, parameters, settings, outside)
+    def _run(self, given: Given, begin: Callable[[], None]) -> Sums:
+        subject, rows, recording = self._subject, len(self._parts[0].samples), given.recording
+        accumulation = micro_batches_of(
+            subject, self._recipe, rows, self._count, given.parameters, given.settings, given.outside
+        )
         with recording:
             begin()
-            sums = accumulation.run([batches[0]])
+            sums = accumulation.run([given.batches[0]])
         if self._split:  # the last micro-batch had the same weight
-            number = {id(one): place for place, one in enumerate(recording.allocations)}
+            number = recording.numbers
             made = recording.allocations_of(accumulation.weight_tensors)
             self._weights = tuple((one.born, number[id(one)]) for one in made)
             for one in made:
                 one.born = BEFORE
         return sums
+
+    def _note(self, trace: PassTrace, given: Given) -> None:
+        """Notes what is of this kind of run alone."""
+        trace.input_sizes = [s.nbytes() for tensor in tensors_in(given.batches) for s in storages_of(tensor)]
+        trace.weights = self._weights
 
     def _fixed_bytes(self) -> int:
         """The bytes of weights and buffers, and of the gradients of other micro-batches."""
@@ -359,6 +348,11 @@ class _Run:
             recording.register([gradient], GRADIENTS)
             found[position] = recording.allocations_of([gradient])[0]
         return found
+
+
+def _copied(batch: Any) -> Any:
+    """A copy, as a device gets it, where there is none."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def register_weights(recording: Recording, subject: Subject, parameters: Sequence[torch.Tensor]) -> None:
@@ -414,9 +408,9 @@ def _kept_after(trace: PassTrace, recording: Recording, sums: Sums) -> tuple[int
     return tuple(number for number, one in enumerate(trace.allocations) if id(one) in kept)
 
 
-def _in_place(trace: PassTrace, recording: Recording) -> tuple[tuple[int, int], ...]:
+def _in_place(recording: Recording) -> tuple[tuple[int, int], ...]:
     """The numbers of what was added to and held by nobody else, and of the sums."""
-    number = {id(one): place for place, one in enumerate(trace.allocations)}
+    number = recording.numbers
     return tuple(
         (number[id(old)], number[id(new)])
         for old, new in recording.sums
@@ -441,7 +435,7 @@ def _note_gradients(
     trace: PassTrace, recording: Recording, parameters: Sequence[torch.Tensor], before: dict[int, Allocation]
 ) -> None:
     """Notes which parameters got a gradient; a gradient that was there and got nothing added was never there."""
-    number = {id(allocation): index for index, allocation in enumerate(trace.allocations)}
+    number = recording.numbers
     first: dict[int, int] = {}
     for gradient, new in recording.accumulated:
         if id(gradient) in number and id(new) in number:

@@ -218,19 +218,12 @@ def lengths_by_shape(shapes: tuple[Shape, ...]) -> tuple[dict[Shape, int], bool]
 
 def part_of_window(splittable: Splittable, part: Part) -> Any:
     """A micro-batch of as many samples as a part, of the batch that its first sample is in."""
-    index, _ = batch_in_window(splittable, part)
-    layout, samples = splittable.layouts[index], len(part.samples)
+    stops = list(accumulate(layout.rows for layout in splittable.layouts))
+    layout, samples = splittable.layouts[bisect_right(stops, part.samples[0])], len(part.samples)
     if samples > layout.rows:
         return _gathered(layout.root, [place % layout.rows for place in range(samples)])
     found = next(split(layout, [samples, layout.rows - samples]))
     return writable(found) if splittable.is_copied else found
-
-
-def batch_in_window(splittable: Splittable, part: Part) -> tuple[int, int]:
-    """Which batch of a window the first sample of a part is in, and how many samples that has."""
-    stops = list(accumulate(layout.rows for layout in splittable.layouts))
-    index = bisect_right(stops, part.samples[0])
-    return index, splittable.layouts[index].rows
 
 
 def _gathered(node: Node, samples: list[int]) -> Any:

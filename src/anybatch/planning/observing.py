@@ -41,17 +41,11 @@ _UNCHANGED = 2  # measured steps without a change, after which nothing is measur
 
 
 class Seen(NamedTuple):
-    """What a step was seen to take.
+    """What a step was seen to take."""
 
-    Args:
-        samples: of its largest micro-batch.
-        bytes: at its peak, on top of what was there before.
-        micro_batches: how many there were.
-    """
-
-    samples: int
-    bytes: int
-    micro_batches: int
+    samples: int  # of its largest micro-batch
+    bytes: int  # at its peak, on top of what was there before
+    micro_batches: int  # how many there were
 
     def needs(self, rows: int, gradients: int) -> int:
         """The bytes of a step whose micro-batches are as large as those that were seen."""
@@ -78,11 +72,7 @@ class Seen(NamedTuple):
 
 
 class ObservedLimit(OwnSizeLimit):
-    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out.
-
-    Args:
-        follower: is notified of it.
-    """
+    """The size of micro-batches as it follows from what was seen, and less of it when memory runs out."""
 
     def __init__(self, follower: "Observing") -> None:
         super().__init__(None)
@@ -107,10 +97,6 @@ class Observing:
     Args:
         subject_of: describes the step for a logical batch.
         memory: the budget as the user gave it.
-
-    Attributes:
-        plan: the size of the micro-batches that is in force, and what they took; ``None`` before the first batch.
-        limit: the size of micro-batches.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
@@ -123,7 +109,7 @@ class Observing:
         self._most: int | None = None  # after memory ran out
         self._wait = self._waited = SizeLimit.PATIENCE
         self._subject: Subject | None = None
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # the size of micro-batches in force, and what they took
         self.limit = ObservedLimit(self)
 
     @property

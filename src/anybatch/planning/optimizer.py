@@ -43,25 +43,15 @@ class LocalScalars(Recording):
 
 @dataclass(frozen=True)
 class UpdateTrace:
-    """What the update holds, whatever the size of the micro-batches.
+    """What the update holds, whatever the size of the micro-batches."""
 
-    Args:
-        peak: bytes at its peak: parameters, gradients, the optimizer's state, what clipping and stepping need.
-        state: bytes of the optimizer's state.
-        operation: after which operation the peak was reached.
-        at_peak: bytes at the peak by category.
-        is_traced: whether the optimizers could be run on fake tensors; else their state is estimated.
-        allocations: what was there and what came and went.
-        steps_at: before which operation the optimizers step, of which the first one makes the state.
-    """
-
-    peak: int
-    state: int
-    operation: str
-    at_peak: Mapping[str, int]
-    is_traced: bool = True
-    allocations: Sequence[Allocation] = ()
-    steps_at: int = 0
+    peak: int  # bytes at its peak: parameters, gradients, the optimizer's state, what clipping and stepping need
+    state: int  # bytes of the optimizer's state
+    operation: str  # after which operation the peak was reached
+    at_peak: Mapping[str, int]  # bytes at the peak by category
+    is_traced: bool = True  # whether the optimizers could be run on fake tensors; else their state is estimated
+    allocations: Sequence[Allocation] = ()  # what was there and what came and went
+    steps_at: int = 0  # before which operation the optimizers step, of which the first one makes the state
 
 
 def trace_update(subject: Subject, trained: Sequence[int], parts: Mapping[int, torch.Tensor] = {}) -> UpdateTrace:

@@ -19,19 +19,16 @@ from anybatch.batch.trees import leaves
 from anybatch.loss.pieces import InPieces, Piece, Place
 from anybatch.loss.sequence import OverTime
 from anybatch.loss.timesteps import Steps
-from anybatch.planning.curve import Profile
 from anybatch.planning.devices import Target, usable_bytes
 from anybatch.planning.microbatches import micro_batch_of
-from anybatch.planning.predictor import Predictor, TooLarge
-from anybatch.planning.recipe import Recipe
+from anybatch.planning.predictor import TooLarge
+from anybatch.planning.recipe import FEW, Chunks, Recipe
 from anybatch.planning.search import Search
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import PlanRow
 
 logger = logging.getLogger(__name__)
 
-FEW = 3
-"""Chunks that are looked at: the last one, which may be shorter, the one before it, and one that runs after these."""
 _SHORT = 4  # steps in the chunks that are traced first; twice as many in those that are traced next
 _ATTEMPTS = 4  # lengths with all samples at once, before those with the least memory
 _LESS = 0.9  # of a length is tried after one whose trace showed more bytes than were predicted
@@ -39,19 +36,12 @@ _LESS = 0.9  # of a length is tried after one whose trace showed more bytes than
 
 @dataclass(frozen=True)
 class Shape:
-    """What a pass holds as a function of the length of its chunks.
+    """What a pass holds as a function of the length of its chunks."""
 
-    Args:
-        steps: of a sequence.
-        fixed: bytes whatever the length, with as many chunks as are looked at.
-        step: bytes for each step in a chunk.
-        state: bytes for each chunk beyond those.
-    """
-
-    steps: int
-    fixed: float
-    step: float
-    state: float
+    steps: int  # of a sequence
+    fixed: float  # bytes whatever the length, with as many chunks as are looked at
+    step: float  # bytes for each step in a chunk
+    state: float  # bytes for each chunk beyond those
 
     def peak(self, length: int) -> float:
         """The bytes of a pass."""
@@ -70,44 +60,31 @@ class Shape:
 
 
 class InChunks(InPieces):
-    """A loss over time in chunks of a length, which leaves the user's own object as it is.
+    """A loss over time as it is planned, which leaves the user's own object as it is.
 
     Of more chunks than a few, those in the middle are left out. The states that they would begin with are stood in for
     by a tensor of as many bytes, so that the peak is the same.
 
     Args:
         over_time: the user's.
-        length: steps in a chunk.
-        state_bytes: that a chunk which is left out would hold for each sample.
-        most: chunks that are run.
-        values: bytes that micro-batches leave behind for each chunk that is left out: the values of their losses.
-
-    Attributes:
-        key: what tells it from others of the same loss.
-        splits: whether samples are split, too, where they do not fit together.
+        chunks: how it is cut.
     """
 
-    def __init__(
-        self, over_time: OverTime, length: int, state_bytes: int = 0, most: int = FEW, values: int = 0
-    ) -> None:
+    def __init__(self, over_time: OverTime, chunks: Chunks) -> None:
         self.over_time = over_time
         own = copy.copy(over_time)
         own.carried, own.carry, own.known_dims = None, False, {}
         own.has_run_again = True  # whether a chunk gives the same again is looked at with numbers
-        self._carries = over_time.carry
-        self._own = own
-        self._length = length
-        self._state_bytes, self._values = state_bytes, values
-        self._most = sys.maxsize if over_time.prepare is not None else most
-        self.key = (length, state_bytes, values)
-        self.splits = values > 0 or over_time.mode == "truncated"
-        if over_time.mode == "truncated":
-            self._length = own.chunk or length
+        self._own, self._carries = own, over_time.carry
+        self.is_truncated = over_time.mode == "truncated"
+        """Whether the length is part of the method."""
+        self._length = own.chunk or chunks.length if self.is_truncated else chunks.length
+        self._chunks = chunks
+        self._most = sys.maxsize if over_time.prepare is not None else chunks.most
 
-    @property
-    def length(self) -> int | None:
-        """Steps in a chunk; ``None`` where that is part of the method."""
-        return None if self._own.mode == "truncated" else self._length
+    def at(self, chunks: Chunks) -> "InChunks":
+        """The same, cut in another way."""
+        return InChunks(self.over_time, chunks)
 
     @property
     def user_functions(self) -> tuple[Any, ...]:
@@ -134,15 +111,15 @@ class InChunks(InPieces):
 
     def runs_all(self, total: int) -> bool:
         """Whether no chunk and no state of so many steps is left out."""
-        return not self._carries and (self._own.mode == "truncated" or not self.shown(total)[1])
+        return not self._carries and (self.is_truncated or not self.shown(total)[1])
 
     def pieces(self, model: Any, batch: Any, place: Place) -> Generator[Piece, None, None]:
         """Gives the losses of the chunks that are looked at."""
         steps = Steps(batch, self._own.dim, self._own.broadcast)
         shown, left_out = (steps.total, 0) if steps.is_packed else self.shown(steps.total)
-        if self._own.mode == "truncated":
+        if self.is_truncated:
             left_out = 0  # no state is kept there
-        held = (left_out + self._carries) * self._state_bytes * place.rows + left_out * self._values
+        held = (left_out + self._carries) * self._chunks.state_bytes * place.rows + left_out * self._chunks.values
         tensors = (leaf for _, _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         room = torch.empty(held, dtype=torch.uint8, device=device)
@@ -152,113 +129,104 @@ class InChunks(InPieces):
 
 
 class ChunkSearch(Search):
-    """The search at one precision, for one length of chunks."""
+    """The search at one precision, at one length of chunks after the other."""
 
     def __init__(self, subject: Subject, target: Target, allow: Sequence[str], autocast: str) -> None:
-        super().__init__(subject, target, allow, autocast)
-        self._chunks = cast(InChunks, subject.loss_fn)
+        over_time = cast(OverTime, subject.loss_fn)
+        self._loss = InChunks(over_time, Chunks(over_time.chunk or 1))
+        super().__init__(replace(subject, loss_fn=self._loss), target, allow, autocast)
         # What a recurrent kernel works in is not linear in the samples, but it is in the steps.
-        self.profiles.extrapolates = self._chunks.length is None
+        self.profiles.extrapolates = self._loss.is_truncated
+        self._state_bytes = 0
+
+    def begin(self, base: Recipe) -> None:
+        """Turns to a length of chunks."""
+        super().begin(base)
+        self._loss = self._loss.at(self._chunks)
+
+    @property
+    def _chunks(self) -> Chunks:
+        return cast(Chunks, self.base.chunks)
+
+    @property
+    def _steps(self) -> int:
+        return self._loss.steps_of(self.subject)
 
     @property
     def traces_all(self) -> bool:
         """Whether all chunks are traced."""
-        return self._chunks.runs_all(self._chunks.steps_of(self.subject))
+        return self._loss.runs_all(self._steps)
 
     def rows(self, budget: int) -> list[PlanRow]:
         """The fastest ways that fit; of all samples at once where shorter chunks hold less."""
-        return [row for row in super().rows(budget) if self._chunks.splits or row.micro_batches == 1]
+        splits = self._chunks.values > 0 or self._loss.is_truncated
+        return [row for row in super().rows(budget) if splits or row.micro_batches == 1]
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once; 0 where that is not looked at, with all steps in one chunk."""
-        length = self._chunks.length
-        return 0 if length is not None and length < self._chunks.steps_of(self.subject) else super().whole_bytes()
+        return super().whole_bytes() if self._loss.is_truncated or self._chunks.length >= self._steps else 0
 
     def finished(self, row: PlanRow) -> PlanRow:
         """A row of the chunks that were looked at, as one of all chunks."""
-        steps = self._chunks.steps_of(self.subject)
-        factor = steps / max(1, self._chunks.shown(steps)[0])
+        factor = self._steps / max(1, self._loss.shown(self._steps)[0])
         seconds = None if row.seconds is None else row.seconds * factor
-        return replace(super().finished(row), chunk_length=self._chunks.length, seconds=seconds)
+        length = None if self._loss.is_truncated else self._chunks.length
+        return replace(super().finished(row), chunk_length=length, seconds=seconds)
 
+    # Which lengths are worth a search.
 
-class ChunkLengths:
-    """Which lengths are worth a search.
+    def base_of(self, row: PlanRow) -> Recipe:
+        """The length of chunks of a row."""
+        return self._base(row.chunk_length, splits=row.micro_batches > 1)
 
-    Args:
-        subject: what is planned, with a loss over time.
-        target: the device.
-        like: the same of a step that differs in its optimizers only, if there is one.
-    """
+    def _base(self, length: int | None, *, splits: bool) -> Recipe:
+        """Chunks of a length; where samples are split, micro-batches leave losses behind."""
+        size = max((4, *(p.element_size() for p in self.subject.parameters)))  # losses are in float32 at least
+        values = size * (self.subject.splittable.rows - 1) if splits else 0
+        return Recipe(chunks=Chunks(length or self._loss.over_time.chunk or 1, self._state_bytes, values))
 
-    def __init__(self, subject: Subject, target: Target, like: "ChunkLengths | None") -> None:
-        self._predictors: dict[tuple[int, ...], Predictor] = {} if like is None else {**like._predictors}
-        self._subject, self._over_time, self._target = subject, cast(OverTime, subject.loss_fn), target
-        self._rows = subject.splittable.rows
-        self._state_bytes = 0
-
-    def forget(self) -> None:
-        """Lets go of the traces, and with them of the logical batch."""
-        self._predictors.clear()
-
-    def chunks_of(self, length: int | None, *, splits: bool) -> InChunks:
-        """The loss in chunks of a length; where it splits, micro-batches leave losses behind."""
-        size = max((4, *(p.element_size() for p in self._subject.parameters)))  # losses are in float32 at least
-        values = size * (self._rows - 1) if splits else 0
-        return InChunks(self._over_time, length or self._over_time.chunk or 1, self._state_bytes, values=values)
-
-    def within(self, budget: int) -> list[InChunks]:
-        """The loss in chunks of several lengths, the first that fits of which is taken.
+    def bases(self, budget: int) -> list[Recipe]:
+        """Several lengths, the first that fits of which is taken.
 
         They are the longest that are predicted to fit with all samples at once, of which a trace may show more bytes,
         and the length with the least memory.
         """
-        if self._over_time.mode == "truncated":
-            return [self.chunks_of(None, splits=True)]
-        shape, usable = self._measured(budget)
+        if self._loss.is_truncated:
+            return [self._base(None, splits=True)]
+        self.profiles.stay_within(budget)
+        shape, rows = self._shape()
+        fits_at_once = rows == self.subject.splittable.rows
+        usable = usable_bytes(budget, self._target, self.profiles.confidence) if fits_at_once else -1
         found: list[int] = []
         for length in shape.lengths:
             fits = length >= shape.best and shape.peak(length) <= usable
             if fits and len(found) < _ATTEMPTS and (not found or length <= found[-1] * _LESS):
                 found.append(length)
-        least = self._least(shape, budget)
-        return [*(self.chunks_of(length, splits=False) for length in found), self.chunks_of(least, splits=True)]
-
-    def _least(self, shape: Shape, budget: int) -> int:
-        """The length with which one sample holds the least, looked at around the one that is predicted to."""
         index = shape.lengths.index(shape.best)
-        near = [*shape.lengths[max(0, index - 2) : index + 3], shape.lengths[-1]]
-        return min(near, key=lambda length: self._held(length, FEW, budget, rows=1)[0])
+        near = {*shape.lengths[max(0, index - 1) : index + 2], shape.lengths[-1]}
+        least = min(sorted(near), key=lambda length: self._held(Chunks(length, self._state_bytes), rows=1))
+        return [*(self._base(length, splits=False) for length in found), self._base(least, splits=True)]
 
-    def _measured(self, budget: int) -> tuple[Shape, float]:
-        """Traces short chunks, a few of one length and of twice that, and one more of them."""
-        steps = self.chunks_of(1, splits=False).steps_of(self._subject)
+    def _shape(self) -> tuple[Shape, int]:
+        """Traces short chunks of all samples, or of one: a few, one more of them, and a few that are twice as long."""
+        steps, rows = self._steps, self.subject.splittable.rows
         short = max(1, min(_SHORT, steps // (2 * FEW + 2)))
-        self._state_bytes, rows = 0, self._rows
-        ways = ((short, FEW), (short, FEW + 1), (2 * short, FEW))
+        ways = (Chunks(short), Chunks(short, most=FEW + 1), Chunks(2 * short))
         try:
-            held = [self._held(length, most, budget, rows=rows) for length, most in ways]
+            low, more, high = (self._held(chunks, rows=rows) for chunks in ways)
         except TooLarge:
             logger.info("not even short chunks of all samples may run for real within the budget")
             rows = 1
-            held = [self._held(length, most, budget, rows=rows) for length, most in ways]
-        (low, profile), (more, _), (high, _) = held
+            low, more, high = (self._held(chunks, rows=rows) for chunks in ways)
         step, state = max(1.0, (high - low) / short), max(0.0, float(more - low))
         self._state_bytes = -(-int(state) // rows)
-        shape = Shape(steps, low - step * short, step, state)
         logger.info("of %d steps a state takes %d bytes and a step in a chunk %d", steps, int(state), int(step))
-        return shape, float(usable_bytes(budget, self._target, profile.confidence)) if rows == self._rows else -1.0
+        return Shape(steps, low - step * short, step, state), rows
 
-    def _held(self, length: int, most: int, budget: int, *, rows: int) -> tuple[int, Profile]:
-        """The bytes of a pass with some chunks, traced at that very size, and its profile."""
-        single, count = rows == self._rows, -(-self._rows // rows)
-        key = length, self._state_bytes, most
-        predictor = Predictor(replace(self._subject, loss_fn=InChunks(self._over_time, *key)))
-        predictor.extrapolates = False
-        if key in self._predictors:
-            predictor.share(self._predictors[key])
-        self._predictors[key] = predictor
-        predictor.stay_within(budget)
-        profile = predictor.traced(Recipe(), Part(range(rows), rows), single=single)
-        profile = profile.at(profile.size, count)
-        return max(profile.live) + profile.around, profile
+    def _held(self, chunks: Chunks, *, rows: int) -> int:
+        """The bytes of a pass with some chunks, traced at that very size."""
+        total = self.subject.splittable.rows
+        recipe = Recipe(self.profiles.always, chunks=chunks)
+        profile = self.profiles.traced(recipe, Part(range(rows), rows), single=rows == total)
+        profile = profile.at(profile.size, -(-total // rows))
+        return max(profile.live) + profile.around

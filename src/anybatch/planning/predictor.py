@@ -14,17 +14,18 @@ from anybatch.errors import NotSplittable
 from anybatch.memory.checkpointing import NotRecomputable
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.planning.blocks import blocks_of, runs_of
+from anybatch.planning.coupledpass import PassRun, which_run
 from anybatch.planning.curve import ALL, Constants, Fit, NotAligned, Profile, Size
 from anybatch.planning.lengths import Known, Lengths, lengths_of
 from anybatch.planning.memorytrace import NotFake, PassTrace, Tracer
 from anybatch.planning.microbatches import bytes_to_collate, takes_memory
 from anybatch.planning.optimizer import UpdateTrace, counted_bytes, trace_update
-from anybatch.planning.recipe import Recipe
+from anybatch.planning.recipe import Chunks, Recipe
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import Confidence
 from anybatch.tensors.modules import is_scripted, modules_of
 from anybatch.update.batchnorm import coupling_modules
-from anybatch.update.transaction import Failure
+from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -47,43 +48,6 @@ class TooLarge(OverBudget):
 
 class NothingRuns(OverBudget):
     """Not even the smallest configuration to run the step does so for real within the budget; it was stopped."""
-
-
-class RealRuns:
-    """The peaks of real runs.
-
-    Args:
-        subject: what is planned.
-    """
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._peaks: dict[Size, tuple[int, int]] = {}  # and what was fixed in them
-
-    def __bool__(self) -> bool:
-        return bool(self._peaks)
-
-    def may_run(self, size: Size, budget: int) -> bool:
-        """Whether a micro-batch fits for sure.
-
-        Live bytes are at most proportional to the samples, on top of what is there anyway, and not more where all are
-        shorter.
-        """
-        longer = [one for one in self._peaks if one.length >= size.length]
-        if not longer:
-            return False
-        known = min(longer, key=lambda one: (one.samples < size.samples, abs(one.samples - size.samples), one.length))
-        peak, fixed = self._peaks[known]
-        bound = fixed + (peak - fixed) * max(1.0, size.samples / known.samples)
-        return bound + self._subject.batch_bytes + self._subject.state_bytes <= budget
-
-    def note(self, size: Size, trace: PassTrace, trained: Iterable[int]) -> None:
-        """Notes what ran."""
-        peak = max(Fit([(size, trace)]).live(size), default=0)
-        fixed = sum(one.size for one in trace.allocations if one.born < 0)
-        # The gradients that were put there for it lie there also where it did not reach the parameter.
-        idle = self._subject.gradient_bytes({*trained} - {*trace.trained})
-        self._peaks[size] = max(self._peaks.get(size, (0, 0)), (peak + idle, fixed + idle))
 
 
 RECURRENT = (torch.nn.RNNBase,)
@@ -117,21 +81,18 @@ class Predictor:
     Args:
         subject: what is planned.
         kind: what writes down.
-
-    Attributes:
-        blocks: the names of the blocks that may be checkpointed or offloaded.
-        least: the samples of the smallest micro-batch that there may be, which runs for real where that is needed.
-        may_recompute: whether blocks may be recomputed.
-        extrapolates: whether what runs for real is taken to be linear in the samples.
-        always: the blocks that are recomputed in all runs, since not even the smallest one would stay within the budget
-            with what they keep; none where they need not be.
-        taken: bytes that the smallest micro-batches took at most when they ran for real, with all that lay beside.
     """
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
-        self.subject, self.least = subject, 1
-        self.may_recompute, self.extrapolates = False, True
+        self.subject = subject
+        self.least = (
+            1  # samples of the smallest micro-batch that there may be, which runs for real where that is needed
+        )
+        self.may_recompute = False
+        self.extrapolates = True  # what runs for real is taken to be linear in the samples
+        # Blocks that are recomputed in all runs, since not even the smallest one stays within the budget without.
         self.always: tuple[str, ...] = ()
+        self.taken = 0  # bytes of the smallest micro-batches that ran for real at most, with all that lay beside
         self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
@@ -154,9 +115,9 @@ class Predictor:
         self._accumulators = functools.cache(lambda count: sum(subject.accumulators(count * subject.placements)))
         self._budget: int | None = None
         self._limit: int | None = None
-        self.taken = 0
-        self._refused: Size | None = None  # the smallest that might not fit if it ran for real
-        self._real = RealRuns(subject)
+        # Of each length of chunks the smallest size that does not fit if it runs for real, none where one sample does.
+        self._refused: dict[Chunks | None, Size | None] = {}
+        self._over: dict[tuple[Recipe, bool, Any], int] = {}  # what passes had reached that were stopped
 
     @property
     def is_fake(self) -> bool:
@@ -166,7 +127,7 @@ class Predictor:
     @property
     def known(self) -> tuple[Any, ...]:
         """What was found out about the step, which decides how sizes are traced."""
-        return self.is_fake, len(self._unaligned), self._refused, self.always
+        return self.is_fake, len(self._unaligned), dict(self._refused), self.always
 
     @property
     def varies(self) -> bool:
@@ -191,6 +152,7 @@ class Predictor:
         try:
             return make()
         except NotFake:
+            self._forget()
             return make()
 
     def share(self, other: "Predictor") -> None:
@@ -205,19 +167,14 @@ class Predictor:
         """Sets the bytes that real probes stay under.
 
         Args:
-            budget: bytes that a micro-batch is predicted to take at most, or else is not run.
-            limit: bytes at which a run is stopped; ``None`` for the same.
+            budget: bytes at which a run is stopped that a plan can do without.
+            limit: bytes at which the smallest one is stopped; ``None`` for the same.
         """
         if budget != self._budget:
-            self._budget, self._limit, self._refused = budget, limit or budget, None
+            self._budget, self._limit, self._refused, self._over = budget, limit or budget, {}, {}
             if self.always:  # which may be enough without
                 self.always = ()
                 self._forget()
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether samples have lengths that vary."""
-        return len(set(self.lengths.each)) > 1
 
     @property
     def lengths(self) -> Lengths:
@@ -254,16 +211,19 @@ class Predictor:
             TooLarge: the size has to run for real, and might not fit.
         """
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
-        return self._consistent(lambda: self._profile_of(recipe, size, single))
 
-    def _profile_of(self, recipe: Recipe, size: Size, single: bool) -> Profile:
-        # A single sample that ran for real is not what two and four samples would have it be.
-        if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
-            try:
-                return self._made(recipe, None, single)
-            except NotAligned as error:
-                self._note_unaligned(recipe, error)
-        return self._made(recipe, size, single)
+        def made() -> Profile:
+            # A single sample that ran for real is not what two and four samples would have it be.
+            if self.is_straight(recipe) and (self.is_fake or size.samples > 1):
+                try:
+                    return self._made(recipe, None, single)
+                except (NotAligned, TooLarge) as error:
+                    if isinstance(error, TooLarge) and error.size.samples <= self.least:
+                        raise
+                    self._note_unaligned(recipe, error)
+            return self._made(recipe, size, single)
+
+        return self._consistent(made)
 
     def traced(self, recipe: Recipe, part: Part, *, single: bool, last: Part | None = None) -> Profile:
         """The profile of one size with memory optimizations on, exactly at that size on fake tensors.
@@ -279,8 +239,19 @@ class Predictor:
             NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
                 and what was found out from two sizes before is not to be trusted.
         """
+
+        def made() -> Profile:
+            size = self.size_of(part)
+            is_exact = self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain)
+            traces = [(s, self._trace(p, recipe, single)) for s, p in ([(size, part)] if is_exact else self._points())]
+            other = size if last is None else self.size_of(last)
+            if last is not None and self.is_fake and other == replace(size, samples=other.samples) != size:
+                with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
+                    return self.profile_of([*traces, (other, self._trace(last, recipe, single))])
+            return self.profile_of(traces)
+
         try:
-            return self._consistent(lambda: self._traced(recipe, part, single, last))
+            return self._consistent(made)
         except NotAligned as error:
             self._note_unaligned(recipe.plain, error)
             raise
@@ -293,31 +264,16 @@ class Predictor:
         """Whether nothing follows from one size for another."""
         return recipe in self._unaligned or self.lengths.are_apart
 
-    def _note_unaligned(self, recipe: Recipe, error: NotAligned) -> None:
+    def _note_unaligned(self, recipe: Recipe, error: Exception) -> None:
         self._unaligned.add(recipe)
-        self._varies = self._varies or not error.is_about_room
+        self._varies = self._varies or isinstance(error, NotAligned)
         logger.info("operations depend on the micro-batch (%s); every size is traced by itself", error)
-
-    def _traced(self, recipe: Recipe, part: Part, single: bool, last: Part | None) -> Profile:
-        size = self.size_of(part)
-        if self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain):
-            points = [(size, part)]
-        else:
-            points = self._points()
-        traces = [(s, self._trace(p, recipe, single)) for s, p in points]
-        if last is not None and self.is_fake and self.size_of(last) == replace(size, samples=len(last.samples)) != size:
-            with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
-                return self.profile_of([*traces, (self.size_of(last), self._trace(last, recipe, single))])
-        return self.profile_of(traces)
 
     def _made(self, recipe: Recipe, size: Size | None, single: bool) -> Profile:
         key = (recipe, size, single)
         if key not in self._profiles:
             recipe = replace(recipe, recompute=self.always)
             points = self._points() if size is None else [(size, self.lengths.part_like(size))]
-            may = [self.may_collate(p) or not takes_memory(self.subject) for _, p in points]
-            if size is None and not all(may):
-                raise NotAligned("not enough samples may be collated within the budget", is_about_room=True)
             if self.is_fake or not self.subject.splits:
                 traces = [(s, self._trace(p, recipe, single)) for s, p in points]
             else:
@@ -325,20 +281,39 @@ class Predictor:
             self._profiles[key] = self.profile_of(traces)
         return self._profiles[key]
 
-    def traced_pass(self, parts: Sequence[Part], recipe: Recipe, like: dict[int, int]) -> PassTrace:
-        """The trace of a pass with a coupled loss, see ``which_run``.
+    def whole_pass(self, recipe: Recipe, parts: Sequence[Part]) -> Profile:
+        """The profile of a pass with a coupled loss, of which few micro-batches run, see ``which_run``.
 
         Raises:
             OverBudget: it ran for real, and was stopped.
+            NotRecomputable: a block can't be recomputed.
         """
-        return self._consistent(lambda: self._tracer.trace(parts, recipe, split=False, limit=self._budget, like=like))
+        kept, sizes = recipe.keep or 0, tuple(self.size_of(part) for part in parts)
+        numbers, like, more = which_run([(size.samples, size.length) for size in sizes], kept)
+        ran = (len(sizes) - kept - more[0], kept - more[1])
+        key = (replace(recipe, keep=None), False, (sizes, ran))
+        if key not in self._traces:
+            if key in self._over:
+                raise OverBudget(self._over[key])
+            some, run = [parts[number] for number in numbers], functools.partial(PassRun, like=like)
+            try:
+                self._traces[key] = self._consistent(
+                    lambda: self._tracer.trace(some, recipe, split=False, limit=self._budget, run=run)
+                )
+            except OverBudget as error:
+                error.needed = self._over[key] = max(error.needed, (self._budget or 0) + 1)
+                raise
+        trace = self._traces[key].with_more(more, self.subject.granularity)
+        return self.profile_of([(Size(self.subject.splittable.rows), trace)])
 
     def profile_of(self, traces: Sequence[tuple[Size, PassTrace]]) -> Profile:
         """The profile that some traces give."""
         subject = self.subject
         fit = Fit(traces, granularity=subject.granularity)
         trained = self.trained(fit.trace.trained)
-        self._update = self.update_of(trained)
+        if trained not in self._updates:
+            self._updates[trained] = trace_update(subject, trained)
+        self._update = self._updates[trained]
         unreached = subject.gradient_bytes({*trained} - {*fit.trace.trained})
         modules = modules_of(*subject.roots)
         buffers = sum(b.nbytes for module in modules for b in module._buffers.values() if b is not None)
@@ -356,13 +331,6 @@ class Predictor:
         )
         size = traces[0][0]
         return Profile(fit, self._update, constants, self.confidence, self._runs, self._accumulators, size)
-
-    def update_of(self, trained: Sequence[int]) -> UpdateTrace:
-        """What the optimizers hold."""
-        key = tuple(trained)
-        if key not in self._updates:
-            self._updates[key] = trace_update(self.subject, key)
-        return self._updates[key]
 
     def _counted(self) -> int:
         """The bytes of parameters, and of what a count holds, while it runs; 0 where nothing is there to be run."""
@@ -404,21 +372,22 @@ class Predictor:
         return self._traces[key]
 
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
+        is_least = len(part.samples) <= self.least
+        limit = self._limit if is_least or not self.subject.splits else self._budget  # what a plan leaves free is left
         try:
-            trace = self._tracer.trace([part], recipe, split=split, limit=self._limit)
-            if len(part.samples) <= self.least:
+            trace = self._tracer.trace([part], recipe, split=split, limit=limit)
+            if is_least:
                 self.taken = max(self.taken, trace.taken)
             return trace
-        except NotFake:
-            self._forget()
-            raise
         except NotRecomputable as error:
             if error.block not in self.always:
                 raise
             self._not_again.add(error.block)
             failure, needed = Failure(error), 0
-        except OverBudget as error:
-            failure, needed = Failure(error), error.needed
+        except Exception as error:
+            if not isinstance(error, OverBudget) and (self.is_fake or not is_out_of_memory(error)):
+                raise
+            failure, needed = Failure(error), getattr(error, "needed", 0)
         failure.release()  # outside of the except block, where no traceback holds tensors any more
         self._stopped(part, recipe, needed)
         raise TooLarge(self.size_of(part), needed)
@@ -430,7 +399,8 @@ class Predictor:
             NothingRuns: they do not run with that either.
         """
         if self.subject.splits and len(part.samples) > self.least:
-            self._refused = min(self._refused or self.size_of(part), self.size_of(part), key=lambda one: one.samples)
+            known = self._refused.get(recipe.chunks) or self.size_of(part)
+            self._refused[recipe.chunks] = min(known, self.size_of(part), key=lambda one: one.samples)
             return
         wanted = tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
         if not wanted or (self.always == wanted == recipe.recompute):
@@ -445,7 +415,7 @@ class Predictor:
         self._traces.clear()
         self._settled.clear()
         self.taken = 0
-        self._real = RealRuns(self.subject)
+        self._refused = {}
 
     def _points(self) -> list[tuple[Size, Part]]:
         return [(self.size_of(part), part) for part in self.lengths.points(self.subject.splittable.rows)]
@@ -463,33 +433,27 @@ class Predictor:
             NotAligned: two sizes to extrapolate from do not fit.
             TooLarge: the size that is asked for might not fit.
         """
-        if not extrapolates and self._refused is not None and self._refused.is_within(points[0][0]):
-            raise TooLarge(points[0][0])
-        for part in [] if self._real else self.lengths.fewest(self.least):
-            self._note_real(self.size_of(part), self._trace(part, recipe, single))
+        chunks, least = recipe.chunks, self.lengths.fewest(self.least)
+        for part in [] if chunks in self._refused else least:
+            self._trace(part, recipe, single)
+        self._refused.setdefault(chunks, None)
         traces: list[tuple[Size, PassTrace]] = []
         for size, part in [*points, self._point(3)] if extrapolates and not self.lengths.each else points:
             is_new = all(size != known for known, _ in traces)
-            if len(traces) < len(points) and is_new and self._may_run(size):
+            if len(traces) < len(points) and is_new and self._may_run(size, chunks):
                 try:
                     traces.append((size, self._trace(part, recipe, single)))
-                except TooLarge:  # than was predicted
+                except TooLarge:
                     if size.samples <= self.least:
                         raise
-                    continue
-                self._note_real(size, traces[-1][1])
         if len(traces) == len(points):
             return traces
-        if extrapolates:
-            raise NotAligned(f"more than {len(traces)} sizes might not fit into the budget", is_about_room=True)
-        self._refused = points[0][0]
-        raise TooLarge(points[0][0])
+        raise TooLarge(points[-1][0])
 
-    def _may_run(self, size: Size) -> bool:
-        return self._budget is None or size.samples == self.least or self._real.may_run(size, self._budget)
-
-    def _note_real(self, size: Size, trace: PassTrace) -> None:
-        self._real.note(size, trace, self.trained(trace.trained))
+    def _may_run(self, size: Size, chunks: Chunks | None) -> bool:
+        """Whether no smaller size was stopped."""
+        refused = self._refused.get(chunks)
+        return refused is None or not refused.is_within(size)
 
     def may_collate(self, part: Part) -> bool:
         """Whether there is room to collate samples while the plan is made."""

@@ -7,31 +7,40 @@ from anybatch.batch.batches import Part
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import PlanRow
 
+FEW = 3
+"""Chunks that are looked at: the last one, which may be shorter, the one before it, and one that runs after these."""
 _FINE = 16  # up to so many micro-batches every number of them is looked at, then every doubling
 _MOST_PIECES = 2**40
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How a loss over time is cut into chunks of time where it is planned."""
+
+    length: int  # steps in a chunk
+    state_bytes: int = 0  # that a chunk which is not run would hold for each sample
+    # bytes that micro-batches leave behind for each chunk that is not run: the values of their losses; 0 where
+    # all samples run at once
+    values: int = 0
+    most: int = FEW  # chunks that run
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A way to run the micro-batches of a step.
 
-    Args:
-        recompute: names of blocks, or of runs of them.
-        offload: names of blocks.
-        head: the output layer whose loss is taken in chunks; empty if it is not.
-        loss_chunks: into how many.
-        keep: how many micro-batches of a coupled loss keep their graph; ``None`` where the loss is not coupled.
-
     Example:
         >>> Recipe(recompute=("layers.0",), loss_chunks=8, head="head").plain
-        Recipe(recompute=(), offload=(), head='head', loss_chunks=8, keep=None)
+        Recipe(recompute=(), offload=(), head='head', loss_chunks=8, keep=None, chunks=None)
     """
 
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    head: str = ""
-    loss_chunks: int = 1
+    recompute: tuple[str, ...] = ()  # names of blocks, or of runs of them
+    offload: tuple[str, ...] = ()  # names of blocks
+    head: str = ""  # the output layer whose loss is taken in chunks; empty if it is not
+    loss_chunks: int = 1  # into how many
+    # how many micro-batches of a coupled loss keep their graph; None where the loss is not coupled
     keep: int | None = None
+    chunks: Chunks | None = None  # of a loss over time; None for any other
 
     @property
     def plain(self) -> "Recipe":
@@ -39,24 +48,18 @@ class Recipe:
         return replace(self, recompute=(), offload=())
 
     @classmethod
-    def of(cls, row: PlanRow) -> "Recipe":
+    def of(cls, row: PlanRow, chunks: Chunks | None = None) -> "Recipe":
         """What a row of a plan says about the run of one micro-batch, whatever its size."""
-        return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs)
+        return cls(row.recompute, row.offload, row.head, row.loss_chunks, row.kept_graphs, chunks)
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """A logical batch cut into micro-batches.
+    """A logical batch cut into micro-batches."""
 
-    Args:
-        limit: samples, or padded cost, of a micro-batch at most.
-        parts: the micro-batches.
-        on_one: how many of them one device runs at most; 0 for all.
-    """
-
-    limit: float
-    parts: tuple[Part, ...]
-    on_one: int = 0
+    limit: float  # samples, or padded cost, of a micro-batch at most
+    parts: tuple[Part, ...]  # the micro-batches
+    on_one: int = 0  # how many of them one device runs at most; 0 for all
 
     @property
     def count(self) -> int:

@@ -24,17 +24,11 @@ _COPIES = 1  # the stream in which micro-batches come
 
 @dataclass(frozen=True)
 class Held:
-    """What lies on a device before a step.
+    """What lies on a device before a step."""
 
-    Args:
-        segments: of its allocator.
-        others: bytes of blocks that are not the step's.
-        expandable: whether segments grow.
-    """
-
-    segments: tuple[Segment, ...]
-    others: int
-    expandable: bool
+    segments: tuple[Segment, ...]  # of its allocator
+    others: int  # bytes of blocks that are not the step's
+    expandable: bool  # whether segments grow
 
 
 def held_on(subject: Subject, target: Target) -> Held | None:
@@ -238,10 +232,7 @@ class Replay:
 class CopyReplay(Replay):
     """The same on a device with a copy of the model, which sums no gradients and updates nothing.
 
-    Args:
-        subject: what is planned.
-        held: what lies on the device of the model, by which it is known how its allocator works.
-        profile: of the micro-batches.
+    How its allocator works is known from that of the device of the model.
     """
 
     def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:

@@ -51,7 +51,7 @@ def _seconds_of(subject: Subject, part: Part, recipe: Recipe, clock: Callable[[]
         applied(subject, recipe, False),
     ):
         settings = settings_for(subject, recipe)
-        accumulation = micro_batches_of(subject, rows, 1, subject.parameters, settings, outside(()))
+        accumulation = micro_batches_of(subject, recipe, rows, 1, subject.parameters, settings, outside(()))
         before = clock()
         accumulation.run([batch])
         seconds = clock() - before
@@ -86,15 +86,17 @@ class Uncounted(Accumulation):
 
 
 def micro_batches_of(
-    subject: Subject, rows: int, count: int, parameters: Sequence[torch.Tensor], settings: Settings,
+    subject: Subject, recipe: Recipe, rows: int, count: int, parameters: Sequence[torch.Tensor], settings: Settings,
     outside: OutsideLeaves,
 ) -> Accumulation:  # fmt: skip
     """A pass over so many micro-batches of so many samples; of a coupled loss its encoder runs alone."""
-    coupled = as_coupled(subject.loss_fn)
-    return Uncounted(
-        subject.model, subject.loss_fn if coupled is None else _EncoderAlone(coupled), Weights([{"": rows}] * count),
-        parameters, settings, rows=[rows] * count, outside=outside,
-    )  # fmt: skip
+    loss_fn: Any = subject.loss_fn
+    if (coupled := as_coupled(loss_fn)) is not None:
+        loss_fn = _EncoderAlone(coupled)
+    elif recipe.chunks is not None:
+        loss_fn = loss_fn.at(recipe.chunks)
+    weights = Weights([{"": rows}] * count)
+    return Uncounted(subject.model, loss_fn, weights, parameters, settings, rows=[rows] * count, outside=outside)
 
 
 def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # noqa: B008 - it is frozen

@@ -45,10 +45,6 @@ class Search:
         target: the device.
         allow: the memory optimizations.
         autocast: the precision as the plan names it, if it is not the user's own.
-
-    Attributes:
-        held: what lies on the device before a step, where the bytes that its allocator reserves are known from that.
-        limit: bytes that the allocator may reserve.
     """
 
     may_race = True
@@ -60,24 +56,43 @@ class Search:
         self.profiles = Predictor(subject, Recording if target.is_present else CostRecording)
         self.profiles.may_recompute = "recompute" in allow
         self._all_splittings = self.splittings = splittings(subject)
-        self.recipes = [Recipe()]
-        self.held: Held | None = None
-        self.limit = 0
-        self._times: Times | None = None
+        self.base = Recipe()
+        self._recipes: dict[Recipe, list[Recipe]] = {}
+        self._times: dict[Recipe, Times] = {}
+        self.held: Held | None = None  # before a step, where the bytes that an allocator reserves are known from that
+        self.limit = 0  # bytes that the allocator may reserve
         self._fine: list[Size] = []
         self._target = target
         self._allow = allow
         self._excluded: set[str] = set()
         self._solved: dict[tuple[Recipe, float], tuple[Timeline, list[Option], list[str]]] = {}
 
+    def bases(self, budget: int) -> list[Recipe]:
+        """What all ways have in common, of several the first with which something fits; the last holds the least."""
+        return [Recipe()]
+
+    def base_of(self, row: PlanRow) -> Recipe:
+        """What the row of a plan had in common with the others."""
+        return Recipe()
+
+    def begin(self, base: Recipe) -> None:
+        """Turns to ways that have this in common."""
+        if base != self.base:
+            self.base, self._fine = base, []
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The treatments of the loss that are looked at, the plain one first."""
+        return self._recipes.setdefault(self.base, [self.base])
+
     @property
     def times(self) -> Times | None:
         """How long micro-batches take, once that is known."""
-        return self._times
+        return self._times.get(self.base)
 
     @times.setter
-    def times(self, times: Times | None) -> None:
-        self._times = times
+    def times(self, times: Times) -> None:
+        self._times[self.base] = times
         self._solved.clear()
 
     @property
@@ -94,11 +109,6 @@ class Search:
     def confidence(self) -> Confidence:
         """How far traces may be trusted, and what an allocator reserves by them."""
         return self.profiles.confidence if self.held is None or self.traces_all else "estimated"
-
-    @property
-    def known(self) -> tuple[object, ...]:
-        """What was found out about the step so far."""
-        return self.profiles.known
 
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch with the same samples and shapes, or at none, to let go of the last one."""
@@ -134,7 +144,7 @@ class Search:
         self.splittings = self._all_splittings
         found: list[Splitting] = []
         for splitting in reversed(self._all_splittings):  # from the smallest micro-batches on
-            if self._profile_within(Recipe(), splitting) is None:
+            if self._profile_within(self.base, splitting) is None:
                 break
             found.insert(0, splitting)
             if self.profiles.is_fake and not takes_memory(self.subject):
@@ -182,7 +192,7 @@ class Search:
 
     def seconds(self, splitting: Splitting) -> float | None:
         """The time of a logical batch without memory optimizations, ``None`` if nothing is known."""
-        return self.subject.seconds(splitting.parts, self._times.seconds) if self._times else None
+        return self.subject.seconds(splitting.parts, self.times.seconds) if self.times else None
 
     @property
     def fewest(self) -> int:
@@ -191,7 +201,7 @@ class Search:
 
     def holds_update(self, budget: int) -> bool:
         """Whether the update fits beside the losses of micro-batches, of which splittings keep more or fewer."""
-        return any(self.profile(Recipe(), one).update_peak <= budget for one in reversed(self.splittings))
+        return any(self.profile(self.base, one).update_peak <= budget for one in reversed(self.splittings))
 
     def whole_bytes(self) -> int:
         """The peak of the whole batch at once without memory optimizations; 0 if it is not known.
@@ -199,46 +209,47 @@ class Search:
         The batches of a window are taken to be joined, where they have one shape and bytes of any size are known.
         """
         if self.splittings[0].is_single:
-            return self.profile(Recipe(), self.splittings[0]).peak
+            return self.profile(self.base, self.splittings[0]).peak
         splittable = self.subject.splittable
         may_join = len(splittable.batches) > 1 and not splittable.is_collated and self.subject.devices is None
-        if not may_join or self.profiles.has_lengths or not self.profiles.is_straight(Recipe()):
+        if not may_join or len({*self.profiles.lengths.each}) > 1 or not self.profiles.is_straight(self.base):
             return 0
         size = Size(splittable.rows)
-        return self.profiles.profile(Recipe(), size, single=True).at(size, 1).peak
+        return self.profiles.profile(self.base, size, single=True).at(size, 1).peak
 
     # How long micro-batches take.
 
     def take_times(self, budget: int, patience: float) -> None:
         """Finds out how long micro-batches take: on a grid of sizes that fit, or by their operations."""
-        if self._times is not None:
+        if self.times is not None:
             return
         if self._target.is_present:
             self.times = self._measured(budget, patience)
             return
         found = []
         for splitting in self.splittings:
-            profile = self.profile(Recipe(), splitting)
-            found.append((self.worst(Recipe(), splitting).cost, profile.fit, profile.size))
+            profile = self.profile(self.base, splitting)
+            found.append((self.worst(self.base, splitting).cost, profile.fit, profile.size))
         self.times = estimated_times(found, self._target)
 
     def _measured(self, budget: int, patience: float) -> Times:
         grid = self._grid(budget)
         if not grid:
             smallest = self.splittings[-1]
-            return Times({self.worst(Recipe(), smallest).cost: self._measured_small(smallest)})
-        return measured_grid(self.subject, grid, Recipe(self.profiles.always), self.profiles.blocks, patience)
+            return Times({self.worst(self.base, smallest).cost: self._measured_small(smallest)})
+        recipe = replace(self.base, recompute=self.profiles.always)
+        return measured_grid(self.subject, grid, recipe, self.profiles.blocks, patience)
 
     def _grid(self, budget: int) -> list[Part]:
         """The largest micro-batches that fit without memory optimizations, from two samples on, doubling."""
         grid: list[Part] = []
         for splitting in reversed(self.splittings):
-            part = self.worst(Recipe(), splitting)
+            part = self.worst(self.base, splitting)
             # Doubling, since times between two sizes are interpolated; one sample alone may take other kernels.
             is_step = not grid or part.cost >= 2 * grid[-1].cost or splitting.is_single
             if not is_step or (len(part.samples) < 2 and len(self.splittings) > 2):
                 continue
-            profile = self.profile(Recipe(), splitting)
+            profile = self.profile(self.base, splitting)
             most = profile.peak + self.subject.behaviour.written_bytes
             if most <= budget and self._is_served(profile) and self.profiles.may_collate(part):
                 grid.append(part)
@@ -260,17 +271,15 @@ class Search:
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
-        recipe = Recipe.of(self.everything(Recipe(), splitting) or self.smallest_of(Recipe(), splitting))
-        part = self.worst(Recipe(), splitting)
+        part, timed = self.worst(self.base, splitting), None
         while True:
+            recipe = self.recipe_of(self.everything(self.base, splitting) or self.smallest_of(self.base, splitting))
             try:
                 timed = measured(self.subject, part, recipe, self.profiles.blocks, repeats=2)
                 break
             except NotRecomputable as error:
-                if not recipe.recompute:
+                if not self.exclude(error.block):
                     raise
-                is_new = self.exclude(error.block)
-                recipe = Recipe.of(self.smallest_of(Recipe(), splitting)) if is_new else Recipe()
         if timed is None:
             return Timed(1.0)
         again = sum(timed.forward.values()) if recipe.recompute else 0.0
@@ -279,17 +288,17 @@ class Search:
     def timed(self, row: PlanRow) -> float:
         """The time of a row by one of its micro-batches, measured."""
         splitting = self.splitting_of(row)
-        part = self.worst(Recipe(), splitting)
-        if self._times and self.subject.behaviour.written_bytes:  # whose copies may not fit
-            return self.subject.seconds(splitting.parts, self._times.seconds)
+        part = self.worst(self.base, splitting)
+        if self.times and self.subject.behaviour.written_bytes:  # whose copies may not fit
+            return self.subject.seconds(splitting.parts, self.times.seconds)
         may = self.profiles.may_collate(part)
-        timed = measured(self.subject, part, Recipe.of(row), (), repeats=1) if may else None
+        timed = measured(self.subject, part, self.recipe_of(row), (), repeats=1) if may else None
         if timed is None:
             return float("inf")
-        if not self._times:  # memory ran out before anything was measured
+        if not self.times:  # memory ran out before anything was measured
             return timed.seconds * splitting.count
-        whole = self.subject.seconds(splitting.parts, self._times.seconds)
-        return timed.seconds * whole / max(self._times.seconds(part.cost), 1e-12)
+        whole = self.subject.seconds(splitting.parts, self.times.seconds)
+        return timed.seconds * whole / max(self.times.seconds(part.cost), 1e-12)
 
     # The loss in chunks.
 
@@ -299,7 +308,7 @@ class Search:
         head = self._head() if "loss_chunks" in self._allow else ""
         if not head or tried >= len(_CHUNKS):
             return False
-        recipe = Recipe(head=head, loss_chunks=_CHUNKS[tried])
+        recipe = replace(self.base, head=head, loss_chunks=_CHUNKS[tried])
         if not self.profile(recipe, self.splittings[-1]).is_chunked:
             return False
         self.recipes.append(recipe)
@@ -410,32 +419,26 @@ class Search:
                 few.append(splitting)
         share = min(1.0, _MANY_BLOCKS / max(1, len(self.profiles.blocks)))
         some, points = few[: max(1, round(share * len(few)))], max(2, round(share * _FRONT_POINTS))
-        found = self._profiled(self.recipes, some)
-        return [row for recipe, one, _ in found for row in self.front_of(recipe, one, points)]
+        return [
+            row for recipe, one, _ in self._profiled(self.recipes, some) for row in self.front_of(recipe, one, points)
+        ]
 
     def front_of(self, recipe: Recipe, splitting: Splitting, points: int = _FRONT_POINTS) -> list[PlanRow]:
         """The choices of blocks that are worth their time, from the fastest to the smallest."""
         timeline, options, names = self._timeline(recipe, splitting)
-        choices = front(timeline, options, points=points)
-        return [self._row(recipe, splitting, choice, names) for choice in choices]
+        return [self._row(recipe, splitting, choice, names) for choice in front(timeline, options, points=points)]
 
     def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
         base, profile = self.seconds(splitting), self.profile(recipe, splitting)
-        return PlanRow(
-            micro_batch_size=splitting.limit,
-            micro_batches=len(splitting.parts),
-            recompute=self.profiles.always or self._names(choice, names, "recompute"),
-            offload=self._names(choice, names, "offload"),
-            head=recipe.head,
-            loss_chunks=recipe.loss_chunks,
-            autocast=self.autocast,
-            peak_bytes=max(choice.peak, profile.update_peak),
-            seconds=None if base is None else base + choice.seconds,
-            confidence=profile.confidence,
+        recompute, offload = (
+            tuple(self._run_name(one, names) for one in choice.options if one.kind == kind)
+            for kind in ("recompute", "offload")
         )
-
-    def _names(self, choice: Choice, names: Sequence[str], kind: str) -> tuple[str, ...]:
-        return tuple(self._run_name(option, names) for option in choice.options if option.kind == kind)
+        return PlanRow(
+            splitting.limit, len(splitting.parts), self.profiles.always or recompute, offload, recipe.head,
+            recipe.loss_chunks, self.autocast, peak_bytes=max(choice.peak, profile.update_peak),
+            seconds=None if base is None else base + choice.seconds, confidence=profile.confidence,
+        )  # fmt: skip
 
     def _run_name(self, option: Option, names: Sequence[str]) -> str:
         return self.profiles.run_name(names[option.first], names[option.last])
@@ -447,7 +450,7 @@ class Search:
 
             @functools.cache
             def forward(name: str) -> float:
-                times = self._times
+                times = self.times
                 if not times:
                     return 1.0
                 return self.subject.seconds(splitting.parts, lambda cost: times.forward(cost, name))
@@ -464,7 +467,7 @@ class Search:
         """Copies to the host hide behind the block that computes meanwhile, and take time beyond that."""
         options = []
         for index, (name, held) in enumerate(profile.offloadable()):
-            hidden = forward(name) if self._times else 0.0
+            hidden = forward(name) if self.times else 0.0
             seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
             options.append(Option(index, index, "offload", held, seconds, lag=1))
         return [option for option in options if option.freed > 0]
@@ -473,10 +476,14 @@ class Search:
 
     def floor_size(self, row: PlanRow) -> float | None:
         """The largest plain micro-batch at which the update is the peak; ``None`` if there is none."""
-        for _, splitting, profile in self._profiled([Recipe.of(row).plain], self.splittings):
+        for _, splitting, profile in self._profiled([self.recipe_of(row).plain], self.splittings):
             if profile.peak <= profile.update_peak:
                 return splitting.limit
         return None
+
+    def recipe_of(self, row: PlanRow) -> Recipe:
+        """How a row runs its micro-batches."""
+        return Recipe.of(row, self.base.chunks)
 
     def splitting_of(self, row: PlanRow) -> Splitting:
         """The splitting of a row."""
@@ -495,25 +502,25 @@ class Search:
 
     def shares(self, row: PlanRow) -> list[ModuleShare]:
         """What each block holds in a micro-batch of a row without memory optimizations."""
-        splitting = self.splitting_of(row)
-        cost = self.worst(Recipe(), splitting).cost
+        splitting, times = self.splitting_of(row), self.times
+        cost = self.worst(self.base, splitting).cost
 
-        def seconds(name: str) -> float | None:
-            return self._times.forward(cost, name) if self._times else None
+        def held(block: str) -> int:
+            modules = modules_of(self.subject.model.get_submodule(block))
+            return sum(
+                p.numel() * p.element_size() for one in modules for p in one._parameters.values() if p is not None
+            )
 
-        return self.profile(Recipe(), splitting).shares(self._parameter_bytes, seconds)
-
-    def _parameter_bytes(self, block: str) -> int:
-        modules = modules_of(self.subject.model.get_submodule(block))
-        own = (parameter for one in modules for parameter in one._parameters.values() if parameter is not None)
-        return sum(parameter.numel() * parameter.element_size() for parameter in own)
+        return self.profile(self.base, splitting).shares(
+            held, lambda name: times.forward(cost, name) if times else None
+        )
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak from traces as it would run.
 
         The first micro-batch finds no gradients yet, which counts where it is the only one of its size.
         """
-        splitting, recipe = self.splitting_of(row), Recipe.of(row)
+        splitting, recipe = self.splitting_of(row), self.recipe_of(row)
         worst, parts = self.worst(recipe.plain, splitting), splitting.parts
         size, count = self.profiles.size_of(worst), splitting.count
         alone = not splitting.is_single and worst is parts[0] and self.subject.devices is None
@@ -544,7 +551,7 @@ class Search:
             if any(size.is_within(known) for known in self._fine):
                 continue
             try:
-                profile = profiles.traced(Recipe.of(row), part, single=len(parts) == 1)
+                profile = profiles.traced(self.recipe_of(row), part, single=len(parts) == 1)
             except (NotAligned, TooLarge) as error:
                 return f"the step runs other operations than before, or takes more: {error}"
             if profile.at(size, self.subject.most_on_one(parts)).peak > budget:

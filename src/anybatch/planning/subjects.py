@@ -36,30 +36,23 @@ def sparse_error(what: str) -> LossError:
 
 @dataclass
 class Behaviour:
-    """What was found out about a loss, and a ``collate``, while they were traced.
+    """What was found out about a loss, and a ``collate``, while they were traced."""
 
-    Args:
-        writes_batch: whether it writes into its batch, or else needs a copy; ``None`` as long as nobody knows.
-        looks_at_numbers: whether it can't run on fake tensors, so that it may do something else with other samples.
-        writes_elsewhere: whether it writes into weights, or other tensors that it does not make; ``None`` as long as
-            it was not run for real.
-        written_bytes: of these, which are copied while it is run for real.
-        draws: whether it draws random numbers that Python can look at, as where layers are left out at random: another
-            step may run other operations.
-        collates_fakes: whether ``collate`` runs on fake tensors; ``None`` as long as nobody knows.
-        collate_writes: whether ``collate`` writes into samples; ``None`` as long as nobody knows.
-        collated_bytes: of the largest sample, collated; 0 as long as nobody knows.
-        python: the state in Python that every run puts back, while a plan is made; else it is looked for each time.
-    """
-
+    # whether it writes into its batch, or else needs a copy; None as long as nobody knows
     writes_batch: bool | None = None
+    # whether it can't run on fake tensors, so that it may do something else with other samples
     looks_at_numbers: bool = False
+    # whether it writes into weights, or other tensors that it does not make; None as long as it was not run for
+    # real
     writes_elsewhere: bool | None = None
-    written_bytes: int = 0
+    written_bytes: int = 0  # of these, which are copied while it is run for real
+    # whether it draws random numbers that Python can look at, as where layers are left out at random: another
+    # step may run other operations
     draws: bool = False
-    collates_fakes: bool | None = None
-    collate_writes: bool | None = None
-    collated_bytes: int = 0
+    collates_fakes: bool | None = None  # whether collate runs on fake tensors; None as long as nobody knows
+    collate_writes: bool | None = None  # whether collate writes into samples; None as long as nobody knows
+    collated_bytes: int = 0  # of the largest sample, collated; 0 as long as nobody knows
+    # the state in Python that every run puts back, while a plan is made; else it is looked for each time
     python: SideEffects | None = None
 
     def note_elsewhere(self, written: int) -> None:
@@ -71,36 +64,22 @@ class Behaviour:
 
 @dataclass
 class Subject:
-    """A step that is planned: everything that decides what it holds in memory and how long it takes.
+    """A step that is planned: everything that decides what it holds in memory and how long it takes."""
 
-    Args:
-        model: the first argument of the loss function.
-        loss_fn: the user's.
-        settings: precision, scaling, inputs.
-        splittable: the logical batch.
-        optimizers: none for a plan of the gradient alone.
-        batch_norm: what happens to BatchNorm in a split.
-        clip_norm: what the norm of the gradient is clipped to, or ``None``.
-        blocks: names of modules that may be recomputed or offloaded besides those that are found.
-        device_type: of the device that is planned for: ``"cpu"``, or such as ``"cuda"``.
-        is_present: whether the model lies on the device that is planned for, so that steps can be measured.
-        count: how items are counted.
-        devices: that share the micro-batches, each with a copy of the model; ``None`` for that of the model.
-        behaviour: what is known of the loss, shared by all that are made of this one.
-    """
-
-    model: torch.nn.Module
-    loss_fn: LossFunction
-    settings: Settings
-    splittable: Splittable
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    batch_norm: BatchNormPolicy = "refuse"
-    clip_norm: float | None = None
-    blocks: tuple[str, ...] = ()
-    device_type: str = "cpu"
-    is_present: bool = True
-    count: Count = count_samples
+    model: torch.nn.Module  # the first argument of the loss function
+    loss_fn: LossFunction  # the user's
+    settings: Settings  # precision, scaling, inputs
+    splittable: Splittable  # the logical batch
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # none for a plan of the gradient alone
+    batch_norm: BatchNormPolicy = "refuse"  # what happens to BatchNorm in a split
+    clip_norm: float | None = None  # what the norm of the gradient is clipped to, or None
+    blocks: tuple[str, ...] = ()  # names of modules that may be recomputed or offloaded besides those that are found
+    device_type: str = "cpu"  # of the device that is planned for: "cpu", or such as "cuda"
+    is_present: bool = True  # whether the model lies on the device that is planned for, so that steps can be measured
+    count: Count = count_samples  # how items are counted
+    # that share the micro-batches, each with a copy of the model; None for that of the model
     devices: Devices | None = None
+    # what is known of the loss, shared by all that are made of this one
     behaviour: Behaviour = field(default_factory=Behaviour)
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 

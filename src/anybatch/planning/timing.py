@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from anybatch.accelerators import is_accelerator, synchronize
 from anybatch.batch.batches import Part
 from anybatch.memory.meter import Recording, held_by
+from anybatch.planning.blocks import forwards_seen
 from anybatch.planning.curve import Fit, Peak, Size
 from anybatch.planning.devices import Target
 from anybatch.planning.recipe import Recipe
@@ -27,7 +28,6 @@ from anybatch.planning.running import run_for_real
 from anybatch.planning.subjects import Subject
 from anybatch.records.plans import PlanRow
 from anybatch.tensors.dispatch import unseen
-from anybatch.tensors.graph import in_backward
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -35,15 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Timed:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Args:
-        seconds: its forward and backward.
-        forward: the forward of each block by name.
-    """
-
-    seconds: float
-    forward: Mapping[str, float] = field(default_factory=dict)
+    seconds: float  # its forward and backward
+    forward: Mapping[str, float] = field(default_factory=dict)  # the forward of each block by name
 
 
 _BEYOND = 0.98  # what was not measured is a little in favour of the larger: fewer launches for the same samples
@@ -90,19 +85,25 @@ class Times:
 
 
 def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
-    """Runs a micro-batch for real, several times, and takes the shortest; gradients and buffers are put back.
+    """Runs a micro-batch for real, several times; gradients and buffers are put back.
 
     Returns:
         The shortest time; ``None`` if memory ran out.
     """
-    best: Timed | None = None
-    for _ in range(repeats):
-        timed = _measured_once(subject, part, recipe, blocks)
-        if timed is None:
-            return None
-        if best is None or timed.seconds < best.seconds:
-            best = timed
-    return best
+    found = list[Timed]()
+    try:
+        for _ in range(repeats):
+            with _forwards_timed(subject, blocks) as forward:
+                seconds = run_for_real(subject, part, recipe, clock=lambda: _clock(subject))
+            found.append(Timed(seconds, dict(forward)))
+        return min(found, key=lambda timed: timed.seconds)
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = Failure(error)
+    failure.release()  # outside of the except block, where no traceback holds tensors any more
+    logger.info("memory ran out while a micro-batch of %d samples was measured", len(part.samples))
+    return None
 
 
 def measured_grid(
@@ -136,20 +137,6 @@ def measured_grid(
     return Times(known)
 
 
-def _measured_once(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str]) -> Timed | None:
-    try:
-        with _forwards_timed(subject, blocks) as forward:
-            seconds = run_for_real(subject, part, recipe, clock=lambda: _clock(subject))
-        return Timed(seconds, dict(forward))
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = Failure(error)
-    failure.release()  # outside of the except block, where no traceback holds tensors any more
-    logger.info("memory ran out while a micro-batch of %d samples was measured", len(part.samples))
-    return None
-
-
 def _clock(subject: Subject) -> float:
     synchronize(subject.settings.device)
     return time.perf_counter()
@@ -160,24 +147,15 @@ def _forwards_timed(subject: Subject, blocks: Sequence[str]) -> Iterator[dict[st
     found: dict[str, float] = {}
     began: dict[str, float] = {}
 
-    def before(name: str) -> None:
-        if not in_backward():
-            began[name] = _clock(subject)
+    def before(name: str, _: Any) -> None:
+        began[name] = _clock(subject)
 
-    def after(name: str) -> None:
-        if not in_backward() and name in began:
+    def after(name: str, _: Any) -> None:
+        if name in began:
             found[name] = found.get(name, 0.0) + _clock(subject) - began.pop(name)
 
-    handles = []
-    for name in blocks:
-        module = subject.model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(lambda *_, n=name: before(n)))
-        handles.append(module.register_forward_hook(lambda *_, n=name: after(n)))
-    try:
+    with forwards_seen(subject.model, blocks, before, after):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _LAUNCH_SECONDS = 4e-6
@@ -187,14 +165,11 @@ _FULL_PRECISION = 0.5  # of the half-precision rate: what matrix units give in T
 
 
 class CostRecording(Recording):
-    """A recording that also counts arithmetic and bytes moved.
-
-    Attributes:
-        costs: for every operation its floating-point operations, at the rate of half precision, and its bytes.
-    """
+    """A recording that also counts arithmetic and bytes moved."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        # Of every operation its floating-point operations, at the rate of half precision, and its bytes.
         self.costs: list[tuple[float, float]] = []
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,15 +180,10 @@ class CostRecording(Recording):
         outputs, inputs = ([t for t in some if isinstance(t, torch.Tensor)] for some in (found, args))
         if flops and outputs and outputs[0].dtype not in _HALF:
             flops /= _FULL_PRECISION
-        is_view = not func._schema.is_mutable and _lie_within(outputs, inputs)
+        is_view = not func._schema.is_mutable and held_by(outputs).keys() <= held_by(inputs).keys()
         moved = 0 if is_view else sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
         self.costs.append((float(flops), float(moved)))
         return result
-
-
-def _lie_within(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors take no memory of their own."""
-    return held_by(outputs).keys() <= held_by(inputs).keys()
 
 
 def estimated_times(fits: Iterable[tuple[float, Fit, Size]], target: Target) -> Times:
@@ -244,8 +214,8 @@ _WINDOW = 0.3  # seconds that are measured at a time, where single micro-batches
 _NEAR = 2.0
 _FAR = 1.5
 
-Row = tuple[Any, PlanRow]  # what searches at its precision, and a way
-Finalist = tuple[Any, PlanRow, Peak]  # as it was traced
+Finalist = tuple[PlanRow, Peak]
+"""A way as it was traced."""
 
 
 def is_near(one: PlanRow, other: PlanRow) -> bool:
@@ -264,64 +234,32 @@ def is_far(row: PlanRow, best: PlanRow) -> bool:
     return bool(best.seconds and row.seconds and row.seconds > _FAR * best.seconds)
 
 
-def neighbours(leader: PlanRow, rows: Sequence[Row], tried: Sequence[PlanRow]) -> list[Row]:
+def neighbours(leader: PlanRow, rows: Sequence[PlanRow], tried: Sequence[PlanRow]) -> list[PlanRow]:
     """What may be faster than the way that is the fastest so far, since predictions are of one measurement each.
 
     Returns:
         Micro-batches of twice and of half the size; and with other memory optimizations the largest.
     """
-    size, found = leader.micro_batch_size, list[Row]()
-    possible = [one for one in rows if not is_far(one[1], leader)]
-    for kind in {_kind_of(row): None for _, row in possible}:
-        alike = sorted((one for one in possible if _kind_of(one[1]) == kind), key=_size_of)
+    size, found = leader.micro_batch_size, list[PlanRow]()
+    possible = [row for row in rows if not is_far(row, leader)]
+    for kind in {_kind_of(row): None for row in possible}:
+        alike = sorted((row for row in possible if _kind_of(row) == kind), key=lambda row: row.micro_batch_size)
         if kind == _kind_of(leader):
-            found += [one for one in alike if _size_of(one) >= _NEAR * size][:1]
-            found += [one for one in alike if _size_of(one) <= size / _NEAR][-1:]
+            found += [row for row in alike if row.micro_batch_size >= _NEAR * size][:1]
+            found += [row for row in alike if row.micro_batch_size <= size / _NEAR][-1:]
         else:
             found += alike[-1:]
-    return [one for one in found if not any(is_near(one[1], other) for other in tried)]
-
-
-def raced(
-    finalists: Sequence[Finalist],
-    rows: Sequence[Row],
-    trace: Callable[[Any, PlanRow], list[Finalist]],
-    timed: Callable[[Any, PlanRow], float],
-    patience: float,
-) -> list[Finalist]:
-    """Ways to run a step by their measured times, the fastest first."""
-    ends = time.perf_counter() + patience
-    tried = [row for _, row, _ in finalists]
-    runners = [_Runner(one, one[1]) for one in finalists]
-    fresh = runners
-    while fresh:
-        _run(list({id(one): one for one in (*_first(runners), *fresh)}.values()), timed, ends)
-        leader, fresh = _first(runners)[0], []
-        for track, row in neighbours(leader.predicted, rows, tried):
-            if time.perf_counter() > ends:
-                break
-            tried.append(row)
-            fresh += [_Runner(one, row) for one in trace(track, row)]
-        runners = [*runners, *fresh]
-    ordered = sorted(runners, key=lambda one: one.seconds)
-    return [(one.way[0], replace(one.way[1], seconds=one.seconds), one.way[2]) for one in ordered]
+    return [row for row in found if not any(is_near(row, other) for other in tried)]
 
 
 @dataclass(eq=False)
 class _Runner:
-    """A way that is measured, as it was traced and as it was predicted.
-
-    Args:
-        way: as it was traced.
-        predicted: as it was predicted.
-        once: by one micro-batch, the first time.
-        best: by some that take as long together as those of the others, the shortest time.
-    """
+    """A way that is measured, as it was traced and as it was predicted."""
 
     way: Finalist
     predicted: PlanRow
-    once: float = math.inf
-    best: float = math.inf
+    once: float = math.inf  # by one micro-batch, the first time
+    best: float = math.inf  # by some that take as long together as those of the others, the shortest time
 
     @property
     def seconds(self) -> float:
@@ -332,12 +270,31 @@ class _Runner:
         return self.once / self.predicted.micro_batches
 
 
-def _first(runners: Sequence[_Runner]) -> list[_Runner]:
-    """The fastest so far."""
-    return [min(runners, key=lambda one: one.seconds)]
+def raced(
+    finalists: Sequence[Finalist],
+    rows: Sequence[PlanRow],
+    trace: Callable[[PlanRow], list[Finalist]],
+    timed: Callable[[PlanRow], float],
+    patience: float,
+) -> list[Finalist]:
+    """Ways to run a step by their measured times, the fastest first."""
+    ends = time.perf_counter() + patience
+    tried = [row for row, _ in finalists]
+    runners = fresh = [_Runner(one, one[0]) for one in finalists]
+    while fresh:
+        first = min(runners, key=lambda one: one.seconds)
+        _run([first, *(one for one in fresh if one is not first)], timed, ends)
+        leader, fresh = min(runners, key=lambda one: one.seconds).predicted, []
+        for row in neighbours(leader, rows, tried):
+            if time.perf_counter() > ends:
+                break
+            tried.append(row)
+            fresh += [_Runner(one, row) for one in trace(row)]
+        runners = [*runners, *fresh]
+    return [(replace(one.way[0], seconds=one.seconds), one.way[1]) for one in sorted(runners, key=lambda o: o.seconds)]
 
 
-def _run(runners: Sequence[_Runner], timed: Callable[[Any, PlanRow], float], ends: float) -> None:
+def _run(runners: Sequence[_Runner], timed: Callable[[PlanRow], float], ends: float) -> None:
     """Measures each in turn, as long as the others at a time.
 
     On a machine whose speed changes from moment to moment the shortest of some times is the shorter the less time each
@@ -347,18 +304,14 @@ def _run(runners: Sequence[_Runner], timed: Callable[[Any, PlanRow], float], end
         window = max([one.seconds_of_one for one in runners if one.once < math.inf], default=0.0)
         for one in runners:
             if one.once == math.inf:
-                one.once = timed(*one.way[:2])
+                one.once = timed(one.way[0])
             elif lap:
                 times = round(min(window, _WINDOW) / max(one.seconds_of_one, 1e-9))
                 times = max(1, min(times, one.predicted.micro_batches))
-                one.best = min(one.best, statistics.mean(timed(*one.way[:2]) for _ in range(times)))
+                one.best = min(one.best, statistics.mean(timed(one.way[0]) for _ in range(times)))
         if lap and time.perf_counter() > ends:
             return
 
 
 def _kind_of(row: PlanRow) -> tuple[str, bool, bool]:
     return row.autocast, row.loss_chunks > 1, bool(row.recompute or row.offload)
-
-
-def _size_of(one: Row) -> float:
-    return one[1].micro_batch_size

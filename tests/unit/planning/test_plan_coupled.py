@@ -194,6 +194,15 @@ def test_memory_that_really_ends_there() -> None:
     assert cap.raised == 0
 
 
+def test_an_encoder_that_runs_for_real_is_stopped_at_the_budget() -> None:
+    """Its loss reads values, so that nothing is traced on fake tensors."""
+    subject = subject_of("triplets")
+    batch, budget = subject.batch(FEW_ROWS), whole_bytes("triplets", FEW_ROWS) * 45 // 100
+    with Cap(budget, alive_in(subject.model, [], batch)) as cap, pytest.raises(anybatch.DoesNotFit):
+        plan_of(subject, batch, budget)
+    assert cap.raised == 0
+
+
 class RunsOut:
     """An encoder that runs out of memory for real as often as it is told."""
 

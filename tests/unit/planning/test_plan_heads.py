@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.planning import planner as planners
-from anybatch.planning.timing import Row
+from anybatch.records.plans import PlanRow
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -28,17 +28,17 @@ def case_of(classes: int) -> tuple[nn.Module, dict[str, Tensor]]:
 def looked_at(monkeypatch: pytest.MonkeyPatch, classes: int, **options: Any) -> set[int]:
     """The numbers of chunks among all ways, with memory for the whole batch."""
     model, batch = case_of(classes)
-    found: list[Row] = []
-    rows_of: Callable[[Any, int], list[Row]] = planners.Planner._rows
+    found: list[PlanRow] = []
+    rows_of: Callable[[Any], list[PlanRow]] = planners.Planner._rows
 
-    def rows(self: Any, budget: int) -> list[Row]:
-        found[:] = rows_of(self, budget)
+    def rows(self: Any) -> list[PlanRow]:
+        found[:] = rows_of(self)
         return found
 
     monkeypatch.setattr(planners.Planner, "_rows", rows)
     plan = anybatch.plan(model, loss_fn, batch, memory="1GiB", **options)
     assert plan.whole_bytes < 2**30
-    return {row.loss_chunks for _, row in found}
+    return {row.loss_chunks for row in found}
 
 
 def test_of_a_large_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch
-from anybatch.planning.overtimesearch import FEW, InChunks, Shape
+from anybatch.planning.overtimesearch import InChunks, Shape
+from anybatch.planning.recipe import FEW, Chunks
 from planning_referee import Cap, alive_in, peak_of
 from reference import assert_float64, gradients_of
 from sequence_models import SequenceSubject, subject_of
@@ -187,7 +188,7 @@ def test_the_length_with_the_least_memory(steps: int, step: float, state: float,
 def test_few_chunks_end_as_many_do(total: int, length: int) -> None:
     """What is looked at has the last chunk that the whole has, and the one before it is a full one."""
     loss = anybatch.OverTime(lambda model, chunk, state: (None, state), lambda model, batch: None)
-    shown, left_out = InChunks(loss, length).shown(total)
+    shown, left_out = InChunks(loss, Chunks(length)).shown(total)
     chunks = -(-total // length)
     assert -(-shown // length) == min(chunks, FEW)
     assert left_out == chunks - min(chunks, FEW)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planning.timing import Finalist, Row, is_far, is_near, neighbours, raced
+from anybatch.planning.timing import Finalist, is_far, is_near, neighbours, raced
 from anybatch.records.plans import PlanRow
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -27,19 +27,19 @@ def key(one: PlanRow) -> tuple[float, int, bool]:
 def fastest(truth: Mapping[Any, float], rows: list[PlanRow], **options: Any) -> list[PlanRow]:
     measured: list[PlanRow] = []
 
-    def timed(_: Any, one: PlanRow) -> float:
+    def timed(one: PlanRow) -> float:
         measured.append(one)
         return truth[key(one)]
 
-    def trace(track: Any, one: PlanRow) -> list[Finalist]:
-        return [(track, one, ANY)] if key(one) in truth else []
+    def trace(one: PlanRow) -> list[Finalist]:
+        return [(one, ANY)] if key(one) in truth else []
 
-    first = [(ANY, one, ANY) for one in rows[: options.pop("first", 1)]]
-    found = raced(cast(Any, first), [(ANY, one) for one in rows], trace, timed, options.pop("patience", 60.0))
-    assert {key(one) for one in measured} == {key(one) for _, one, _ in found}
-    assert [one.seconds for _, one, _ in found] == [truth[key(one)] for _, one, _ in found]
-    assert [one.seconds for _, one, _ in found] == sorted(truth[key(one)] for _, one, _ in found)
-    return [one for _, one, _ in found]
+    first = [(one, ANY) for one in rows[: options.pop("first", 1)]]
+    found = raced(cast(Any, first), rows, trace, timed, options.pop("patience", 60.0))
+    assert {key(one) for one in measured} == {key(one) for one, _ in found}
+    assert [one.seconds for one, _ in found] == [truth[key(one)] for one, _ in found]
+    assert [one.seconds for one, _ in found] == sorted(truth[key(one)] for one, _ in found)
+    return [one for one, _ in found]
 
 
 @given(st.sampled_from(SIZES), st.sampled_from(SIZES), st.integers(0, 2**20))
@@ -82,12 +82,12 @@ def test_memory_that_runs_out_while_one_is_measured() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from([1, 8])), min_size=1, unique=True), st.data())
 def test_neighbours_are_new(pairs: list[tuple[float, int]], data: st.DataObject) -> None:
-    rows: list[Row] = [(ANY, row(size, chunks, 1.0)) for size, chunks in pairs]
-    tried = [one for _, one in rows if data.draw(st.booleans())] or [rows[0][1]]
-    for _, one in neighbours(tried[0], rows, tried):
+    rows = [row(size, chunks, 1.0) for size, chunks in pairs]
+    tried = [one for one in rows if data.draw(st.booleans())] or [rows[0]]
+    for one in neighbours(tried[0], rows, tried):
         assert one not in tried
         assert not any(is_near(one, other) for other in tried)
-    assert not neighbours(tried[0], rows, [one for _, one in rows])
+    assert not neighbours(tried[0], rows, rows)
 
 
 def test_unknown_times_are_not_far() -> None:
@@ -122,10 +122,10 @@ def test_small_micro_batches_do_not_win_by_fast_moments() -> None:
     for seed in range(100):
         machine = Machine(seed)
 
-        def timed(_: Any, one: PlanRow, machine: Machine = machine) -> float:
+        def timed(one: PlanRow, machine: Machine = machine) -> float:
             return machine.takes(work[int(one.micro_batch_size)] / one.micro_batches) * one.micro_batches
 
-        finalists = cast(Any, [(ANY, one, ANY) for one in rows])
-        found = raced(finalists, [(ANY, one) for one in rows], lambda track, one: [], timed, 60.0)
-        won += found[0][1].micro_batch_size == 64
+        finalists = cast(Any, [(one, ANY) for one in rows])
+        found = raced(finalists, rows, lambda one: [], timed, 60.0)
+        won += found[0][0].micro_batch_size == 64
     assert won >= 65

@@ -174,10 +174,10 @@ def failing_tracer(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 def refusing(monkeypatch: pytest.MonkeyPatch, most: int, at: int) -> None:
     seen, may_run = 0, Predictor._may_run
 
-    def refuses(self: Predictor, size: Size) -> bool:
+    def refuses(self: Predictor, size: Size, chunks: Any) -> bool:
         nonlocal seen
         seen += 1
-        return may_run(self, size) and (size.samples == 1 or size.samples <= most or seen < at)
+        return may_run(self, size, chunks) and (size.samples == 1 or size.samples <= most or seen < at)
 
     monkeypatch.setattr(Predictor, "_may_run", refuses)
 
