@@ -286,9 +286,23 @@ CAUSES: dict[str, Cause] = {
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
         (
             (
-                'batch["{name}"] = {code}  # before the step; without a row for each sample: broadcast=("{name}",)\n'
+                'batch["{name}"] = {code}  # before the step\n'
                 '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'  # noqa: E501
                 '    {code} = step(batch).metrics["{name}"]  # once, after the step'
+            ),
+            WHOLE,
+        ),
+    ),
+    "shared state": Cause(
+        "state",
+        "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
+        (
+            (
+                'batch["{name}"] = state  # before the step: what the loss reads of {code}; broadcast=("{name}",) if it '
+                "is a tensor\n"
+                '    return loss, {{"{name}": values}}  # in the loss: a row for each sample, or anybatch.Mean(value * n, '
+                "n) for its n samples\n"
+                '    update(step(batch).metrics["{name}"])  # once, after the step: what the loss did to {code}'
             ),
             WHOLE,
         ),

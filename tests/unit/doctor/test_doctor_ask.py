@@ -342,26 +342,6 @@ def test_a_policy_that_draws_its_actions_is_asked_of_no_other_rows(reads: bool) 
     assert outcome(run).word == "undecided"
 
 
-def test_a_sum_weighted_by_advantages_is_no_loss_of_targets() -> None:
-    """They say how much a row counts, and a good policy has as small a sum of them as a bad one."""
-
-    def surrogate(made: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        return -(made.sigmoid() * advantage).mean()
-
-    torch.manual_seed(0)
-    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1), surrogate), "related") == "unknown"
-
-
-def test_labels_of_either_sign_are_still_exchanged() -> None:
-    """A hinge loss multiplies by them, as by an advantage."""
-
-    def hinge(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return (1 - wanted * made).clamp(min=0).mean()
-
-    torch.manual_seed(0)
-    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1).sign(), hinge), "related") == "no"
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
