@@ -37,7 +37,7 @@ from anybatch.update.transaction import Failure
 _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these,
 _LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
-_APART = 0.01  # an error that is none of rounding, of a loss that is converted to low precision
+_APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _IN_DOUBT = 0.1  # the same in low precision
 
 
