@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 # Plans measure times for a moment only: these decide what is chosen, and not how many bytes it takes.
 assert Planner.__init__.__kwdefaults__ is not None
-Planner.__init__.__kwdefaults__["patience"] = 0.1
+Planner.__init__.__kwdefaults__["patience"] = 0.03
 
 
 SLOW = Path(__file__).with_name("slow.txt")
@@ -46,19 +46,26 @@ hypothesis.register_random(TORCH_RANDOM)
 # Examples have no deadline and may be slow to draw: the cores are shared, and time says nothing about correctness.
 _SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
-    "ci", deadline=None, max_examples=50, derandomize=True, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+    "ci", deadline=None, max_examples=25, derandomize=True, print_blob=True, suppress_health_check=_SLOW_IS_FINE
 )
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000, suppress_health_check=_SLOW_IS_FINE)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the variants of ``slow.txt`` as slow."""
-    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks variants as slow: those that ``slow.txt`` names, and of a test the others than its ``only`` ones."""
+    lines = set(SLOW.read_text(encoding="utf-8").splitlines())
+    only = {line.removeprefix("only ") for line in lines if line.startswith("only ")}
+    narrowed = {name.partition("[")[0] for name in only}
+    tests = {item.nodeid.partition("[")[0] for item in items}
     for item in items:
-        if item.nodeid in slow:
+        is_other = item.nodeid not in only and item.nodeid.partition("[")[0] in narrowed
+        if is_other or item.nodeid in lines:
             item.add_marker(pytest.mark.slow)
+    lost = sorted((tests & narrowed) - {item.nodeid.partition("[")[0] for item in items if item.nodeid in only})
+    if lost and not any("::" in one for one in config.args):  # a variant that is asked for alone is no whole test
+        raise pytest.UsageError(f"tests/slow.txt names no variant that there is of {', '.join(lost)}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ process does that has imported torch.
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -67,6 +68,8 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # optimizers and DistributedDataParallel load it
+    gc.collect()
+    gc.freeze()  # else each collection that a plan or a retry asks for goes through all that torch has made
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         children = [_child(request, *call) for call in request["calls"]]

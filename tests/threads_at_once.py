@@ -22,7 +22,7 @@ def train(number: int) -> None:
 def main() -> None:
     """Prints how many runs were ended since several threads train."""
     ended = 0
-    for _ in range(60):
+    for _ in range(20):
         with Doctor() as doctor:
             threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
             for thread in threads:

@@ -16,6 +16,7 @@ from anybatch.memory.allocator import CachingAllocator
 from anybatch.planning import reserved, search
 from anybatch.planning.recipe import splittings
 from anybatch.records.plans import PlanRow
+from diagonals import diagonals
 
 
 def test_a_budget_is_held_on_each_of_several_devices(device: Any) -> None:
@@ -125,7 +126,9 @@ class Listed(CachingAllocator):
         super().free(name)
 
 
-@pytest.mark.parametrize("rows", [2048, 2047])  # the last micro-batch is as large as the others, and smaller
+@pytest.mark.parametrize(
+    "rows", [pytest.param(2048, marks=pytest.mark.slow), 2047]
+)  # the last micro-batch is as large as the others, and smaller
 def test_a_replay_takes_what_the_device_gives(device: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(search, "splittings", lambda subject: [one for one in splittings(subject) if one.count == 64])
     monkeypatch.setattr(reserved, "CachingAllocator", Listed)
@@ -176,7 +179,10 @@ def _force(monkeypatch: pytest.MonkeyPatch, row: PlanRow) -> None:
     monkeypatch.setattr(search.Search, "traced", lambda self, other: traced(self, row))
 
 
-@pytest.mark.parametrize(("chunks", "rows"), [(1, 48), (8, 48), (1, 110)])  # seven micro-batches, of which one has 14
+@pytest.mark.parametrize(
+    ("chunks", "rows"),
+    [pytest.param(1, 48, marks=pytest.mark.slow), (8, 48), pytest.param(1, 110, marks=pytest.mark.slow)],
+)  # seven micro-batches, of which one has 14
 def test_a_replay_follows_the_device_from_one_allocation_to_the_next(
     device: Any, monkeypatch: pytest.MonkeyPatch, chunks: int, rows: int
 ) -> None:
@@ -251,11 +257,12 @@ def test_a_plan_runs_in_the_fewest_bytes_that_its_replay_asks_for(device: Any, m
     assert device.stats(0)["refusals"] == refused
 
 
-@pytest.mark.parametrize(("share", "expandable"), [(0.45, False), (0.6, False), (0.8, False), (0.5, True)])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_allocator_refuses_nothing_under_a_plan(
-    device: Any, share: float, optimizer: Any, expandable: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    diagonals([torch.optim.AdamW, torch.optim.SGD], [(0.45, False), (0.6, False), (0.8, False), (0.5, True)]),
+)
+def test_the_allocator_refuses_nothing_under_a_plan(device: Any, optimizer: Any, way: tuple[float, bool]) -> None:
+    share, expandable = way
     device.set_idle(True)  # only memory is looked at
     device.set_expandable(expandable)
     torch.manual_seed(0)
@@ -278,7 +285,7 @@ def test_the_allocator_refuses_nothing_under_a_plan(
     assert f"{plan.reserved_bytes / MIB:.1f} MiB reserved" in str(plan)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, pytest.param(torch.optim.SGD, marks=pytest.mark.slow)])
 def test_what_a_row_reserves_is_enough_also_after_the_cache_was_emptied(device: Any, optimizer: Any) -> None:
     def made() -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -316,11 +316,6 @@ CASES: Mapping[str, RankCase] = {
 FOUR: Mapping[str, RankCase] = {"four ranks": every_loss, "four ranks, in blocks": partial(every_loss, row_block=2)}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_coupled", 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

@@ -256,11 +256,6 @@ CASES: Mapping[str, Case] = {
 FOUR: Mapping[str, Case] = {"four ranks": partial(each_loss, rows=(5, 0, 1, 9), sizes=(2, 1, None, 4))}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_exact", 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

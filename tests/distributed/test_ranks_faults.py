@@ -383,11 +383,6 @@ CASES: Mapping[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_faults", 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

@@ -213,11 +213,6 @@ CASES: Mapping[str, Case] = {
 FOUR: Mapping[str, Case] = {"four ranks": partial(four)}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_noise", 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

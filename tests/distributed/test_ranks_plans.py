@@ -303,11 +303,6 @@ CASES: Mapping[str, Case] = {
 FOUR: Mapping[str, Case] = {"four ranks": partial(other_budgets, rows=(16, 3, 1, 24))}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_plans", 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 120  # torchrun and two ranks load torch, twice, on a machine that may be busy
 
@@ -39,6 +41,7 @@ def updates(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"update (\d+): loss", text)]
 
 
+@pytest.mark.slow  # that a killed run goes on bitwise, and that the other ranks end, is seen without torchrun
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "one")
     text = run(tmp_path / "other", "--die-at", "4", restarts=1)

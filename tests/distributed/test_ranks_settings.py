@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import anybatch
-from ranks_running import Case, assert_same_everywhere, assert_weights_same, counted, everywhere, raised, run_cases
+from ranks_running import Case, assert_same_everywhere, assert_weights_same, counted, everywhere, raised
 from sharding_models import runs_on_cpu
 from test_closures import Needing, Twice, Usual
 from test_ranks_exact import Net, batches_of, mean_loss
@@ -165,11 +165,6 @@ CASES: Mapping[str, Case] = {
     "sharp, in parts": partial(sharp_in_parts, kind=Needing),
     "usual, in parts": partial(sharp_in_parts, kind=partial(Usual, lr=0.1)),
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_settings", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(

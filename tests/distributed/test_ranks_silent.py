@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from ranks_running import Case, assert_weights_same, raised, run_cases
+from ranks_running import Case, assert_weights_same, raised
 from reference import assert_float64, gradients_of, whole_gradients
 from test_ranks_exact import LOSSES, Net, batches_of, joined, mean_loss
 
@@ -86,11 +86,6 @@ CASES: Mapping[str, Case] = {
     "no_sync": in_a_block_of_no_sync,
     "reentrant checkpoint": reentrant,
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_silent", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch
-from ranks_running import Case, assert_same_everywhere, assert_weights_same, raised, run_cases
+from ranks_running import Case, assert_same_everywhere, assert_weights_same, raised
 from reference import assert_bitwise, assert_float64, assert_value64, gradients_of, whole_gradients
 from test_ranks_exact import Net, batches_of, joined, mean_loss
 
@@ -325,11 +325,6 @@ CASES: Mapping[str, Case] = {
     "refusals": refusals,
     "FSDP1": sharded,
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_ranks_steps", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch
-from ranks_running import Case, raised, run_cases
+from ranks_running import Case, raised
 from sharding_models import Wrap, gradients_of_whole, runs_on_cpu, sharded, whole_weights
 from test_ranks_exact import Net, batches_of
 from test_ranks_faults import Fault, nothing, shortage
@@ -90,11 +90,6 @@ CASES: Mapping[str, Case] = {
     name: partial(stepping, wrap=sharded(reshards=reshards, units=("first", "rare", "last")))
     for name, reshards in (("kept", False), ("sharded", True))
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_sharding_collectives", 2, tmp_path_factory.mktemp("collectives"))
 
 
 @pytest.mark.parametrize("case", CASES)

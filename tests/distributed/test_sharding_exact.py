@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import anybatch
-from ranks_running import Case, counted, run_cases
+from ranks_running import Case, counted
 from reference import assert_float64, assert_value64, whole_gradients
 from sharding_models import Wrap, gradients_of_whole, runs_on_cpu, sharded
 from test_ranks_exact import LOSSES, Net, batches_of, joined, several_uncut
@@ -99,11 +99,6 @@ CASES: Mapping[str, Case] = {
     "collectives": collectives,
     "random draws": partial(random_draws, draws=60),
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_sharding_exact", 2, tmp_path_factory.mktemp("sharding"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -233,11 +233,6 @@ KILLED: Mapping[str, Mapping[str, Case]] = {name: {"killed": partial(killed, wra
 KILLED_KEPT, KILLED_SHARDED = KILLED["kept"], KILLED["sharded"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_sharding_faults", 2, tmp_path_factory.mktemp("sharding"))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]

@@ -15,7 +15,7 @@ from anybatch.records.plans import Plan, PlanRow
 from anybatch.repeated import RepeatedBackward
 from anybatch.tensors.shards import local_of
 from planning_referee import Referee, alive_in
-from ranks_running import Case, assert_same_everywhere, raised, run_cases
+from ranks_running import Case, assert_same_everywhere, raised
 from reference import assert_float64
 from sharding_models import Wrap, parts, runs_on_cpu, sharded, whole_weights
 
@@ -235,11 +235,6 @@ CASES: Mapping[str, Case] = {
     "goes_on": goes_on,
     "refusals": refusals,
 }
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases("test_sharding_memory", 2, tmp_path_factory.mktemp("sharding"))
 
 
 @pytest.mark.parametrize("case", CASES)

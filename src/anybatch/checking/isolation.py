@@ -57,8 +57,9 @@ class Isolation:
                         _remember_values(buffer, undo)
                 else:
                     self._exchange_buffers(module._buffers, buffers)
-                for parameter in module.parameters(recurse=False):
-                    self.add(parameter)
+                for parameter in module._parameters.values():  # parameters() may be another method of the user's
+                    if parameter is not None:
+                        self.add(parameter)
             self._undo = undo.pop_all()
         return self
 

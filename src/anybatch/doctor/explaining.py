@@ -27,7 +27,7 @@ class Subject:
         """Parameters and buffers."""
         yield from self.parameters.values()
         for module in self.modules.values():
-            yield from (buffer for buffer in module.buffers(recurse=False))
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def leaves(self, mask: int) -> dict[str, Leaf]:
         """Its parameters, of which a loss reaches those whose bits are in a mask."""

@@ -45,7 +45,7 @@ def measure(
         >>> memory.at_end["parameters"], memory.at_end["gradients"], memory.at_end["inputs"]
         (40000, 40000, 3200)
     """
-    home = next(model.parameters(), None) if model is not None else None
+    home = next(iter(model.parameters()), None) if model is not None else None
     device = home.device if home is not None else next(iter(in_use()), None)
     recording = LinedRecording(device_type=device.type if device is not None and is_accelerator(device) else None)
     optimizers = _as_list(optimizer)

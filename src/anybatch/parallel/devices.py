@@ -262,7 +262,7 @@ class Devices:
 
     def check(self, model: torch.nn.Module, loss_fn: Any) -> None:
         """Refuses a model that can't be copied, or was moved."""
-        first = next(model.parameters(), None)
+        first = next(iter(model.parameters()), None)
         if first is not None and first.device != self.home:
             raise BatchError(
                 f"the model lies on {first.device} now, and on {self.home} when TrainStep was made with devices=; move "
@@ -297,7 +297,7 @@ def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> D
     twice = [one for one in found if one.type != "cpu" and found.count(one) > 1]
     if twice:
         raise BatchError(f"devices has {twice[0]} twice; expected each once, since its memory is there once")
-    first = next(model.parameters(), None)
+    first = next(iter(model.parameters()), None)
     home = torch.device("cpu") if first is None else first.device
     if home not in found:
         raise BatchError(

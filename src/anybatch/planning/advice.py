@@ -207,9 +207,7 @@ def _remedies(subject: Subject, holders: Sequence[ModuleShare], excess: int, act
         parameters = [p for one in subject.optimizers for group in one.param_groups for p in group["params"]]
         plain = torch.optim.SGD(parameters, lr=1e-3)
         yield _Remedy("torch.optim.SGD without momentum", other(optimizers=[plain]))
-    names = {
-        name for name, module in subject.model.named_modules() if name and next(module.parameters(), None) is not None
-    }
+    names = {name for name, module in subject.model.named_modules() if name and any(True for _ in module.parameters())}
     known = [one for one in holders if one.name in names][:_MOST_FROZEN]
     # Of one of many equal blocks it is known without a plan that it holds less than what is missing.
     for name in [one.name for one in known if _OF_A_WEIGHT * one.parameter_bytes + one.activation_bytes > excess]:

@@ -189,7 +189,7 @@ class LowRank(nn.Module):
     def __init__(self, layer: nn.Module, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        weight = next(layer.parameters())
+        weight = next(iter(layer.parameters()))
         self.down = nn.Linear(inputs, rank, bias=False, device=weight.device, dtype=weight.dtype)
         self.up = nn.Linear(rank, outputs, bias=False, device=weight.device, dtype=weight.dtype)
 

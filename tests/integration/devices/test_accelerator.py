@@ -30,9 +30,10 @@ NOT_ENGINE = ("doctor/", "demo/", "integrations/")  # which run where no default
 @pytest.mark.skipif(
     not hasattr(torch.accelerator, "memory_allocated"), reason="this torch (2.6 is one) has no allocators of devices"
 )
-def test_the_engine_keeps_its_promises_there() -> None:
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_engine_keeps_its_promises_there(marked: str) -> None:
     files = [f"tests/accelerator/{name}.py" for name in ("engine", "plans")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -81,7 +81,7 @@ def test_many_threads_at_once_do_not_crash() -> None:
     """In a process of its own, since it crashed in nearly every run before threads were told apart."""
     run = subprocess.run([sys.executable, str(AT_ONCE)], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert int(run.stdout.split()[-1]) > 30
+    assert int(run.stdout.split()[-1]) > 10
 
 
 @pytest.mark.parametrize("before", [0, 3, 40, 124])

@@ -68,13 +68,6 @@ with ProgressBar(total=3, seconds=0) as bar:
 """
 
 
-def test_a_progress_bar_is_one_output_that_changes(tmp_path: Path) -> None:
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(BAR)])
-    (shown,) = outputs(executed(notebook, tmp_path))
-    assert shown["data"]["text/html"].startswith('<progress max="3" value="3"></progress> update 3/3, loss ')
-    assert shown["data"]["text/plain"].startswith("update 3/3, loss ")
-
-
 def test_without_jinja2_a_notebook_shows_the_text() -> None:
     code = (
         "import sys, importlib.util as u, anybatch;"
@@ -89,11 +82,20 @@ def test_without_jinja2_a_notebook_shows_the_text() -> None:
     assert "this run: nothing to judge: no optimizer stepped." in done.stdout
 
 
-def test_an_error_of_anybatch_ends_in_the_cell() -> None:
-    cell = "import anybatch, torch\n\ndef train():\n    anybatch.backward(None, None, torch.ones(0, 2))\n\ntrain()"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+ERROR = """
+def train():
+    anybatch.backward(None, None, torch.ones(0, 2))
+
+train()"""
+
+
+def test_a_progress_bar_is_one_output_that_changes_and_an_error_of_anybatch_ends_in_the_cell() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in (BAR, ERROR)])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
-    (failed,) = [one for one in outputs(notebook) if one.output_type == "error"]
+    bar, failed = outputs(notebook)
+    assert bar["data"]["text/html"].startswith('<progress max="3" value="3"></progress> update 3/3, loss ')
+    assert bar["data"]["text/plain"].startswith("update 3/3, loss ")
+    assert failed.output_type == "error"
     shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(failed.traceback))
     assert "in train()" in shown
     assert failed.ename in shown.splitlines()[-1]

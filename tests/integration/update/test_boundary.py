@@ -376,12 +376,13 @@ def test_lbfgs_is_plain_lbfgs_on_the_whole_batch(search: str | None) -> None:
 
 
 @pytest.mark.usefixtures("collections")
-def test_lbfgs_with_memory_that_runs_out() -> None:
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_lbfgs_with_memory_that_runs_out(each: int) -> None:
     smooth = Curved()
     anybatch.TrainStep(smooth, cross_entropy, lbfgs(smooth, None))(CURVED)
     wrong: list[str] = []
     outcomes = {"recovered": 0, "interrupted": 0}
-    for number in itertools.chain(range(1, 200, 3), itertools.count(200, 17)):
+    for number in itertools.chain(range(1, 200, 3 * each), itertools.count(200, 17 * each)):
         model = Curved()
         step = anybatch.TrainStep(model, cross_entropy, lbfgs(model, None), micro_batch_size=4, verify="off")
         before = facts(model)
@@ -400,4 +401,4 @@ def test_lbfgs_with_memory_that_runs_out() -> None:
         if not memory.has_raised:
             break
     assert not wrong
-    assert min(outcomes.values()) > 10
+    assert min(outcomes.values()) > 10 // each

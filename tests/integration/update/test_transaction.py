@@ -301,10 +301,10 @@ def test_ctrl_c_while_a_failed_attempt_is_cleared_away(monkeypatch: pytest.Monke
     assert not different(before, trainee.facts())
 
 
-def outcomes_of_ctrl_c(run: Any, start: Any, complete: Any) -> set[str]:
-    """Presses Ctrl-C at every operation in turn; nothing but the state before and the state after may come of it."""
+def outcomes_of_ctrl_c(run: Any, start: Any, complete: Any, each: int) -> set[str]:
+    """Presses Ctrl-C at operations in turn; nothing but the state before and the state after may come of it."""
     seen: set[str] = set()
-    for number in itertools.count(1):
+    for number in itertools.count(1, each):
         trainee, before = start()
         with CtrlCAt(number) as keys:
             try:
@@ -322,20 +322,20 @@ def outcomes_of_ctrl_c(run: Any, start: Any, complete: Any) -> set[str]:
     return seen
 
 
-def test_ctrl_c_at_every_operation_of_a_step() -> None:
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_ctrl_c_at_every_operation_of_a_step(each: int) -> None:
     def start() -> tuple[Trainee, dict[str, Any]]:
         trainee = Trainee(Bomb(), as_generator=False)
         return trainee, trainee.facts()
 
     whole, _ = start()
     whole.step(whole.samples)
-    assert outcomes_of_ctrl_c(lambda trainee: trainee.step(trainee.samples), start, whole.facts()) == {
-        "before",
-        "after",
-    }
+    seen = outcomes_of_ctrl_c(lambda trainee: trainee.step(trainee.samples), start, whole.facts(), each)
+    assert seen == {"before", "after"}
 
 
-def test_ctrl_c_at_every_operation_of_backward() -> None:
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_ctrl_c_at_every_operation_of_backward(each: int) -> None:
     def start() -> tuple[Trainee, dict[str, Any]]:
         trainee = Trainee(Bomb(), as_generator=True)
         for number, parameter in enumerate(trainee.model.parameters()):
@@ -347,7 +347,7 @@ def test_ctrl_c_at_every_operation_of_backward() -> None:
 
     whole, _ = start()
     run(whole)
-    assert "before" in outcomes_of_ctrl_c(run, start, whole.facts())
+    assert "before" in outcomes_of_ctrl_c(run, start, whole.facts(), each)
 
 
 def test_ctrl_c_of_somebody_else_is_left_alone() -> None:

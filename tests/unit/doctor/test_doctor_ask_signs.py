@@ -10,7 +10,7 @@ from torch import nn
 from anybatch.doctor.diagnosing import ranked
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.findings import Finding
-from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
+from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps, taught
 
 __all__ = ["nothing_was_compiled"]
 
@@ -186,3 +186,23 @@ def test_a_grid_that_is_the_same_for_each_row_beside_a_code_that_is_not_is_fine(
             optimizer.step()
 
     assert not asked(train, "inputs alike")
+
+
+def test_a_sum_weighted_by_advantages_is_no_loss_of_targets() -> None:
+    """They say how much a row counts, and a good policy has as small a sum of them as a bad one."""
+
+    def surrogate(made: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        return -(made.sigmoid() * advantage).mean()
+
+    torch.manual_seed(0)
+    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1), surrogate), "related") == "unknown"
+
+
+def test_labels_of_either_sign_are_still_exchanged() -> None:
+    """A hinge loss multiplies by them, as by an advantage."""
+
+    def hinge(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return (1 - wanted * made).clamp(min=0).mean()
+
+    torch.manual_seed(0)
+    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1).sign(), hinge), "related") == "no"

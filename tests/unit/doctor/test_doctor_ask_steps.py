@@ -2,8 +2,10 @@
 
 import ast
 import copy
+import sys
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask import fitting
+from anybatch.doctor.ask.schedules import beside, saved_only
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
 
 __all__ = ["nothing_was_compiled"]
@@ -379,3 +382,27 @@ def test_a_schedule_whose_state_is_saved_and_not_loaded_is_told(
             state = optimizer.state_dict()
 
     assert answer(train, "resumed") == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "loads", "expected"),
+    [
+        ("lib/state.py", "", ["sched"]), ("lib/state.py", "import own", []),
+        ("other/state.py", "", []),  # nothing imports it
+    ],
+)  # fmt: skip
+def test_what_a_script_imports_from_its_folder_is_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, loads: str, expected: list[str]
+) -> None:
+    for name, text in {
+        "main.py": f"import torch\nfrom lib import train\n{loads}",
+        "lib/train.py": "from . import state\nloss.backward()",
+        state: "def save(): torch.save({'opt': opt.state_dict(), 'sched': sched.state_dict()}, 'a.pt')",
+        "own.py": "sched.load_state_dict(torch.load('a.pt')['sched'])",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "main.py")])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    file = tmp_path / "lib" / "train.py"
+    assert list(saved_only(*beside(str(file), ast.parse(file.read_text(encoding="utf-8"))))) == expected

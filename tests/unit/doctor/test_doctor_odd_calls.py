@@ -95,7 +95,7 @@ def test_a_step_of_a_scaler_that_differs_is_recorded_call_by_call(odd: str, way:
     assert rows["step"] >= 12
 
 
-@settings(max_examples=max(15, settings().max_examples // 50), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(5, settings().max_examples // 50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from([*ODD, *OF_SCALERS]), max_size=8),
     parts=st.integers(1, 3),

@@ -196,7 +196,7 @@ def test_a_step_that_differs_is_recorded_as_in_full(odd: str, clears: str, at: i
     assert compared(lambda: Loop({at: odd}, clears=clears)) > 5
 
 
-@settings(max_examples=max(15, settings().max_examples // 50), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(5, settings().max_examples // 50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     odd=st.dictionaries(st.integers(0, STEPS - 1), st.sampled_from(sorted({*ODD} - LATE)), max_size=10),
     clears=st.sampled_from(["before", "after", "last", "never"]),

@@ -11,8 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch import Doctor
+from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.frames import is_interruption
+from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recording.journal import Journal
+from anybatch.records.events import Stepped
 
 Batch = dict[str, torch.Tensor]
 
@@ -331,3 +334,51 @@ def test_a_class_that_takes_no_attributes() -> None:
     assert doctor.run is not None
     assert doctor.run.steps == 20
     assert "__call__" not in vars(Model)
+
+
+class OwnParameters(nn.Module):
+    """Has methods of its own by the names of torch's, as nets of meta-learners do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.all = nn.ParameterList(self.inner.parameters())
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x) * self.scale
+        return result
+
+    def parameters(self) -> nn.ParameterList:  # type: ignore[override]
+        return self.all
+
+    def buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
+        return []
+
+
+def test_a_net_may_have_a_method_parameters_of_its_own() -> None:
+    doctor = same_with_and_without(lambda: train(OwnParameters()))
+    assert {"inner.0.weight", "inner.3.bias"} <= {one.name for one in doctor.run.parameters.values()}
+    assert not [one for one in run_probes(doctor, active=True) if "Error" in one.detail]
+    assert doctor.failure == ""
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Keeps its learning rate elsewhere than in its groups, as those do that end with the step of another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_may_have_no_rate_in_its_groups() -> None:
+    def program() -> list[float]:
+        model = net()
+        return train(model, optimizer=WithoutRate(model.parameters()))
+
+    doctor = same_with_and_without(program)
+    assert {one.lrs for one in doctor.run.of(Stepped)} == {()}
+    assert not [one for one in diagnosis(doctor.run).findings if one.code.startswith("AB50")]

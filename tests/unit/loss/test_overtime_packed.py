@@ -90,10 +90,11 @@ def test_packed_sequences(name: str, kind: str) -> None:
 
 def test_packed_in_micro_batches() -> None:
     batch = packed_batch(LENGTHS["unsorted"])
-    for size, chunk in ((1, 2), (2, 3), (4, 1), (5, 4)):
+    for size, chunk in ((1, 2), (4, 1)):
         assert_exact(case_of(last=False), batch, chunk, size)
+    for size, chunk in ((2, 3), (5, 4)):
         assert_exact(case_of(loss="none"), batch, chunk, size)
-        assert_exact(case_of(), batch, chunk, size, count="forward")
+    assert_exact(case_of(), batch, 2, 3, count="forward")
 
 
 def test_a_plain_mean_over_steps_needs_its_count() -> None:

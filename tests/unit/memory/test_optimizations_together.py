@@ -297,7 +297,7 @@ def test_memory_that_runs_out_anywhere_leads_to_the_same_weights() -> None:
         references[size] = bench.facts()
     wrong: dict[str, Any] = {}
     recovered = 0
-    for number in itertools.count(1, 23):
+    for number in itertools.count(1, 61):
         bench = Bench(verify="off" if recovered % 8 else "first")  # nobody sees the operations of a proof
         with OutOfMemoryAt(number) as memory:
             try:
@@ -311,7 +311,7 @@ def test_memory_that_runs_out_anywhere_leads_to_the_same_weights() -> None:
         if names or bench.pool.used:
             wrong[f"{number} {memory.operations[number - 1]}"] = names, bench.pool.used
     assert not wrong
-    assert recovered > 30
+    assert recovered > 12
 
 
 def test_ctrl_c_leaves_the_optimizations_off() -> None:

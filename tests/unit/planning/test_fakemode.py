@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -127,7 +127,6 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     layouts=st.lists(st.sampled_from(list(LAYOUTS)), min_size=2, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64]),

@@ -194,7 +194,7 @@ def subject_and_batch(kind: str) -> tuple[Any, ...]:
     return model, loss_fn, batch(), torch.optim.SGD(model.parameters(), lr=0.1), {}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.sampled_from(["plain", "real", "coupled", "sequence"]),
     st.integers(0, 8),

@@ -24,6 +24,7 @@ from anybatch.doctor.ask import (
     pairing,
     relating,
     rows,
+    sampling,
     schedules,
     seeds,
     selecting,
@@ -44,7 +45,7 @@ OBSERVED: tuple[Question, ...] = (
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
     uncounted.about_ends, selecting.about_best, collating.about_collates, seeds.about_seeds,
-    schedules.about_resumed,
+    schedules.about_resumed, sampling.about_sampling,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.functions import Function, functions_of
+from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
@@ -126,6 +127,7 @@ class Kept:
         functions: of the user's own, with what their forwards left.
         collates: the sets of loaders with a collate function of the user's own, and that function.
         streams: looks at the global random generators.
+        sampling: keeps what nets are given in loops of sampling.
     """
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
@@ -142,7 +144,7 @@ class Kept:
         self.own: list[Own] = []
         self.functions: list[Function] = []
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
-        self.streams = Streams()
+        self.streams, self.sampling = Streams(), Sampling()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._left: list[Tape] = []  # whose modes are still on, and do nothing
@@ -209,6 +211,7 @@ class Kept:
             self._look(given, key, step)
         if mode and torch.is_grad_enabled():
             self._given.setdefault(root, set()).add(id(first))
+            self.sampling.train(module, args, kwargs)
         self._before = _versions(module) if self._looks[key] <= 3 and torch.is_tensor(first) else None
         self._rows = first.shape[0] if first is not None else -1
 
@@ -234,6 +237,11 @@ class Kept:
         values = marks(module)
         buffers = {name for name, _ in module.named_buffers()}
         return State(weakref.ref(module), root, name, values, values, buffers, methods, steps=step)
+
+    def samples(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Is shown any call without a gradient, also where nothing else is looked at."""
+        if self.on and self._step() and not is_transformed():
+            self.sampling.sample(self._step(), module, args, kwargs)
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""

@@ -45,6 +45,8 @@ _PAIRING = frozenset({"cosine_similarity", "mse_loss", "sub", "__sub__", "mul", 
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
+_PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
+_WEIGHED = "the loss is a sum of rows, each times a number of either sign"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
                     "binary_cross_entropy", "binary_cross_entropy_with_logits"})  # fmt: skip
@@ -92,6 +94,8 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
+    if answer == "no" and any(_weighs(tape, first, one) for one in found):
+        return told("related", tape.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
     operation = tape.operations[where.index]
     terms = slots_of(tape, loss, without="grad")  # a loss of which only the gradient is used need not become small
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
@@ -104,6 +108,14 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
                   and not slots_of(tape, replace(loss, slot=one.slot)) & tape.parameters.keys()],  # of a net as it was
     }  # fmt: skip
     return told("related", operation, answer=answer, **evidence)
+
+
+def _weighs(tape: Tape, first: Replay, where: Meeting) -> bool:
+    """Whether a factor of both signs says how much a row counts, as an advantage does; such a loss is near zero."""
+    factor = first.values[where.slot]
+    if tape.operations[where.index].name not in _PRODUCTS or not factor.is_floating_point():
+        return False
+    return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
 
 
 def _own_draw(tape: Tape, loss: Loss) -> Operation | None:

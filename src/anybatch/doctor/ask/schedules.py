@@ -3,8 +3,10 @@
 import ast
 import itertools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ _RISES = re.compile(
 )
 _FALLS = re.compile(r"loss|err|mse|mae|rmse|nll|perplex|ppl|wer|cer|fid|dist", re.IGNORECASE)
 _SCHEDULE = re.compile(r"sched|^lrs?$", re.IGNORECASE)
+_MOST_FILES = 64  # of a program
 _RISEN = 1.2  # times the rate of the state that was loaded
 
 
@@ -86,8 +89,8 @@ def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
     loads = [one for one in run.of(Loaded) if one.into == "optimizer" and one.lrs_after]
     if not loads or any(one.into == "scheduler" for one in run.of(Loaded)):
         return
-    for _, tree in scripts(run):
-        for key in itertools.islice(saved_only(tree), 1):
+    for file, tree in scripts(run):
+        for key in itertools.islice(saved_only(*beside(file, tree)), 1):
             for load in loads:
                 later = [step for step in run.of(Stepped) if step.optimizer == load.number and step.at > load.at]
                 highest = max((max(step.lrs) for step in later if step.lrs), default=0.0)
@@ -96,22 +99,58 @@ def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
                     return
 
 
-def saved_only(tree: ast.Module) -> Iterator[str]:
-    """Keys of a dict with the state of a schedule beside others, by which nothing is read.
+def beside(file: str, tree: ast.Module) -> list[ast.Module]:
+    """A file, and those of its folder, and of that of the script, that it or the script imports, read."""
+    found = {Path(file).resolve(): tree}
+    folders = [Path(file).resolve().parent, Path(sys.path[0]).resolve()]
+    waiting = [tree] + [one for path in [Path(sys.argv[0])] if (one := _read(found, path.resolve())) is not None]
+    while waiting and len(found) < _MOST_FILES:
+        for name in _imported(waiting.pop()):
+            path = Path(*name.split("."))
+            tries = [folder / one for folder in folders for one in (path.with_suffix(".py"), path / "__init__.py")]
+            waiting += [one for one in map(partial(_read, found), tries) if one is not None]
+    return [*found.values()]
+
+
+def _read(found: dict[Path, ast.Module], path: Path) -> ast.Module | None:
+    """Reads a file unless it was read before, or can't be."""
+    if path in found or path.suffix != ".py" or "site-packages" in path.parts:
+        return None
+    try:
+        found[path] = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return found[path]
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The names of modules that are imported, and of what is imported of them, which may be modules too."""
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Import):
+            yield from (name.name for name in one.names)
+        elif isinstance(one, ast.ImportFrom):
+            front = f"{one.module}." if one.module else ""
+            yield from ([one.module] if one.module else [])
+            yield from (f"{front}{name.name}" for name in one.names if name.name != "*")
+
+
+def saved_only(*trees: ast.Module) -> Iterator[str]:
+    """Keys of a dict with the state of a schedule beside others, by which nothing is read in any file of a program.
 
     Example:
         >>> text = "torch.save({'opt': opt.state_dict(), 'sched': sched.state_dict()}, path)\\nload(ckpt['opt'])"
         >>> list(saved_only(ast.parse(text)))
         ['sched']
-        >>> list(saved_only(ast.parse(text + "\\nsched.load_state_dict(ckpt['sched'])")))
+        >>> list(saved_only(ast.parse(text), ast.parse("sched.load_state_dict(ckpt['sched'])")))
         []
         >>> list(saved_only(ast.parse(text + "\\nsched.last_epoch = ckpt['epoch']")))
         []
     """
-    if "last_epoch" in ast.unparse(tree):
+    if any("last_epoch" in ast.unparse(tree) for tree in trees):
         return
-    said = Counter(one.value for one in ast.walk(tree) if isinstance(one, ast.Constant))
-    for one in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+    every = [one for tree in trees for one in ast.walk(tree)]
+    said = Counter(one.value for one in every if isinstance(one, ast.Constant))
+    for one in (node for node in every if isinstance(node, ast.Dict)):
         for key, value in zip(one.keys, one.values, strict=True):
             name = key.value if isinstance(key, ast.Constant) else None
             if isinstance(name, str) and _SCHEDULE.search(name) and "state_dict()" in ast.unparse(value):

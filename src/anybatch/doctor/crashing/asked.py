@@ -68,7 +68,8 @@ def told_by_call(live: Live) -> Crashed | None:
     module = live.module_name(shown.subject) if isinstance(shown.subject, torch.nn.Module) else ""
     if any(repair.kind == "classes" for _, repair in found):
         module = _last(live, tensors[0].value.shape[1])
-    own = list(shown.subject.parameters(recurse=False)) if isinstance(shown.subject, torch.nn.Module) else []
+    held = shown.subject._parameters.values() if isinstance(shown.subject, torch.nn.Module) else []
+    own = [one for one in held if one is not None]
     general = _GENERAL.get(name, _AT_ONCE).format(
         names=", ".join(one.text or "its input" for one in tensors) or shown.title
     )

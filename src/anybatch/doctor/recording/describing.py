@@ -1,6 +1,7 @@
 """Plain facts about modules and what they hold, optimizers, schedulers and the arguments of calls."""
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -311,12 +312,9 @@ def rows_of(args: Any, kwargs: Any) -> int:
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """The learning rates of the groups of an optimizer."""
-    groups: Sequence[Any] = getattr(optimizer, "param_groups", ())
-    if len(groups) == 1:
-        rate = groups[0].get("lr")
-        return (rate if type(rate) is float else plain_rate(rate),)
-    return tuple([plain_rate(group.get("lr")) for group in groups])
+    """The learning rates of the groups of an optimizer; none where one isn't known, as of an optimizer without."""
+    rates = tuple([plain_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", ())])
+    return () if any(map(math.isnan, rates)) else rates
 
 
 _DEEPEST = 4

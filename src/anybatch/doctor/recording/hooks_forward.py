@@ -167,6 +167,8 @@ class ForwardHooks:
                 self._samplers.last_inputs[root] = (module, *recording.arguments)
             else:
                 self._samplers.keep(root, module)
+        else:
+            self._samplers.without_gradient(module, args, kwargs)
         is_drawn = not grad and module.training and bool(called.names) and called.drawn < _MOST_DRAWN
         called.drawn += is_drawn
         called.is_looked_at = recording.looks or is_new or is_drawn
@@ -255,8 +257,7 @@ def _has_modes(module: torch.nn.Module) -> bool:
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
-    if next(module.parameters(), None) is not None:
-        return True
-    return any(True for _ in parameters_in(module)) or any(
-        True for one in module.modules() for _ in parameters_in(one)
+    modules = list(module.modules())
+    return any(each is not None for one in modules for each in one._parameters.values()) or any(
+        True for one in modules for _ in parameters_in(one)
     )  # fmt: skip

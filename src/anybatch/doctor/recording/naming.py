@@ -87,13 +87,16 @@ def variables_of(things: Iterable[Any]) -> dict[int, str]:
     missing, found = {id(thing) for thing in things}, dict[int, str]()
     frames = list(_frames())
     for named in (_names, _attributes):
+        seen = set[int]()  # the globals that several frames have
         for whose in (USERS, _LIBRARYS):
             for frame in frames:
                 if not missing:
                     return found
                 if whose_file(frame.f_code.co_filename) == whose:
                     with _Variables(frame) as variables:
-                        for scope in (variables, frame.f_globals):
+                        scopes = (variables,) if id(frame.f_globals) in seen else (variables, frame.f_globals)
+                        seen.add(id(frame.f_globals))
+                        for scope in scopes:
                             for name, value in named(scope):
                                 if id(value) in missing:
                                     missing.discard(id(value))

@@ -90,6 +90,10 @@ class Samplers:
 
     # forwards
 
+    def without_gradient(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Is shown a call of a net without a gradient."""
+        self._safely("kept", self.kept.samples, module, args, kwargs)
+
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
         name = self._recording.numbering.models[root].names.get(id(module), "")

@@ -317,7 +317,7 @@ class ActivationSampler:
         owning = [
             (name, module)
             for name, module in self._named(root)
-            if not isinstance(module, _CONTAINERS) and next(module.parameters(recurse=False), None) is not None
+            if not isinstance(module, _CONTAINERS) and any(one is not None for one in module._parameters.values())
         ]
         self._owning = [(name, id(module)) for name, module in owning]
         owners = {id(module) for _, module in owning}

@@ -43,7 +43,7 @@ class BufferSampler:
                 if not isinstance(mean, torch.Tensor) or not self._has_moved(mean):
                     continue
                 moved.append(name)
-                own = list(module.parameters(recurse=False))
+                own = [one for one in module._parameters.values() if one is not None]
                 if own and not any(parameter.requires_grad for parameter in own):
                     frozen.append(name)
             if moved:

@@ -97,7 +97,7 @@ def outcome(run: Run) -> Outcome:
         worst = next((one for one in told if one.word == word), None)
         if worst is not None:
             return worst
-    beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1])
+    beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1]) or _sampled(run)
     return Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
 
 
@@ -145,6 +145,20 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     return (
         f'that is of its training data, where {such}, and line {one.line} prints "{one.label}" {value:.4g} at the end'
     )
+
+
+def _sampled(run: Run) -> str:
+    """How it is known that a sampler gives a net other inputs than its training did."""
+    for one in answers(run, "sampling", "no"):
+        return (
+            f"that is of its training, but in the loop of sampling at line {one.line} its input has "
+            f"{one.evidence['times']:.3g} times the mean square that the same level ({one.evidence['level']:.4g}) has "
+            "in training; look whether both have the same schedule of noise"
+        )
+    for one in answers(run, "sampling", "unknown"):
+        if one.line:
+            return f"that is of its training, and what the loop of sampling at line {one.line} gives was not looked at"
+    return ""
 
 
 def _words(one: Printed) -> set[str]:

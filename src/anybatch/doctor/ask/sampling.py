@@ -1,0 +1,147 @@
+"""Is a net given in a loop of sampling what it was trained on?
+
+A sampler of a diffusion or a flow calls the net without a gradient, time after time with the next level of noise, and
+what the net gives goes into its next input. The loss of the training says nothing of such a loop: how large its inputs
+are at each level, beside those of the training at the same level, does.
+"""
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anybatch.doctor.ask.trials import told
+from anybatch.doctor.recording.naming import user_place
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+from anybatch.tensors.dispatch import has_numbers, unseen
+
+_MOST_ROWS = 20_000  # of the training
+_MOST_CALLS = 512  # of a loop whose inputs are looked at, evenly over it
+_LEAST_CALLS = 10
+_LEAST_LEVELS = 8
+_NEAR, _FEWEST = 0.03, 64
+"""What is compared with a call of a loop: a share of the rows of the training, those of the nearest levels."""
+
+_ALIKE = 1.3
+"""How many times as large inputs may be in the mean square: a few levels, and an imperfect net, make such a difference.
+"""
+
+_MOSTLY = 0.75  # of the calls
+Key = tuple[Any, tuple[int, ...]]
+"""The place or the name of the argument that is the level, and the shape of a row of the input."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """Calls one after the other, each with one level for all rows."""
+
+    step: int
+    file: str
+    line: int
+    calls: list[tuple[float, float]] = field(default_factory=list)  # level, and mean logarithm of the mean square
+    count: int = 0
+    last: float = math.nan  # level
+    way: float = 0.0  # 1 where levels rise, -1 where they fall
+
+    def goes_on(self, step: int, level: float) -> bool:
+        """Whether a call is the next one of this loop."""
+        return step == self.step and (level == self.last or not self.way or (level - self.last) * self.way > 0)
+
+
+class Sampling:
+    """Keeps how large inputs are at which level, in training and in the last loop.
+
+    Attributes:
+        trained: levels of rows with the mean square of each, by what is called.
+        loops: the last long loop of each.
+    """
+
+    def __init__(self) -> None:
+        self.trained: dict[Key, list[tuple[float, float]]] = {}
+        self.loops: dict[Key, Loop] = {}
+        self._going: dict[Key, Loop] = {}
+        self._classes: set[type] = set()  # of nets that were trained
+
+    @unseen
+    def train(self, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Is shown what a net is given in a step that is looked at."""
+        self._classes.add(type(module))
+        for place, level, given in _levels(args, kwargs):
+            rows = self.trained.setdefault((place, given.shape[1:]), [])
+            if len(rows) < _MOST_ROWS and given.numel():
+                sizes = _sizes(given)
+                own = level.double().flatten().tolist() if isinstance(level, torch.Tensor) else [float(level)]
+                rows += zip(own * (len(sizes) // len(own)), sizes, strict=True)
+
+    @unseen
+    def sample(self, step: int, module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Is shown what one is given without a gradient."""
+        for place, level, given in _levels(args, kwargs):
+            key = place, given.shape[1:]
+            is_one = not isinstance(level, torch.Tensor)
+            ends = [float(level)] * 2 if is_one else [float(one) for one in level.aminmax()]
+            if ends[0] == ends[1] and given.numel() and (key in self.trained or type(module) not in self._classes):
+                self._call(step, key, ends[0], given)
+
+    def _call(self, step: int, key: Key, level: float, given: torch.Tensor) -> None:
+        loop = self._going.get(key)
+        if loop is None or not loop.goes_on(step, level):
+            loop = self._going[key] = Loop(step, *user_place(6))
+        if level == loop.last:
+            return
+        loop.way, loop.last, loop.count = 0.0 if math.isnan(loop.last) else level - loop.last, level, loop.count + 1
+        if loop.count < _MOST_CALLS // 8 or (loop.count % 8 == 0 and len(loop.calls) < _MOST_CALLS):
+            sizes = _sizes(given)
+            loop.calls.append((level, sum(sizes) / len(sizes)))
+        if loop.count >= _LEAST_CALLS:
+            self.loops[key] = loop
+
+
+def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
+    """Whether inputs in the last loop of sampling are as large as those of the training at the same levels."""
+    for key, loop in kept.sampling.loops.items():
+        rows = sorted(kept.sampling.trained.get(key, ()))
+        levels = [level for level, _ in rows]
+        if len(set(levels)) < _LEAST_LEVELS:
+            if not rows:
+                yield told("sampling", loop, answer="unknown", detail="what that was given in training was not seen")
+            continue
+        near = max(_FEWEST, int(_NEAR * len(rows)))
+        found: list[tuple[float, float]] = []
+        for level, size in loop.calls:
+            if rows[0][0] <= level <= rows[-1][0] and len(rows) >= 2 * near:
+                middle = (bisect.bisect_left(levels, level) + bisect.bisect_right(levels, level)) // 2
+                first = min(max(middle - near // 2, 0), len(rows) - near)
+                found.append((math.exp(size - sum(one for _, one in rows[first : first + near]) / near), level))
+        away = [one for one in found if not 1 / _ALIKE <= one[0] <= _ALIKE]
+        if len(found) < _LEAST_CALLS // 2:
+            yield told("sampling", loop, answer="unknown", detail="levels of the training have too few rows")
+            continue
+        worst, level = max(found, key=lambda one: abs(math.log(one[0])))
+        answer = "no" if len(away) > (1 - _MOSTLY) * len(found) else "yes"
+        yield told("sampling", loop, answer=answer, calls=loop.count, times=worst, level=level, away=len(away))
+
+
+def _levels(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Where a net is given one number for each row, or for all, that number, and the first tensor that has rows."""
+    named = dict[Any, Any]([*enumerate(args), *kwargs.items()])
+    inputs = (one for one in named.values() if isinstance(one, torch.Tensor) and one.dim() > 1)
+    given = next((one for one in inputs if one.is_floating_point() and has_numbers(one)), None)
+    if given is None or given.is_nested or given.layout is not torch.strided:
+        return
+    for place, one in named.items():
+        is_real = isinstance(one, torch.Tensor) and one is not given and has_numbers(one) and not one.is_complex()
+        if type(one) in (int, float) or (is_real and one.numel() in (1, len(given))):
+            yield place, one, given
+    if given.dim() == 2 and len(given) > 1 < given.shape[1]:  # a level may be one of the columns
+        yield "first", given[:, 0], given[:, 1:]
+        yield "last", given[:, -1], given[:, :-1]
+
+
+def _sizes(given: torch.Tensor) -> list[float]:
+    """The logarithm of the mean square of each row."""
+    return given.detach().double().flatten(1).square().mean(1).clamp(min=1e-12).log().tolist()

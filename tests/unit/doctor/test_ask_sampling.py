@@ -1,0 +1,109 @@
+"""A sampler that gives a net other levels of noise than its training did keeps a run from being called learning."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.doctor.views.outcomes import outcome
+from anybatch.records.lossfacts import Probed
+from number_runs import Training
+from test_doctor_ask import asked, nothing_was_compiled, steps
+
+__all__ = ["nothing_was_compiled"]
+
+STEPS = 40
+Schedule = Callable[[torch.Tensor], torch.Tensor]
+
+
+def cosine(t: torch.Tensor) -> torch.Tensor:
+    return torch.cos(t * math.pi / 2 * 0.98) ** 2
+
+
+def late(t: torch.Tensor) -> torch.Tensor:
+    return 1 - 0.95 * t**6
+
+
+class Ideal(nn.Module):
+    """What an ideal net for data of two points says, so that a few steps of a training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        kept = cosine(t.float() / STEPS).reshape(-1, *[1] * (x.dim() - 1))
+        points = torch.tanh(kept.sqrt() * x.mean(1, keepdim=True) * x.shape[1] / (1 - kept))
+        return self.scale * (x - kept.sqrt() * points) / (1 - kept).sqrt()
+
+
+def sampled(net: nn.Module, schedule: Schedule, *, every: int = 1, clips: bool = False, noise: float = 1.0) -> None:
+    """Draws as DDIM does, with or without noise."""
+    x = torch.randn(64, 4)
+    times = list(range(STEPS, 0, -every))
+    with torch.no_grad():
+        for t, then in zip(times, [*times[1:], 0], strict=True):
+            kept, after = (schedule(torch.tensor(one / STEPS)) for one in (t, then))
+            eps = net(x, torch.full((64,), t))
+            clean = (x - (1 - kept).sqrt() * eps) / kept.sqrt()
+            clean = clean.clamp(-1, 1) if clips else clean
+            eps = (x - kept.sqrt() * clean) / (1 - kept).sqrt()
+            fresh = noise * ((1 - after) / (1 - kept) * (1 - kept / after)).clamp(min=0).sqrt()
+            x = after.sqrt() * clean + (1 - after - fresh**2).clamp(min=0).sqrt() * eps + fresh * torch.randn(64, 4)
+
+
+def trained(sample: Callable[[nn.Module], None]) -> None:
+    net = Ideal()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for _ in range(24):
+        x = torch.randn(128, 1).sign().expand(128, 4)
+        t, noise = torch.randint(1, STEPS + 1, (128,)), torch.randn(128, 4)
+        kept = cosine(t / STEPS)[:, None]
+        optimizer.zero_grad()
+        (net(kept.sqrt() * x + (1 - kept).sqrt() * noise, t) - noise).square().mean().backward()
+        optimizer.step()
+    sample(net)
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (lambda net: sampled(net, late), "no"),
+        (lambda net: sampled(net, cosine), "yes"),
+        (lambda net: sampled(net, cosine, noise=0), "yes"),
+        (lambda net: sampled(net, cosine, every=3), "yes"),
+        (lambda net: sampled(net, cosine, clips=True), "yes"),
+    ],
+)
+def test_a_loop_of_sampling_is_given_what_the_training_was(sample: Callable[[nn.Module], None], expected: str) -> None:
+    found = asked(lambda: trained(sample), "sampling")
+    assert [one.answer for one in found] == [expected], found
+
+
+@pytest.mark.parametrize("numbers", [range(3), range(12), [4] * 12])
+def test_an_evaluation_with_numbers_of_tasks_is_no_sampling(numbers: list[int]) -> None:
+    class Tasks(nn.Linear):
+        def forward(self, x: torch.Tensor, task: int = 0) -> torch.Tensor:
+            return super().forward(x) + task
+
+    def train() -> None:
+        net = Tasks(6, 3)
+        steps(net, nn.functional.cross_entropy)
+        with torch.no_grad():
+            for one in numbers:
+                net(torch.randn(12, 6), one)
+
+    assert asked(train, "sampling") == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "line", "expected"),
+    [("no", 7, "0.5 times the mean square"), ("unknown", 7, "was not looked at"), ("yes", 7, ""), ("unknown", 0, "")],
+)
+def test_what_a_sampler_is_given_keeps_a_run_from_being_called_learning(answer: str, line: int, expected: str) -> None:
+    seen = {"times": 0.5, "level": 9.0} if answer == "no" else {}
+    probed = Probed(probe="sampling", root=-1, answer=answer, evidence=seen, file="a.py", line=line)
+    found = outcome(Training(after=(probed,)).run())
+    assert (found.word == "undecided", expected in found.said) == (bool(expected), True)
