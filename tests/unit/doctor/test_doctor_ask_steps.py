@@ -21,11 +21,11 @@ from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled, steps
 __all__ = ["nothing_was_compiled"]
 
 
-def learns(kind: Any, rate: float, scale: float = 1.0) -> None:
+def learns(kind: Any, rate: float, scale: float = 1.0, times: int = 12) -> None:
     """Some steps of a classifier."""
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = kind(net.parameters(), lr=rate)
-    for _ in range(12):
+    for _ in range(times):
         x = torch.randn(ROWS, 6)
         optimizer.zero_grad()
         F.cross_entropy(scale * net(x), x[:, :3].argmax(1)).backward()
@@ -50,6 +50,16 @@ def test_the_steps_that_are_told_are_those_that_time_was_left_for(monkeypatch: p
     monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * fitting._SECONDS / 50))
     found = asked(lambda: learns(torch.optim.SGD, 1e-5), "rate")[-1]
     assert found.evidence["steps"] == 49
+
+
+@pytest.mark.parametrize(("times", "expected"), [(12, "yes"), (60, "no")])
+def test_fewer_steps_of_adam_than_the_run_made_blame_no_rate(
+    times: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine there is time for few, and in few of them every rate that is usual learns little."""
+    ticks = count()
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * fitting._SECONDS / 35))
+    assert answer(lambda: learns(torch.optim.Adam, 1e-4, times=times), "rate") == expected
 
 
 def test_a_loss_without_a_floor_says_nothing_about_the_rate() -> None:

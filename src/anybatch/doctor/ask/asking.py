@@ -12,13 +12,16 @@ from anybatch.doctor.ask import (
     copies,
     fitting,
     functions,
+    ideals,
     labels,
+    outweighing,
     pairs,
     relating,
     rows,
     sampling,
     schedules,
     source,
+    states,
     weighing,
 )
 from anybatch.doctor.ask.keeping import Kept
@@ -32,12 +35,12 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, batches.about_padding, batches.about_several, batches.about_given,
     batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates, source.about_seeds,
-    schedules.about_resumed, sampling.about_sampling,
+    schedules.about_resumed, sampling.about_sampling, states.about_states,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
-OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, fitting, relating)
-"""Has what is asked of each step that was written down; the last two run it many times."""
+OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, ideals, outweighing, fitting, relating)
+"""Has what is asked of each step that was written down; the last three run it many times."""
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.steps import Step, asks, replayed, said
-from anybatch.doctor.ask.tape import Slot
+from anybatch.doctor.ask.tape import Loss, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
@@ -47,7 +47,7 @@ def other_rate(step: Step) -> Iterator[Probed]:
     def gained(factor: float) -> float:
         nonlocal first
         start = step.kept.first_of(step.tape)
-        first, last, counts[factor] = _fitted(step, start, kind([*start.values()], lr=rate * factor, **options))
+        first, last, counts[factor] = fitted(step, start, kind([*start.values()], lr=rate * factor, **options))
         gains[factor] = first - last if math.isfinite(last) else -math.inf
         return gains[factor]
 
@@ -58,19 +58,22 @@ def other_rate(step: Step) -> Iterator[Probed]:
                 break
     best = max(gains, key=lambda one: gains[one])
     blames = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
+    # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
+    blames = blames and (best < 1 or kind is torch.optim.SGD or counts[1.0] >= min(_STEPS, len(rates)))
     seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "other_lr": float(f"{rate * best:.3g}"),
             "loss": first, "after": first - gains[1.0], "other_after": first - gains[best],
             "steps": min(counts[1.0], counts[best])}  # fmt: skip
     yield said(answer="yes" if blames else "no", **seen)
 
 
-def _fitted(
-    step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> tuple[float, float, int]:
-    """The loss at first and at last, and in how many steps; fewer where time ends."""
-    values, end = list[float](), min(step.until, time.perf_counter() + _SECONDS)
+def fitted(
+    step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float = math.inf,
+    part: Loss | None = None,
+) -> tuple[float, float, int]:  # fmt: skip
+    """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends."""
+    values, end, loss = list[float](), min(step.until, until, time.perf_counter() + _SECONDS), part or step.loss
     while len(values) < _STEPS and time.perf_counter() < end:
-        value = replayed(step.tape, step.loss, held=start).values[step.loss.slot].sum()
+        value = replayed(step.tape, loss, held=start).values[loss.slot].sum()
         values.append(float(value.detach()))
         if not math.isfinite(values[-1]) or not value.requires_grad:
             break

@@ -7,7 +7,7 @@ that of one that learned no more than how targets are distributed stays.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, replayed, said, slots_of
-from anybatch.doctor.ask.tape import Loss, Operation, Slot, Tape, rebuilt
+from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, rebuilt
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.lossfacts import Probed
 
@@ -81,14 +81,14 @@ class Risen:
 def related(step: Step) -> Iterator[Probed]:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows."""
     optimizer, first = step.optimizer, step.replay
-    draw = _own_draw(step)
+    draw = own_draw(step)
     if draw is not None:  # in another row it is as likely, whatever was learned
         yield said(draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
-    found = _meetings(step)
+    found = meetings_of(step)
     end = min(step.until, time.perf_counter() + _SECONDS)
     if not found:
         yield _of_inputs(step, end)
-    known = [(one, *risen) for one in found if (risen := _risen(step, one, end)) is not None]
+    known = [(one, *both) for one in found if (both := risen(step, one, end)) is not None]
     if not known:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
@@ -117,7 +117,7 @@ def _weighs(step: Step, where: Meeting) -> bool:
     return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
 
 
-def _own_draw(step: Step) -> Operation | None:
+def own_draw(step: Step) -> Operation | None:
     """The draw from what the parameters made that the loss depends on, as that of a policy does on its actions."""
     made = set(step.parameters)
     for operation in step.operations:
@@ -135,7 +135,7 @@ def _of_inputs(step: Step, end: float) -> Probed:
     if len(given) < 2:
         raise Unknown("nothing that the parameters do not make meets what they make")
     generator = torch.Generator().manual_seed(11)
-    risen: list[Risen] = []
+    each: list[Risen] = []
     for leaf in given[:_MOST_MEETINGS]:
         values = [_sum(step.values[step.loss.slot])]
         while len(values) <= _ORDERS and time.perf_counter() < end:
@@ -143,11 +143,11 @@ def _of_inputs(step: Step, end: float) -> Probed:
             values.append(step.loss_with(lambda one, leaf=leaf, order=order: one[order] if one is leaf else one))
         if len(values) < 4 or not all(map(math.isfinite, values)):
             raise Unknown("there was no time left, or the loss is not finite")
-        risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
-    best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
+        each.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
+    best = max(each, key=lambda one: one.gain / max(one.spread, 1e-12))
     seen: dict[str, Any] = {"optimizer": step.optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
-    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
+    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
     collapsed = _collapsed(step) if answer != "unknown" else None
     collapsed = collapsed if collapsed and _is_best_alike(step, given, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
@@ -187,7 +187,7 @@ def _same(one: Operation, term: Risen) -> dict[str, Any]:
     return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
 
 
-def _meetings(step: Step) -> list[Meeting]:
+def meetings_of(step: Step) -> list[Meeting]:
     """The last places where both sides follow the rows, and one of them the parameters, the last one first."""
     values, follows, found = step.values, _following(step), list[Meeting]()
     for index, operation in enumerate(step.operations):
@@ -211,21 +211,28 @@ def _following(step: Step) -> set[Slot]:
     return found
 
 
-def _risen(step: Step, where: Meeting, end: float) -> tuple[Risen, Risen | None] | None:
-    """What other orders do to the loss, and to the term where that is one loss function; nothing where it fails."""
-    count, own = step.values[where.slot].shape[0], step.replay.results[where.index][0]
+def risen(
+    step: Step, where: Meeting, end: float, loss: Loss | None = None, first: Replay | None = None,
+    held: Mapping[Slot, torch.Tensor] | None = None,
+) -> tuple[Risen, Risen | None] | None:  # fmt: skip
+    """What other orders do to the loss, or to a part of it, and to the term where that is one loss function.
+
+    Nothing where it fails.
+    """
+    loss, first = loss or step.loss, first or step.replay
+    count, own = first.values[where.slot].shape[0], first.results[where.index][0]
     is_term = step.operations[where.index].name in _TERMS and own.numel() == 1
     generator = torch.Generator().manual_seed(11)
-    wholes, terms = [_sum(step.values[step.loss.slot])], [_sum(own) if is_term else 0.0]
+    wholes, terms = [_sum(first.values[loss.slot])], [_sum(own) if is_term else 0.0]
     for _ in range(_ORDERS):
         if time.perf_counter() > end:
             break
-        changed, moved = _exchanged(step, where, torch.randperm(count, generator=generator))
+        changed, moved = _exchanged(step, loss, where, torch.randperm(count, generator=generator))
         try:
-            again = replayed(changed, moved)
+            again = replayed(changed, moved, held=held)
         except Unknown:
             return None
-        wholes.append(_sum(again.values[step.loss.slot]))
+        wholes.append(_sum(again.values[loss.slot]))
         terms.append(_sum(again.results[where.index + 1][0]) if is_term else 0.0)
     if len(wholes) < 4 or not all(map(math.isfinite, (*wholes, *terms))):
         return None
@@ -237,7 +244,7 @@ def _sum(one: torch.Tensor) -> float:
     return float(one.detach().double().sum())
 
 
-def _exchanged(step: Step, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
+def _exchanged(step: Step, loss: Loss, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
     """A tape with an operation more, which puts rows into another order for the one behind it."""
     operations = step.tape.operations
     behind = operations[where.index]
@@ -248,4 +255,4 @@ def _exchanged(step: Step, where: Meeting, order: torch.Tensor) -> tuple[Tape, L
     other = Tape()
     other.leaves, other.parameters = step.leaves, step.parameters
     other.operations = [*operations[: where.index], moving, moved, *operations[where.index + 1 :]]
-    return other, replace(step.loss, before=step.loss.before + 1)
+    return other, replace(loss, before=loss.before + 1)

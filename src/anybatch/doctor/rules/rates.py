@@ -101,6 +101,8 @@ def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
     if seen["other_lr"] > seen["lr"]:
         what = "so low that little is learned"
         cause = "SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient."
+        if one.facts.cls != "SGD":
+            cause = "A step is about as long as the rate, whatever the gradient, and the weights have far to go."
     return Found(
         text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that learns one batch by heart brings the "
         f"loss from {seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {seen['other_lr']:g} "
