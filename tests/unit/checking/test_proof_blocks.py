@@ -50,7 +50,8 @@ def all_rows(model: Any, outputs: Any, rows: slice) -> torch.Tensor:
 
 
 def with_a_term_of_all(model: Any, outputs: Any, rows: slice) -> torch.Tensor:
-    return all_rows(model, outputs, rows) + outputs[0].var(0).sum()
+    term: torch.Tensor = outputs[0].var(0).sum()
+    return all_rows(model, outputs, rows) + term
 
 
 def test_a_mean_over_the_rows_of_a_block_that_count_is_stopped() -> None:
@@ -62,7 +63,9 @@ def test_a_mean_over_the_rows_of_a_block_that_count_is_stopped() -> None:
 @pytest.mark.parametrize("block", [1, 5, 24])
 def test_a_mean_over_all_rows_of_a_block_passes(loss: Rows, block: int) -> None:
     coupled = anybatch.Coupled(encode, loss, row_block=block)
-    assert anybatch.backward(net(), coupled, batch_of(), micro_batch_size=7).proof.exact
+    proof = anybatch.backward(net(), coupled, batch_of(), micro_batch_size=7).proof
+    assert proof is not None
+    assert proof.exact
 
 
 def test_a_logarithm_of_a_mean_is_no_sum_of_means() -> None:

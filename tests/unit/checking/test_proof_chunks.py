@@ -139,7 +139,8 @@ def over(chunk_loss: Callable[..., Any], state: Callable[..., Any] = zeros, **op
 
 
 def lengths(batch: Any) -> torch.Tensor:
-    return batch.batch_sizes.sum()
+    found: torch.Tensor = batch.batch_sizes.sum()
+    return found
 
 
 LEGAL: dict[str, Callable[[], tuple[anybatch.OverTime, dict[str, Any]]]] = {
@@ -231,7 +232,9 @@ def test_what_is_in_one_chunk_is_not_compared_until_it_is_cut(caplog: pytest.Log
     model = Tagger()
     step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.01))
     assert step(batch_of()).proof is None
-    assert step(batch_of(steps=2 * STEPS)).proof.chunks == (STEPS, 2 * STEPS)
+    proof = step(batch_of(steps=2 * STEPS)).proof
+    assert proof is not None
+    assert proof.chunks == (STEPS, 2 * STEPS)
     assert "where time is cut" in caplog.text
 
 
@@ -243,6 +246,7 @@ def test_it_leaves_the_run_as_it_was() -> None:
         step = anybatch.TrainStep(model, loss, torch.optim.SGD(model.parameters(), 0.01), verify=verify)
         for _ in range(2):
             step(batch_of())
+        assert loss.carried is not None
         gradients.append([*model.parameters(), loss.carried.parts[0][2]])
     assert all(map(torch.equal, *gradients))
 

@@ -29,7 +29,8 @@ def batch_of() -> dict[str, torch.Tensor]:
 
 
 def bounded(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient * (BOUND / gradient.norm()).clamp(max=1)
+    factor: torch.Tensor = (BOUND / gradient.norm()).clamp(max=1)
+    return gradient * factor
 
 
 class Bounded(torch.autograd.Function):
@@ -76,7 +77,9 @@ def test_a_bound_of_all_samples_is_stopped_before_it_is_reached(change: Any) -> 
 
 @pytest.mark.parametrize("name", list(LEGAL))
 def test_what_is_done_to_each_sample_passes(name: str) -> None:
-    assert anybatch.backward(net(), loss_with(LEGAL[name]), batch_of(), micro_batch_size=5).proof.exact
+    proof = anybatch.backward(net(), loss_with(LEGAL[name]), batch_of(), micro_batch_size=5).proof
+    assert proof is not None
+    assert proof.exact
     assert torch.Tensor.register_hook.__module__ != "anybatch.checking.trial"
 
 

@@ -91,6 +91,7 @@ def test_what_only_many_show_is_stopped(name: str) -> None:
 @pytest.mark.parametrize("name", list(LEGAL))
 def test_what_many_show_to_be_the_same_passes(name: str) -> None:
     out = anybatch.backward(net(), LEGAL[name], batch_of(), micro_batch_size=SIZE)
+    assert out.proof is not None
     assert out.proof.exact
     assert not out.proof.note
 

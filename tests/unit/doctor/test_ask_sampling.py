@@ -103,7 +103,8 @@ def test_what_a_part_of_a_net_was_given_in_training_is_not_known() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             t, noise = torch.randint(1, STEPS + 1, (len(x),)), torch.randn_like(x)
-            return (self.net(x + noise, t) - noise).square().mean()
+            made: torch.Tensor = self.net(x + noise, t)
+            return (made - noise).square().mean()
 
     def train() -> None:
         whole = Whole()
