@@ -7,6 +7,7 @@ that of one that learned no more than how targets are distributed stays.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
@@ -46,6 +47,12 @@ _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomia
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__", "multiply"})
+_SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})
+_DIFFERENCES = frozenset({"sub", "__sub__", "__rsub__", "rsub", "subtract"})
+_LINEAR = 1e-3
+"""A share of what a number does to a sum by which that is bent where it is only added."""
+
+_ADDED = "what the parameters do not make is only added"
 _WEIGHED = "the loss is a sum of rows, each times a number of either sign"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = frozenset({"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
@@ -94,9 +101,11 @@ def related(tape: Tape, optimizer: int, until: float) -> Probed:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
-    if answer == "no" and any(_weighs(tape, first, one) for one in found):
-        return told("related", tape.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
     operation = tape.operations[where.index]
+    if answer == "no" and any(_weighs(tape, first, one) for one in found):
+        return told("related", operation, answer="unknown", detail=_WEIGHED, optimizer=optimizer)
+    if answer == "no" and all(_adds(tape, loss, first, one) for one in found):
+        return told("related", operation, answer="unknown", detail=_ADDED, optimizer=optimizer)
     terms = slots_of(tape, loss, without="grad")  # a loss of which only the gradient is used need not become small
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     evidence: dict[str, Any] = {
@@ -116,6 +125,18 @@ def _weighs(tape: Tape, first: Replay, where: Meeting) -> bool:
     if tape.operations[where.index].name not in _PRODUCTS or not factor.is_floating_point():
         return False
     return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
+
+
+def _adds(tape: Tape, loss: Loss, first: Replay, where: Meeting) -> bool:
+    """Whether nothing is compared there: an input is added to what was made of it, or a number to the loss of a row."""
+    name, values = tape.operations[where.index].name, [_sum(first.values[loss.slot])]
+    for times in (0, 2) if name in _DIFFERENCES else ():
+        changed, moved = _exchanged(tape, loss, where, lambda one, times=times: one * times)
+        values.append(_sum(replayed(changed, moved, lambda one: one).values[loss.slot]))
+    if len(values) == 1:
+        return name in _SUMS
+    once, without, twice = values
+    return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 
 def _own_draw(tape: Tape, loss: Loss) -> Operation | None:
@@ -233,7 +254,7 @@ def _risen(tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float) ->
         if time.perf_counter() > end:
             break
         order = torch.randperm(count, generator=generator)
-        changed, moved = _exchanged(tape, loss, where, order)
+        changed, moved = _exchanged(tape, loss, where, lambda one, order=order: one[order.to(one.device)])
         try:
             again = replayed(changed, moved, lambda one: one)
         except Unknown:
@@ -250,11 +271,13 @@ def _sum(one: torch.Tensor) -> float:
     return float(one.detach().double().sum())
 
 
-def _exchanged(tape: Tape, loss: Loss, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
-    """A tape with an operation more, which puts rows into another order for the one behind it."""
+def _exchanged(
+    tape: Tape, loss: Loss, where: Meeting, change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Tape, Loss]:
+    """A tape with an operation more, which changes what is met, as by another order of its rows."""
     behind = tape.operations[where.index]
     fresh = Slot(1 + max([*tape.leaves, *(out for one in tape.operations for out in one.outs)]))
-    moving = Operation("index_select", lambda one: one[order.to(one.device)], (where.slot,), {}, (fresh,))
+    moving = Operation("index_select", change, (where.slot,), {}, (fresh,))
     both = rebuilt((behind.args, behind.kwargs), lambda one: fresh if type(one) is Slot and one == where.slot else one)
     moved = replace(behind, args=both[0], kwargs=both[1])
     other = Tape()
