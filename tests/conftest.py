@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from anybatch.planning.planner import Planner
+from asked import asked_for
+from ranks_running import run_cases
 
 torch.set_num_threads(1)
 
@@ -101,3 +103,10 @@ def nothing_compiled_yet() -> None:
     evaluation = sys.modules.get("torch._dynamo.eval_frame")
     if evaluation is not None:
         evaluation.cached_backends.clear()
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What two ranks, which the tests of a file share, ended with in the cases of the file that were asked for."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_cases(request.module.__name__, 2, folder, only=asked_for(request, "case"))

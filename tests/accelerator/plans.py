@@ -69,7 +69,9 @@ def over_time() -> anybatch.OverTime:
     return anybatch.OverTime(chunk_loss, lambda model, batch: batch["x"].new_zeros(len(batch["x"]), 256))
 
 
-@pytest.mark.parametrize(("steps", "budget", "is_known"), [(12, 64, True), (64, 32, False)])
+@pytest.mark.parametrize(
+    ("steps", "budget", "is_known"), [(12, 64, True), pytest.param(64, 32, False, marks=pytest.mark.slow)]
+)
 def test_a_plan_over_time_holds_and_is_estimated_where_not_all_chunks_were_traced(
     device: Any, steps: int, budget: int, is_known: bool
 ) -> None:

@@ -308,6 +308,7 @@ def test_two_ranks(case: str, results: dict[str, str]) -> None:
     assert not results[case], results[case]
 
 
+@pytest.mark.slow  # two ranks see most, and four in test_ranks_exact.py and test_sharding_lockstep.py
 def test_four_ranks(tmp_path: Any) -> None:
     results = run_cases("test_ranks_plans", 4, tmp_path, "FOUR")
     assert not any(results.values()), results

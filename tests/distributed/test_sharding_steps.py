@@ -290,6 +290,7 @@ def test_one_rank(tmp_path: Path) -> None:
     assert not any(results.values()), "\n".join(results.values())
 
 
+@pytest.mark.slow  # two ranks see most, and four in test_ranks_exact.py and test_sharding_lockstep.py
 def test_four_ranks(tmp_path: Path) -> None:
     results = run_cases("test_sharding_steps", 4, tmp_path, "FOUR")
     assert not any(results.values()), "\n".join(results.values())

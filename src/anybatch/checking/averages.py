@@ -285,6 +285,8 @@ class Averages:
         """Whether modules that one loss alone reaches get the gradients of means over different items."""
         if isinstance(self._rig.task.loss_fn, Coupled):
             return None
+        if pieces.narrowed(torch.ones_like(self._owners, dtype=torch.bool)).is_mean_of_reached():
+            return reason("function of a mean", where)  # one mean, by whose weights the value does not add up
         owners: dict[str, list[int]] = {}
         for position, parameter in enumerate(self._rig.names):
             owners.setdefault(parameter.rpartition(".")[0] or parameter, []).append(position)

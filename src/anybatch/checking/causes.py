@@ -132,6 +132,12 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "function of a mean": Cause(
+        "not-additive",
+        "The loss is a function of a mean over the samples, such as its logarithm: weights of its parts give the whole "
+        "gradient, and not the whole value.",
+        (WHOLE, _COUPLED, "loss = items.log().mean()  # the function of each sample, and then the mean: another loss"),
+    ),
     "bound": Cause(
         "bound",
         "The loss applies {operation} to what the samples give together, such as their mean. On the samples that were "
@@ -167,6 +173,27 @@ CAUSES: dict[str, Cause] = {
         "outputs, {error:.2g} off. It depends on more samples than a micro-batch has, such as a fixed number of the "
         "hardest, or a number that a micro-batch may lack.",
         (WHOLE, _COUPLED),
+    ),
+    "time": Cause(
+        "time",
+        "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
+        "`chunk_loss` sees the steps of its chunk only. Hand on in the state what it needs of earlier ones, such as a "
+        "position, the last inputs of a convolution or a running statistic, and weigh a mean by its items. Chunks of "
+        "{length} steps may be part of the loss: then this is as it should be.",
+        (
+            "return anybatch.Mean(total, items), state  # and not total / items, where a chunk may have fewer items",
+            'return loss, {{"hidden": hidden, "steps": state["steps"] + x.shape[1]}}  # a position that goes on',
+            "anybatch.OverTime(..., prepare=...)  # what is computed from all steps at once",
+        ),
+    ),
+    "time of the gradient": Cause(
+        "time",
+        "The loss is the same wherever time is cut, and its gradient is not. The state is detached on its way, or a "
+        "hook changes the gradient of each chunk.",
+        (
+            "return loss, state  # and not state.detach()",
+            'anybatch.OverTime(..., mode="truncated", chunk=...)  # if no gradient is to go from chunk to chunk',
+        ),
     ),
     "empty part": Cause(
         "not-additive",
@@ -286,9 +313,21 @@ CAUSES: dict[str, Cause] = {
         "{shown}. The loss depends on it, so that a split {off}. Give it as data, or move it once after the step.",
         (
             (
-                'batch["{name}"] = {code}  # before the step; without a row for each sample: broadcast=("{name}",)\n'
+                'batch["{name}"] = {code}  # before the step\n'
                 '    return loss, {{"{name}": new}}  # in the loss, which reads batch["{name}"] and leaves {code} alone\n'  # noqa: E501
                 '    {code} = step(batch).metrics["{name}"]  # once, after the step'
+            ),
+            WHOLE,
+        ),
+    ),
+    "shared state": Cause(
+        "state",
+        "{shown}. The loss depends on it, so that a split {off}. Give it as data, and move it once after the step.",
+        (
+            (
+                'batch["{name}"] = state  # what the loss reads of {code}; broadcast=("{name}",) if it is a tensor\n'
+                '    return loss, {{"{name}": values}}  # a row for each sample, or anybatch.Mean(value * n, n) of n samples\n'  # noqa: E501
+                '    update(step(batch).metrics["{name}"])  # once, after the step: what the loss did to {code}'
             ),
             WHOLE,
         ),

@@ -189,7 +189,7 @@ def cut_as_split(
     Returns:
         The cut; ``None`` if no batch has two micro-batches.
     """
-    for batch, own in _own_rows(splittable, parts):
+    for batch, own in own_rows(splittable, parts):
         if len(own) > 1:
             order, largest = list(range(len(own))), max(map(len, own))
             full = [number for number in order if len(own[number]) == largest]
@@ -206,7 +206,7 @@ def cut_as_split(
     return None
 
 
-def _own_rows(splittable: Splittable, parts: Sequence[Part]) -> Iterator[tuple[int, list[list[int]]]]:
+def own_rows(splittable: Splittable, parts: Sequence[Part]) -> Iterator[tuple[int, list[list[int]]]]:
     """The rows of the first micro-batches of each batch, counted within the batch."""
     start = 0
     for batch in range(max(1, len(splittable.layouts))):
@@ -224,7 +224,7 @@ def _from_usual_to_unusual(splittable: Splittable, batch: int, among: int) -> li
 
 def cuts_between(splittable: Splittable, parts: Sequence[Part], most: int = 2 * MOST) -> Iterator[Cut]:
     """Two of the step's own micro-batches of one batch; none if no batch has two."""
-    for batch, own in _own_rows(splittable, parts):
+    for batch, own in own_rows(splittable, parts):
         units = [unit for unit in own if 2 * len(unit) <= most]
         if len(units) > 1:
             columns = _numbers(splittable, batch, among=max(map(max, units)) + 1)

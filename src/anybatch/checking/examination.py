@@ -78,12 +78,12 @@ def _of_one(splittable: Splittable) -> Splittable:
 
 def _examined(task: Task, total: int) -> Certificate:
     with ExitStack() as stack:
-        rig, whole, refused = _opened(task, stack)
+        rig, whole, refused = opened(task, stack)
         rig.check_gradient(whole)
         return Examination(rig, whole, total, refused).certificate()
 
 
-def _opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
+def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
     """Runs the whole batch in float64, or in the model's own precision where that can't run."""
     refused = ""
     for dtype, substitutes in _PRECISIONS:

@@ -16,6 +16,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.checking.causes import more
 from anybatch.checking.causes import reason as worded
+from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import (
     MOST,
     Cut,
@@ -32,6 +33,7 @@ from anybatch.checking.cuts import (
 from anybatch.checking.searches import shown_iterators
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
+from anybatch.loss.coupling import Coupled
 from anybatch.loss.losses import as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.memory.meter import OverBudget
@@ -52,6 +54,7 @@ _IN_DOUBT = 0.1  # the error up to which low precision within a model may be all
 _ANY = 12  # cuts of any groups: a mean over other items may by chance be the same in a few
 _AGAIN = 2  # the same where other batches have shown it
 _APART = 0.01  # the error of two losses that is none of rounding
+_TIMES = 8  # micro-batches at most whose losses are compared at once
 _CERTIFIED = 32  # samples of a certificate, among which another loss is not by chance a mean over something
 _UNDECIDED = ("random", "not-finite", "fails", "refused")
 
@@ -82,12 +85,27 @@ def prove(
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
         return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
     with surroundings():
-        prover = _Prover(Trial(task, parameters, optimizations), task, parts)
+        trial = Trial(task, parameters, optimizations)
+        over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
+        if over_time is not None and (over_time[1] is not None or len(parts) < 2):
+            return replace(over_time[0], update=update), over_time[1]
+        prover = _Prover(trial, task, parts)
         again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
         proof, reason = again or prover.found()
+    if over_time is not None:
+        note = "; ".join(filter(None, (proof.note, over_time[0].note)))
+        proof = replace(proof, chunks=over_time[0].chunks, note=note)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason
+
+
+def prove_among_many(
+    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations
+) -> Found | None:
+    """Whether the losses of more micro-batches show what those of two do not; ``None`` if not."""
+    with surroundings():
+        return _Prover(Trial(task, parameters, optimizations), task, parts).among_many()
 
 
 def until_crossed(proof: Proof, bound: str) -> tuple[Proof, Reason]:
@@ -105,8 +123,21 @@ class _Prover:
         self._is_of_torch = False  # whether a part can't be run, and not because something is refused
         self._rows = [part.samples for part in parts]
         self._largest = max(map(len, self._rows))
+        self._times = 0  # micro-batches whose losses there is room for
 
     def found(self) -> Found:
+        """What some samples show; under a plan also more of them, for which no outputs are kept."""
+        found = self._moved()
+        coupled = as_coupled(self._task.loss_fn)
+        if coupled is not None and coupled.row_block is not None and found[0].exact and found[1] is None:
+            return self._in_blocks(coupled) or found
+        if not self._task.is_planned or not found[0].exact or found[1] is not None or found[0].group > 1:
+            return found
+        many = self.among_many()
+        note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
+        return many or (replace(found[0], note="; ".join(filter(None, (found[0].note, note)))), None)
+
+    def _moved(self) -> Found:
         """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
         found, trial = self._found(), self._trial
         is_plain = not isinstance(self._task.loss_fn, InPieces) and as_coupled(self._task.loss_fn) is None
@@ -204,6 +235,50 @@ class _Prover:
             failure = Failure(error)
         failure.release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
+
+    def _in_blocks(self, coupled: Coupled) -> Found | None:
+        """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
+        failure = None
+        try:
+            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
+                rows = sum(cut.sizes)
+                halves, whole = (Coupled(coupled.encode, coupled.loss, row_block=n) for n in (rows // 2, rows))
+                difference = self._trial.of_losses_alike(cut, (halves, whole))
+                certificate = None if difference.is_none else self._trial.certificate(cut, halves)
+                reason = next((one for one in certificate.reasons if one.code == "rows"), None) if certificate else None
+                if reason is not None:
+                    return _proof("not exact", "certificate", cut, difference, certificate), reason
+            return None
+        except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
+            failure = Failure(error)
+        failure.release()
+        return None
+
+    def among_many(self) -> Found | None:
+        """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
+        failure = None
+        try:
+            own = cut_as_split(self._task.splittable, self._parts)
+            self._times, room = (0, 0) if own is None else self._trial.fitting(own, min(_TIMES, len(self._parts)))
+            shown = self._many(self._times, room)
+            if shown is None or shown[1].is_none:
+                return None
+            fewer = (self._many(fewer, room) for fewer in range(2, self._times))
+            proof, reason = self._decided(*next((one for one in fewer if one and not one[1].is_none), shown))
+            return None if reason is None or proof.by != "certificate" else (proof, reason)
+        except OverBudget:
+            return None
+        except Exception as error:  # noqa: BLE001 - rows may not be picked, or memory run out
+            failure = Failure(error)
+        failure.release()
+        return None
+
+    def _many(self, times: int, room: int) -> tuple[Cut, Difference] | None:
+        """How the losses of some micro-batches differ; ``None`` where that is no number, or it is only one."""
+        most = times * self._largest
+        cut = cut_as_split(self._task.splittable, self._parts, most, is_free=True) if times > 1 else None
+        compared = None if cut is None else self._trial.of_losses_beside(cut, room)
+        return compared if compared is not None and math.isfinite(compared[1].value_error) else None
 
     def _by_losses(self) -> Found:
         """What the losses of two samples say, where a plan has room for the gradient of one only."""
@@ -379,6 +454,11 @@ def refusal(proof: Proof, reason: Reason, model: str) -> NotSplittable:
         f"in micro-batches the gradient of {model} is not the whole batch's: {proof.samples} samples of this batch "
         f"give another one as {sizes} than whole ({proof.error:.2g} off)."
     )
+    if proof.chunks:
+        found = (
+            f"in chunks of {proof.chunks[0]} steps the gradient of {model} is not that of all steps: in chunks of "
+            f"{proof.chunks[1]} steps that of some samples of this batch is another one ({proof.error:.2g} off)."
+        )
     if math.isnan(proof.error):
         found = f"{model} can't run {proof.samples} samples of this batch alone, as it is cut."
     kept = "Nothing was changed, but that the comparison moved it, too." if reason.evidence.get("moves") else ""

@@ -57,10 +57,13 @@ class Proofs:
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
-        reducer, splits = task.settings.reducer, self.verify != "off" and len(parts) > 1
+        reducer = task.settings.reducer
+        cuts_time = not reducer.is_sharded and task.cut_of_time is not None
+        splits = self.verify != "off" and (len(parts) > 1 or cuts_time)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
         key = layout_key(task.splittable)
+        key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it

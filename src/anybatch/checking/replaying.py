@@ -21,6 +21,7 @@ from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
+from anybatch.checking.proof import Found, prove_among_many
 from anybatch.checking.trial import Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
@@ -36,7 +37,7 @@ from anybatch.update.transaction import Failure
 _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these,
 _LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
-_APART = 0.01  # an error that is none of rounding, of a loss that is converted to low precision
+_APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _IN_DOUBT = 0.1  # the same in low precision
 
 
@@ -118,17 +119,21 @@ class Replay:
             self._bytes = _MOST_BYTES + 1
         self._given.clear()  # and nothing is looked at
 
-    def found(self) -> tuple[Proof, Reason] | None:
+    def found(self) -> Found | None:
         """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
         failure = None
         try:
             with surroundings():
-                calls = self._joined()
-                return self._compared(calls) if calls else None
+                if calls := self._joined():
+                    return self._compared(calls)
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
-        failure.release()
-        return None
+        if failure is not None:
+            failure.release()
+        if self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
+            return None
+        found = prove_among_many(self._task, self._parts, self._parameters, self._optimizations)
+        return None if found is None else (replace(found[0], update=self._proof.update), found[1])
 
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""

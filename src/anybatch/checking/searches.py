@@ -279,7 +279,8 @@ class State:
         blamed = [effect for effect in few if self._differs(alone, [effect])] or self._changed
         self._case.attempt(self._parts, carries=self._changed)
         off = "fails" if self.error == math.inf else f"has another gradient ({self.error:.2g} off)"
-        return self._worded(_kind_of(blamed[0]), blamed, off=off, error=self.error)
+        kind = _kind_of(blamed[0], self._case.rig.task.splittable.rows)
+        return self._worded(kind, blamed, off=off, error=self.error)
 
     def _differs(self, alone: Outcome, carried: Sequence[Effect]) -> bool:
         """Whether the split gives something else if some changes go over from one micro-batch to the next."""
@@ -323,10 +324,12 @@ class State:
         return announced(self._case.rig.task.loss_fn, begin, lambda: None, in_pieces=True)
 
 
-def _kind_of(effect: Effect) -> str:
-    """The cause by what changed: a counter of calls, another number, or anything else."""
+def _kind_of(effect: Effect, rows: int) -> str:
+    """The cause by what changed: a counter of calls, another number, rows of the samples, or anything else."""
     if not effect.is_number:
-        return "state"
+        both = (effect.before, effect.after)
+        is_of_samples = all(isinstance(one, torch.Tensor) and one.shape[:1] == (rows,) for one in both)
+        return "state" if is_of_samples else "shared state"
     return "counter" if effect.after - effect.before == 1 else "number"
 
 

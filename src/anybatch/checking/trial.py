@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
 from anybatch.interception import unobserved
+from anybatch.loss.losses import LossFunction
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
@@ -40,12 +41,14 @@ from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
 _FEW = 16  # samples
+_FREE = 16 << 20  # bytes that a proof may take
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _LOUDER = 1e4
 _STIRRED = 0.1  # of a weight, by which it is moved
 _IN_FLOAT64 = 1e-10
 _LOW = 2.0**-9
 """The unit of bfloat16, whose gradients differ by some of them where they are computed in low precision."""
+T = TypeVar("T")
 Optimizations = Callable[[], AbstractContextManager[Any]]
 
 
@@ -120,6 +123,7 @@ class Trial:
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
         self._has_moved = False
+        self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
         self._room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
@@ -213,8 +217,26 @@ class Trial:
                 break
         return self._of_losses(cut, recording.most)[1]
 
-    def of_losses_beside(self, cut: Cut) -> tuple[Cut, Difference] | None:
+    def fitting(self, cut: Cut, most: int) -> tuple[int, int]:
+        """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
+
+        Args:
+            cut: micro-batches of the full size, of which the first is measured.
+        """
+        alone = cut.alone(cut.parts[0])
+        with Recording() as full:
+            self.run(alone, alone.whole, None)
+        room = full.most if self._task.is_planned else max(full.most, _FREE)
+        with Recording() as light:
+            self.of_losses_beside(alone, room)
+        held = sum(one.nbytes for one in self._weights())  # once, whatever the samples
+        return min(most, (room - held) // max(1, light.most - held)), room
+
+    def of_losses_beside(self, cut: Cut, room: int | None = None) -> tuple[Cut, Difference] | None:
         """The same of whole micro-batches, for which a plan has the room of the gradients, or of fewer with theirs.
+
+        Args:
+            room: bytes that they may take; ``None`` for what a plan has room for.
 
         Returns:
             The cut that makes a difference, or the last one, and the difference; ``None`` where numbers are drawn that
@@ -223,8 +245,8 @@ class Trial:
         Raises:
             OverBudget: they take more than a plan has room for.
         """
-        room = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
-        limit, failure = room if self._task.is_planned else None, None
+        reserved = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
+        limit, failure = room or (reserved if self._task.is_planned else None), None
         try:
             chosen, difference, drew_others = self._of_losses(cut, limit)
         except OverBudget:
@@ -259,6 +281,22 @@ class Trial:
                 break
         return other, difference, whole.drew_others
 
+    def of_losses_alike(self, cut: Cut, losses: Sequence[LossFunction], *, in_value: bool = False) -> Difference:
+        """Compares two losses that should be the same, in their gradients unless only the values count."""
+        task, numbers = self._task, StandIns()
+        numbers.hold_constant(True)
+        ran = []
+        try:
+            for loss_fn in losses:
+                self._task = replace(task, loss_fn=loss_fn, settings=replace(task.settings, chunk_length=None))
+                ran.append(self.run(cut, cut.whole, numbers))
+        finally:
+            self._task = task
+        whole, other = ran
+        counted, error = self._gradient_error(whole, other)
+        draws = whole.drew_others or other.drew_others
+        return self.judged(counted, 0.0 if in_value else error, other.value_error(whole), draws=draws)
+
     def run(
         self,
         cut: Cut | None,
@@ -275,7 +313,8 @@ class Trial:
         """
         task, samples = self._task, [part.samples for part in parts or [Part((), 0)]]
         turns = Turns(numbers, 0 if cut is None else cut.splittable.rows, samples)
-        in_pieces = numbers is None and not self._is_shared
+        is_of_no_sample = numbers is None or numbers.in_parts.constant
+        in_pieces = is_of_no_sample and not self._is_shared
         kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)
         own = replace(
             task, devices=None, optimizations=None,
@@ -324,7 +363,7 @@ class Trial:
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
-            with written or bounds or numbers or contextlib.nullcontext():
+            with _nonlinear(self._changers), written or bounds or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
@@ -348,7 +387,7 @@ class Trial:
     def has_hooks(self) -> bool:
         """Whether hooks may change gradients."""
         hooks = (getattr(one, name, None) for one in self._every_module for name in _HOOKS)
-        return any(one._backward_hooks for one in self.parameters) or any(hooks)
+        return bool(self._changers) or any(one._backward_hooks for one in self.parameters) or any(hooks)
 
     @contextlib.contextmanager
     def louder(self) -> Iterator[None]:
@@ -374,20 +413,29 @@ class Trial:
             for one, values in before:
                 one.data.copy_(values)
 
-    def certificate(self, cut: Cut) -> Certificate:
-        """The certificate of the samples of a cut, in float64."""
-        from anybatch.checking.examination import examine
-
+    def isolated(self, cut: Cut, examined: Callable[[Task], T]) -> T:
+        """What is found of a cut, as a task in full precision that runs alone; nothing is left of it."""
         task = self._task
         settings = replace(
             task.settings, autocast=None, scaler=None, policy="auto", reducer=ALONE, kept_graphs=None, chunk_length=None
         )
         batch_norm: BatchNormPolicy = "frozen" if task.batch_norm == "ghost" else task.batch_norm
         own = replace(
-            task, settings=settings, splittable=cut.splittable, batch_norm=batch_norm, micro_batch_size=cut.sizes[0]
-        )
-        with self.undisturbed(), self._reducer.apart(self._modules):
-            return examine(own)
+            task, settings=settings, splittable=cut.splittable, batch_norm=batch_norm, micro_batch_size=cut.sizes[0],
+            devices=None, optimizations=None,
+        )  # fmt: skip
+        may_write = self._may_write
+        try:
+            with self.undisturbed(), self._reducer.apart(self._modules):
+                return examined(own)
+        finally:
+            self._may_write = may_write  # of copies nobody can tell
+
+    def certificate(self, cut: Cut, loss_fn: LossFunction | None = None) -> Certificate:
+        """The certificate of the samples of a cut, in float64, with the loss of the task or another one."""
+        from anybatch.checking.examination import examine
+
+        return self.isolated(cut, lambda own: examine(own if loss_fn is None else replace(own, loss_fn=loss_fn)))
 
 
 @contextlib.contextmanager
@@ -399,6 +447,30 @@ def surroundings() -> Iterator[None]:
     with unobserved(), warnings.catch_warnings(), without_modes(), torch.enable_grad():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _nonlinear(found: set[str]) -> Iterator[None]:
+    """Notes whose hooks on tensors, and whose backwards, may do to gradients what they like."""
+    tensor, node = torch.Tensor, torch.autograd.function.BackwardCFunction
+    register, apply = tensor.register_hook, node.apply
+
+    def note(module: str) -> None:
+        found.update({module} if module.partition(".")[0] not in ("torch", "anybatch") else ())
+
+    def registered(self: torch.Tensor, hook: Any) -> Any:
+        note(str(getattr(hook, "__module__", "")))
+        return register(self, hook)  # type: ignore[no-untyped-call]
+
+    def applied(self: Any, *gradients: Any) -> Any:
+        note(self._forward_cls.__module__)
+        return apply(self, *gradients)  # type: ignore[no-untyped-call]
+
+    tensor.register_hook, node.apply = registered, applied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tensor.register_hook, node.apply = register, apply  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

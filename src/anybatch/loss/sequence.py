@@ -6,6 +6,7 @@ comes, the last chunk first. A state in between is a leaf that stands for it, as
 """
 
 import contextlib
+import copy
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -191,6 +192,25 @@ class OverTime(InPieces):
     def is_cut(self, batch: Any) -> bool:
         """Whether the sequences of a batch may go through in more than one chunk."""
         return self.chunk is None or self.chunk < Steps(batch, self.dim, self.broadcast).total
+
+    def cut_of(self, batch: Any, chosen: int | None) -> tuple[int, float] | None:
+        """The steps in a chunk and in a batch, infinite if not known; ``None`` where all steps are in one chunk.
+
+        Args:
+            chosen: the length that a plan has chosen.
+        """
+        given = self.chunk if self.mode == "truncated" else chosen or self.chunk
+        try:
+            total: float = Steps(batch, self.dim, self.broadcast).total
+        except BatchError:
+            total = math.inf  # before ``prepare``
+        return (given or _SHORTEST, total) if total > (given or 2 * _SHORTEST) else None
+
+    def in_chunks(self, length: int) -> "OverTime":
+        """The same loss in chunks of another length, which carries nothing and learns apart."""
+        other = copy.copy(self)
+        other.chunk, other.carried, other.known_dims = length, None, dict(self.known_dims)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """The carried state."""

@@ -103,9 +103,11 @@ class Planner:
         self.attend(splittable)
         search = self._search_of(row)
         search.begin(search.base_of(row))
-        row = replace(row, micro_batch_size=limit or 0)
+        row, parts = replace(row, micro_batch_size=limit or 0), splittable.plan(limit, oversized="alone")
+        if limit is not None and (most := max(part.cost for part in parts)) > limit:
+            return f"a sample costs {most:g}, and a micro-batch may cost {limit:g}"
         with random_state_kept(self.subject.parameters):
-            return search.outgrown_parts(splittable.plan(limit, oversized="alone"), row, self._usable)
+            return search.outgrown_parts(parts, row, self._usable)
 
     def _search_of(self, row: PlanRow) -> Search:
         return next(search for search in self._searches if search.autocast == row.autocast)

@@ -31,6 +31,7 @@ class Proof(Plain):
     update: int | None = None  # the number of updates applied before; ``None`` if they are not counted
     group: int = 1  # samples that stand together and have to stay so; 1 for none
     is_of_batch: bool = False  # whether which samples belong together lies in the values of a batch
+    chunks: tuple[int, ...] = ()  # of time, the numbers of steps in two ways to cut it that were compared
     note: str = ""  # why it is undecided, or another remark
 
     @property
@@ -52,5 +53,6 @@ class Proof(Plain):
         what = f"the same {what}" if self.exact else f"not the same {what}"
         numbers = f"error {self.error:.2g}, tolerance {self.tolerance:.2g}"
         note = f"; {self.note}" if self.note else ""
-        shown = " + ".join(map(str, self.parts))
-        return f"{self.samples} samples whole and as {shown}: {what}, by {by} in {self.dtype} ({numbers}){note}"
+        ways = [f"whole and as {' + '.join(map(str, self.parts))}"] if len(self.parts) > 1 else []
+        ways += ["in chunks of {} and of {} steps".format(*self.chunks)] if self.chunks else []
+        return f"{self.samples} samples {', '.join(ways)}: {what}, by {by} in {self.dtype} ({numbers}){note}"

@@ -61,6 +61,16 @@ class Task:
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
         self.every_module = self.every_module or modules_of(*self.modules)
 
+    @property
+    def cut_of_time(self) -> tuple[int, float] | None:
+        """The steps in a chunk and in the longest batch, infinite if not known; ``None`` where no time is cut."""
+        over_time, length = as_over_time(self.loss_fn), self.settings.chunk_length
+        if over_time is None:
+            return None
+        batches = [None] if self.splittable.is_collated else self.splittable.batches
+        found = (over_time.cut_of(batch, length) for batch in batches)
+        return max((one for one in found if one is not None), default=None)
+
     def optimized(self, model: Any) -> AbstractContextManager[None]:
         """A context in which a model, or a copy of it, trades for memory what a plan says."""
         return contextlib.nullcontext() if self.optimizations is None else self.optimizations(model)

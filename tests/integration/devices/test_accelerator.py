@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -38,8 +39,13 @@ def test_the_engine_keeps_its_promises_there(marked: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
     """Everything in the sources but what only documents."""
+    return list(_nodes())
+
+
+def _nodes() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         texts = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}

@@ -165,6 +165,7 @@ def test_every_operation(kind: str, steps: int) -> None:
     run_with_a_fault_at_every_operation(Bench(OPTIMIZERS[kind], steps))
 
 
+@pytest.mark.slow  # some of its operations are tried in the next test
 def test_every_operation_with_a_scaler() -> None:
     run_with_a_fault_at_every_operation(Bench(OPTIMIZERS["foreach"], 0, fp16=True))
 

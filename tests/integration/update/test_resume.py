@@ -1,5 +1,6 @@
 """A run that is killed at any point and goes on from its last checkpoint is bitwise the run that was not."""
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -114,6 +115,7 @@ class Run:
 def train(folder: Path, fp16: bool, kill: tuple[int, str] | None) -> None:
     """What a process does."""
     torch.set_num_threads(1)
+    gc.freeze()  # else each retry collects through all that torch has made
     SizeLimit.PATIENCE = 2
     run = Run(folder, fp16, kill)
     told = run.train()

@@ -72,6 +72,18 @@ def test_what_only_many_samples_show_is_stopped_before_the_first_update(loss_fn:
     assert step.updates == 0
 
 
+def test_what_the_short_last_micro_batch_alone_shows() -> None:
+    """Half a percent of the gradient."""
+
+    def larger_if_few(model: Any, batch: Batch) -> torch.Tensor:
+        return each(model, batch).mean() * (1.03 if len(batch["x"]) < 12 else 1.0)
+
+    model = net()
+    step = anybatch.TrainStep(model, larger_if_few, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=27)
+    with pytest.raises(anybatch.NotSplittable, match="The loss of all 64 samples"):
+        step(batch_of())
+
+
 def of_parts(model: Any, batch: Batch) -> torch.Tensor:
     """Runs what is within the model, so that nothing stands in for it."""
     return F.cross_entropy(model[3](model[1](model[0](batch["x"]))), batch["y"])

@@ -1,6 +1,7 @@
 """Each line that a check prints about state and random numbers, done as it is written; and that none is left out."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_of_a_number_that_the_loss_moves() -> None:
     torch.testing.assert_close(as_data(4), by_hand, rtol=1e-4, atol=1e-6)
 
 
-@follows("state")
+@follows("shared state")
 def test_of_a_centre_without_rows() -> None:
     """What has no row for each sample goes whole to each micro-batch."""
     centre = [torch.zeros(1, 3)]
@@ -168,6 +169,35 @@ def test_of_a_centre_without_rows() -> None:
         batch: Callable[[Any], Batch] = lambda step: {**vectors(), "centre": centre[0]}  # noqa: E731
         options: dict[str, Any] = {"broadcast": ("centre",), "micro_batch_size": size}
         return [*trained(linear(), loss_fn, batch, after=after, **options), centre[0]]
+
+    assert_same(trained_in)
+
+
+@follows("shared state")
+def test_of_the_last_losses() -> None:
+    """The loss reads what it makes of them, and gives its own as a mean over its samples."""
+    last = deque([1.0, 2.0], maxlen=3)
+
+    def by_hand(model: Any, batch: Batch) -> Any:
+        loss = (model(batch["x"]) - 1).square().mean()
+        usual = sum(last) / len(last)
+        last.append(loss.item())
+        return loss / usual
+
+    reason = said(check(linear(), by_hand, vectors()), 'batch["last"] = state', WHOLE)
+    assert 'return loss, {"last": values}' in reason.remedy
+    assert "anybatch.Mean(value * n, n)" in reason.remedy
+
+    def loss_fn(model: Any, batch: Batch) -> Any:
+        items = (model(batch["x"]) - 1).square().mean(1)
+        return items.mean() / batch["last"], {"last": Mean(items.mean() * len(items), len(items))}
+
+    def trained_in(size: int | None) -> list[Any]:
+        last.clear()
+        last.extend([1.0, 2.0])
+        batch: Callable[[Any], Batch] = lambda step: {**vectors(), "last": sum(last) / len(last)}  # noqa: E731
+        after: Callable[[Any], None] = lambda out: last.append(float(out.metrics["last"]))  # noqa: E731
+        return [*trained(linear(), loss_fn, batch, after=after, micro_batch_size=size), *last]
 
     assert_same(trained_in)
 

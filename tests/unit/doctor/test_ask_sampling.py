@@ -33,20 +33,25 @@ class Ideal(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, t: torch.Tensor | None = None) -> torch.Tensor:
+        if t is None:  # it is the last column
+            x, t = x[:, :-1], x[:, -1]
         kept = cosine(t.float() / STEPS).reshape(-1, *[1] * (x.dim() - 1))
         points = torch.tanh(kept.sqrt() * x.mean(1, keepdim=True) * x.shape[1] / (1 - kept))
         return self.scale * (x - kept.sqrt() * points) / (1 - kept).sqrt()
 
 
-def sampled(net: nn.Module, schedule: Schedule, *, every: int = 1, clips: bool = False, noise: float = 1.0) -> None:
+def sampled(
+    net: nn.Module, schedule: Schedule, *, every: int = 1, clips: bool = False, noise: float = 1.0, beside: bool = False
+) -> None:
     """Draws as DDIM does, with or without noise."""
     x = torch.randn(64, 4)
     times = list(range(STEPS, 0, -every))
     with torch.no_grad():
         for t, then in zip(times, [*times[1:], 0], strict=True):
             kept, after = (schedule(torch.tensor(one / STEPS)) for one in (t, then))
-            eps = net(x, torch.full((64,), t))
+            given = torch.full((64,), t)
+            eps = net(torch.cat([x, given[:, None]], 1)) if beside else net(x, given)
             clean = (x - (1 - kept).sqrt() * eps) / kept.sqrt()
             clean = clean.clamp(-1, 1) if clips else clean
             eps = (x - kept.sqrt() * clean) / (1 - kept).sqrt()
@@ -54,7 +59,7 @@ def sampled(net: nn.Module, schedule: Schedule, *, every: int = 1, clips: bool =
             x = after.sqrt() * clean + (1 - after - fresh**2).clamp(min=0).sqrt() * eps + fresh * torch.randn(64, 4)
 
 
-def trained(sample: Callable[[nn.Module], None]) -> None:
+def trained(sample: Callable[[nn.Module], None], *, beside: bool = False) -> None:
     net = Ideal()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     for _ in range(24):
@@ -62,7 +67,9 @@ def trained(sample: Callable[[nn.Module], None]) -> None:
         t, noise = torch.randint(1, STEPS + 1, (128,)), torch.randn(128, 4)
         kept = cosine(t / STEPS)[:, None]
         optimizer.zero_grad()
-        (net(kept.sqrt() * x + (1 - kept).sqrt() * noise, t) - noise).square().mean().backward()
+        noised = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        made = net(torch.cat([noised, t[:, None]], 1)) if beside else net(noised, t)
+        (made - noise).square().mean().backward()
         optimizer.step()
     sample(net)
 
@@ -80,6 +87,35 @@ def trained(sample: Callable[[nn.Module], None]) -> None:
 def test_a_loop_of_sampling_is_given_what_the_training_was(sample: Callable[[nn.Module], None], expected: str) -> None:
     found = asked(lambda: trained(sample), "sampling")
     assert [one.answer for one in found] == [expected], found
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [(late, "no"), (cosine, "yes")])
+def test_the_level_may_be_a_column_of_the_input(schedule: Schedule, expected: str) -> None:
+    found = asked(lambda: trained(lambda net: sampled(net, schedule, beside=True), beside=True), "sampling")
+    assert [one.answer for one in found] == [expected], found
+
+
+def test_what_a_part_of_a_net_was_given_in_training_is_not_known() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Ideal()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            t, noise = torch.randint(1, STEPS + 1, (len(x),)), torch.randn_like(x)
+            made: torch.Tensor = self.net(x + noise, t)
+            return (made - noise).square().mean()
+
+    def train() -> None:
+        whole = Whole()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            whole(torch.randn(64, 4)).backward()
+            optimizer.step()
+        sampled(whole.net, cosine)
+
+    assert [one.answer for one in asked(train, "sampling")] == ["unknown"]
 
 
 @pytest.mark.parametrize("numbers", [range(3), range(12), [4] * 12])

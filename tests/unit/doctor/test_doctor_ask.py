@@ -342,55 +342,6 @@ def test_a_policy_that_draws_its_actions_is_asked_of_no_other_rows(reads: bool) 
     assert outcome(run).word == "undecided"
 
 
-def test_a_sum_weighted_by_advantages_is_no_loss_of_targets() -> None:
-    """They say how much a row counts, and a good policy has as small a sum of them as a bad one."""
-
-    def surrogate(made: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        return -(made.sigmoid() * advantage).mean()
-
-    torch.manual_seed(0)
-    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1), surrogate), "related") == "unknown"
-
-
-class Moved(nn.Module):
-    """A step of a flow: where a sample goes, and by how much it is stretched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.way, self.bend = nn.Linear(2, 1), nn.Parameter(0.1 * torch.randn(2))
-
-    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        bent = torch.tanh(self.way(z))
-        return z + self.bend * bent, (1 + (1 - bent**2) @ (self.way.weight * self.bend).sum(1)).abs().log()
-
-
-def test_samples_of_a_flow_and_their_own_density_are_no_targets() -> None:
-    """The density of a sample is added to the loss of a row, and a sample to what is made of it."""
-
-    def train() -> None:
-        flow = Moved()
-        optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
-        for _ in range(60):
-            z = torch.randn(64, 2)
-            there, stretched = flow(z)
-            optimizer.zero_grad()
-            (-0.5 * z.square().sum(1) - stretched + 0.01 * (there - 1).square().sum(1)).mean().backward()
-            optimizer.step()
-
-    torch.manual_seed(0)
-    assert answer(train, "related") == "unknown"
-
-
-def test_labels_of_either_sign_are_still_exchanged() -> None:
-    """A hinge loss multiplies by them, as by an advantage."""
-
-    def hinge(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return (1 - wanted * made).clamp(min=0).mean()
-
-    torch.manual_seed(0)
-    assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1).sign(), hinge), "related") == "no"
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

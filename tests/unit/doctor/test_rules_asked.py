@@ -73,6 +73,9 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "prior": {"initial": 14.2, "prior": 2.3},
     "one batch": {"before": 2.3, "after": 2.3, "steps": 40},
     "overlap": {"apart": 30, "pairs": 32},
+    "outweighed": {"loss": 0.32, "alone": 0.14, "by": 39, "rows": 64},
+    "unmoved": {"steps": 12},
+    "unseen errors": {"share": 0.6, "rows": 32, "shape": [32, 4], "turned": 28, "boxes": True},
     "mispaired": {"rows": 250, "given": "i ^ 1", "other": "(i + n // 2) % n", "by": "inputs"},
     "worst kept": {"name": "val_acc", "keeps": "lowest"},
     "collate": {"collate": "pad", "samples": 13, "moved": 12, "apart": 7},
@@ -573,3 +576,23 @@ def test_loss_sign_fires_beside_another_loss_only_where_nothing_was_learned() ->
     one = Probed(probe="punished", answer="yes", evidence=evidence, file="train.py", line=7)
     fires(Training(after=(one,), loss=flat).run(), "LOSS_SIGN", "error")
     quiet(Training(after=(one,)).run(), "LOSS_SIGN")
+
+
+@pytest.mark.parametrize(
+    ("probe", "name", "severity", "said"),
+    [
+        ("outweighed", "LOSS_MIXED_REDUCTION", "warning", "from 0.32 to 0.14"),
+        ("unseen errors", "LOSS_SIGN", "warning", "28 of the targets have no width"),
+    ],
+)
+def test_what_a_loss_does_not_see_is_told_of_a_run_that_did_not_learn(
+    probe: str, name: str, severity: str, said: str
+) -> None:
+    assert said in fires(replace(asked(probe, "yes"), loss=flat).run(), name, severity).message
+    quiet(replace(asked(probe, "no"), loss=flat).run(), name)
+    quiet(asked(probe, "yes").run(), name)
+
+
+def test_inputs_alike_fires_where_states_are_their_own_next_ones() -> None:
+    assert "its own next state" in fires(asked("unmoved", "yes").run(), "INPUTS_ALIKE", "warning").message
+    quiet(asked("unmoved", "no").run(), "INPUTS_ALIKE")

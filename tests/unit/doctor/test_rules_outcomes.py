@@ -73,6 +73,16 @@ def test_a_sum_over_a_batch_is_compared_per_item() -> None:
     assert found(Training(steps=160, call=None, every=summed).run(), "NOT_LEARNING")
 
 
+def test_a_sum_whose_targets_were_not_counted_is_no_mean() -> None:
+    """Between the steps that are measured nothing but the value of a call is read."""
+
+    def summed(step: int) -> list[LossCall]:
+        counted = {"items": 64, "guess": LN10 * 64} if step % 10 == 0 else {"items": 0, "guess": None}
+        return [guessed(reduction="sum", value=64 * LN10 / 2 + step % 3, **counted)]
+
+    assert not found(Training(steps=160, call=None, every=summed).run(), "NOT_LEARNING")
+
+
 def test_gradients_zero_fires_where_a_hinge_is_always_flat() -> None:
     flat = Training(steps=60, loss=lambda step: 0.0, grad=lambda step, layer: 0.0, call=None).run()
     one = fires(flat, "GRADIENTS_ZERO", "error")

@@ -105,7 +105,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "changed by a part": lambda x: x.clone().add_(x[:1]),
     "changed by itself": lambda x: (y := x.clone()).add_(y),
     "changed and given": lambda x: x.detach().mul_(2),
-    "grown": lambda x: x.clone().resize_(9, 9),
+    "grown": lambda x: x.detach().clone().resize_(9, 9),
     "changed lists": lambda x: changed_lists([x.clone(), x.clone()[:1], x.clone()]),
     "lists": lambda x: torch._foreach_add([x, x[:1], x], 1),
     "changed shape": lambda x: x.clone().unsqueeze_(0),

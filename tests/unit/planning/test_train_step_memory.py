@@ -159,6 +159,22 @@ def test_the_logical_batch_is_let_go_after_the_call() -> None:
     assert [one() for one in gone] == [None] * 4
 
 
+def test_a_sample_that_costs_more_than_a_micro_batch_is_planned_for_again() -> None:
+    """It may fit by itself, but a limit in costs refuses it."""
+    model = Tokens()
+    step = anybatch.TrainStep(
+        model, lambda model, x: model(x).mean(), sgd(model), memory=2**30,
+        collate=lambda some: pad_sequence(some, batch_first=True), cost=len, verify="off",  # it averages padding
+    )  # fmt: skip
+    first = step([torch.ones(5, dtype=torch.long)] * 4).plan
+    assert step._follower is not None
+    step._follower.limit.value = 15
+    again = step([torch.ones(length, dtype=torch.long) for length in (21, 3)]).plan
+    assert again is not first
+    assert again is not None
+    assert again.micro_batch_size >= 21
+
+
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("costs", [False, True])
 def test_raw_samples_of_any_length_stay_under_the_budget(counts: bool, costs: bool) -> None:

@@ -15,11 +15,13 @@ from anybatch.doctor.ask import (
     fitting,
     flows,
     functions,
+    ideals,
     labels,
     late,
     masks,
     mixing,
     negatives,
+    outweighing,
     overlaps,
     pairing,
     relating,
@@ -30,6 +32,7 @@ from anybatch.doctor.ask import (
     selecting,
     source,
     starting,
+    states,
     uncounted,
     weighing,
 )
@@ -45,7 +48,7 @@ OBSERVED: tuple[Question, ...] = (
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, axes.about_padding, axes.about_several, axes.about_given, uncounted.about_uncounted,
     uncounted.about_ends, selecting.about_best, collating.about_collates, seeds.about_seeds,
-    schedules.about_resumed, sampling.about_sampling,
+    schedules.about_resumed, sampling.about_sampling, states.about_states,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
@@ -63,7 +66,7 @@ OF_A_STEP: tuple[tuple[str, Callable[[Tape], Probed]], ...] = (
     ("uncounted", uncounted.masked_out), ("rates", arguments.rates), ("class weights", arguments.class_weights),
     ("weighed late", late.weighed_late), ("drawn targets", arguments.drawn_targets),
     ("indices", arguments.of_indices), ("drowned", arguments.drowned), ("weighed away", weighing.weighed_away),
-    ("mixed apart", mixing.mixed_apart), ("passed", flows.passed),
+    ("mixed apart", mixing.mixed_apart), ("passed", flows.passed), ("unseen errors", ideals.unseen_errors),
 )  # fmt: skip
 """What is asked of a step that was written down."""
 
@@ -80,6 +83,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
             yield _answer(name, until, of_tape, tape, optimizer=number)
         yield _answer("overlap", until, overlaps.apart, kept, tape, optimizer=number)
         yield _answer("mispaired", until, pairing.mispaired, kept, tape, optimizer=number)
+        yield _answer("outweighed", until, outweighing.outweighed, kept, tape, until, optimizer=number)
         yield _answer("start", until, starting.too_large, kept, tape, run, optimizer=number)
         yield _answer("rate", until, fitting.other_rate, kept, tape, number, run, until, optimizer=number)
         yield _answer("only agreeing", until, agreeing.only_agreeing, tape, number, run, modules, optimizer=number)

@@ -72,6 +72,15 @@ def _within(kept: Kept, run: Run, state: State) -> Iterator[Probed]:
             yield _of_copy("close copy", one, other, share=share)
 
 
+def copies_of(kept: Kept) -> Iterator[tuple[State, State]]:
+    """Nets without gradients of their own that have the parameters of one that is trained, each with that one."""
+    states = list(kept.states.values())
+    for state in states:
+        trained = (one for one in states if one is not state and _alike(one, state) and _learns(kept, one))
+        if not _learns(kept, state) and (online := next(trained, None)) is not None:
+            yield state, online
+
+
 def _twins(state: State) -> list[tuple[str, str]]:
     """The largest parts of a net with the same parameters and values at first, a matrix among them, in both orders."""
     parts: dict[str, dict[str, Any]] = {}

@@ -13,7 +13,7 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.rows import replayed, rows_of
-from anybatch.doctor.ask.tape import Slot, Tape
+from anybatch.doctor.ask.tape import Loss, Slot, Tape
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import Probed
@@ -43,7 +43,7 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
     def gained(factor: float) -> float:
         nonlocal first
         start = kept.first_of(tape)
-        first, last, counts[factor] = _fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
+        first, last, counts[factor] = fitted(tape, start, kind([*start.values()], lr=rate * factor, **options), until)
         gains[factor] = first - last if math.isfinite(last) else -math.inf
         return gains[factor]
 
@@ -62,11 +62,15 @@ def other_rate(kept: Kept, tape: Tape, number: int, run: Run, until: float) -> P
     return told("rate", answer="yes" if blames else "no", **seen)
 
 
-def _fitted(
-    tape: Tape, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float
+def fitted(
+    tape: Tape,
+    start: Mapping[Slot, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    until: float,
+    loss: Loss | None = None,
 ) -> tuple[float, float, int]:
-    """The loss at first and at last, and in how many steps; fewer where time ends."""
-    loss, values = tape.losses[-1], list[float]()
+    """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends."""
+    loss, values = loss or tape.losses[-1], list[float]()
     end = min(until, time.perf_counter() + _SECONDS)
     while len(values) < _STEPS and time.perf_counter() < end:
         value = replayed(tape, loss, lambda one: one, held=start).values[loss.slot].sum()

@@ -7,7 +7,7 @@ that of one that learned no more than how targets are distributed stays.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
@@ -88,15 +88,15 @@ class Risen:
 def related(tape: Tape, optimizer: int, until: float) -> Probed:
     """Whether the loss of a batch rises when its rows are compared with the targets of other rows."""
     rows, loss = rows_of(tape), tape.losses[-1]
-    draw = _own_draw(tape, loss)
+    draw = own_draw(tape, loss)
     if draw is not None:  # in another row it is as likely, whatever was learned
         return told("related", draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
     first = replayed(tape, loss, lambda one: one)
-    found = _meetings(tape, loss, first, rows)
+    found = meetings_of(tape, loss, first, rows)
     end = min(until, time.perf_counter() + _SECONDS)
     if not found:
         return _of_inputs(tape, optimizer, rows, first, end)
-    known = [(one, *risen) for one in found if (risen := _risen(tape, loss, first, one, end)) is not None]
+    known = [(one, *both) for one in found if (both := risen(tape, loss, first, one, end)) is not None]
     if not known:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
@@ -139,7 +139,7 @@ def _adds(tape: Tape, loss: Loss, first: Replay, where: Meeting) -> bool:
     return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 
-def _own_draw(tape: Tape, loss: Loss) -> Operation | None:
+def own_draw(tape: Tape, loss: Loss) -> Operation | None:
     """The draw from what the parameters made that the loss depends on, as that of a policy does on its actions."""
     made, wanted = set(tape.parameters), slots_of(tape, loss)
     for operation in tape.operations[: loss.before]:
@@ -159,7 +159,7 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
     if len(given) < 2:
         raise Unknown("nothing that the parameters do not make meets what they make")
     generator = torch.Generator().manual_seed(11)
-    risen: list[Risen] = []
+    each: list[Risen] = []
     for leaf in given[:_MOST_MEETINGS]:
         values = [_sum(first.values[loss.slot])]
         while len(values) <= _ORDERS and time.perf_counter() < end:
@@ -168,11 +168,11 @@ def _of_inputs(tape: Tape, optimizer: int, rows: int, first: Replay, end: float)
             values.append(_sum(again.values[loss.slot]))
         if len(values) < 4 or not all(map(math.isfinite, values)):
             raise Unknown("there was no time left, or the loss is not finite")
-        risen.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
-    best = max(risen, key=lambda one: one.gain / max(one.spread, 1e-12))
+        each.append(Risen(values[0], fmean(values[1:]) - values[0], stdev(values[1:])))
+    best = max(each, key=lambda one: one.gain / max(one.spread, 1e-12))
     seen: dict[str, Any] = {"optimizer": optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
-    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in risen) else "unknown"
+    answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
     collapsed = _collapsed(tape, first) if answer != "unknown" else None
     collapsed = collapsed if collapsed and _is_best_alike(tape, given, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
@@ -219,7 +219,7 @@ def _same(tape: Tape, where: Meeting, term: Risen) -> dict[str, Any]:
     return {"op": one.name, "file": one.file, "line": one.line, "loss": term.own, "others": term.own + term.gain}
 
 
-def _meetings(tape: Tape, loss: Loss, first: Replay, rows: int) -> list[Meeting]:
+def meetings_of(tape: Tape, loss: Loss, first: Replay, rows: int) -> list[Meeting]:
     """The last places where both sides follow the rows, and one of them the parameters, the last one first."""
     wanted, follows = slots_of(tape, loss), _following(tape, loss, rows)
     found: list[Meeting] = []
@@ -244,7 +244,10 @@ def _following(tape: Tape, loss: Loss, rows: int) -> set[Slot]:
     return found
 
 
-def _risen(tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float) -> tuple[Risen, Risen | None] | None:
+def risen(
+    tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float,
+    held: Mapping[Slot, torch.Tensor] | None = None,
+) -> tuple[Risen, Risen | None] | None:  # fmt: skip
     """What other orders do to the loss, and to the term where that is one loss function; nothing where it fails."""
     count = first.values[where.slot].shape[0]
     is_term = tape.operations[where.index].name in _TERMS and first.results[where.index][0].numel() == 1
@@ -256,7 +259,7 @@ def _risen(tape: Tape, loss: Loss, first: Replay, where: Meeting, end: float) ->
         order = torch.randperm(count, generator=generator)
         changed, moved = _exchanged(tape, loss, where, lambda one, order=order: one[order.to(one.device)])
         try:
-            again = replayed(changed, moved, lambda one: one)
+            again = replayed(changed, moved, lambda one: one, held=held)
         except Unknown:
             return None
         wholes.append(_sum(again.values[loss.slot]))

@@ -23,6 +23,7 @@ _MOST_ROWS = 20_000  # of the training
 _MOST_CALLS = 512  # of a loop whose inputs are looked at, evenly over it
 _LEAST_CALLS = 10
 _LEAST_LEVELS = 8
+_SEVERAL = 32  # rows of which one column may be the level; a player looks at fewer, and often
 _NEAR, _FEWEST = 0.03, 64
 """What is compared with a call of a loop: a share of the rows of the training, those of the nearest levels."""
 
@@ -82,9 +83,8 @@ class Sampling:
         """Is shown what one is given without a gradient."""
         for place, level, given in _levels(args, kwargs):
             key = place, given.shape[1:]
-            is_one = not isinstance(level, torch.Tensor)
-            ends = [float(level)] * 2 if is_one else [float(one) for one in level.aminmax()]
-            if ends[0] == ends[1] and given.numel() and (key in self.trained or type(module) not in self._classes):
+            is_known = key in self.trained or type(module) not in self._classes
+            if is_known and given.numel() and (ends := _ends(level))[0] == ends[1]:
                 self._call(step, key, ends[0], given)
 
     def _call(self, step: int, key: Key, level: float, given: torch.Tensor) -> None:
@@ -93,7 +93,8 @@ class Sampling:
             loop = self._going[key] = Loop(step, *user_place(6))
         if level == loop.last:
             return
-        loop.way, loop.last, loop.count = 0.0 if math.isnan(loop.last) else level - loop.last, level, loop.count + 1
+        loop.way = 0.0 if math.isnan(loop.last) else level - loop.last
+        loop.last, loop.count = level, loop.count + 1
         if loop.count < _MOST_CALLS // 8 or (loop.count % 8 == 0 and len(loop.calls) < _MOST_CALLS):
             sizes = _sizes(given)
             loop.calls.append((level, sum(sizes) / len(sizes)))
@@ -137,9 +138,18 @@ def _levels(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, to
         is_real = isinstance(one, torch.Tensor) and one is not given and has_numbers(one) and not one.is_complex()
         if type(one) in (int, float) or (is_real and one.numel() in (1, len(given))):
             yield place, one, given
-    if given.dim() == 2 and len(given) > 1 < given.shape[1]:  # a level may be one of the columns
+    if given.dim() == 2 and len(given) >= _SEVERAL and given.shape[1] > 1:  # a level may be one of the columns
         yield "first", given[:, 0], given[:, 1:]
         yield "last", given[:, -1], given[:, :-1]
+
+
+def _ends(level: Any) -> tuple[float, float]:
+    """The least and the largest level; of what has other ones at both ends, these, which is quick."""
+    if not isinstance(level, torch.Tensor):
+        return float(level), float(level)
+    flat = level.detach().flatten()
+    first, last = flat[:: max(1, len(flat) - 1)][:2].tolist() if len(flat) > 1 else [float(flat[0])] * 2
+    return (first, last) if first != last else (float(flat.amin()), float(flat.amax()))
 
 
 def _sizes(given: torch.Tensor) -> list[float]:

@@ -282,7 +282,11 @@ def _weighed(terms: list[Outcome], went: Course, steps: int) -> bool:
 
 def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
     """For each line with a loss function whose best constant guess is known, how it compares with it at the end."""
-    calls = by_line(run, lambda one: part.start <= one.at <= part.end and one.value is not None)
+
+    def is_known(one: LossCall) -> bool:  # a sum over targets that were not counted is no mean
+        return part.start <= one.at <= part.end and one.value is not None and (one.reduction != "sum" or one.items > 0)
+
+    calls = by_line(run, is_known)
     for same in calls.values():
         if math.isfinite(same[-1].value or 0.0):
             yield _compared([one for one in same if math.isfinite(one.value or 0.0)])

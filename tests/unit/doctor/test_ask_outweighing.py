@@ -1,0 +1,148 @@
+"""Terms that outweigh others, losses that do not see errors, and states that are their own next ones: yes and no."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+
+def trained(net: nn.Module, batch: Callable[[], tuple[torch.Tensor, ...]], loss: Callable[..., torch.Tensor]) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for _ in range(40):
+        x, *rest = batch()
+        optimizer.zero_grad()
+        loss(net(x), *rest).backward()
+        optimizer.step()
+
+
+class Latent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(24, 4), nn.Linear(2, 24)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, log_var = self.encode(x).chunk(2, 1)
+        return self.decode(mean + torch.randn_like(mean) * (log_var / 2).exp()), mean, log_var
+
+
+def of_images() -> tuple[torch.Tensor, torch.Tensor]:
+    x = 2 * torch.randn(32, 2) @ torch.linspace(-1, 1, 48).reshape(2, 24).sin() + 0.3
+    return x, x
+
+
+def noise() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(32, 24), torch.randn(32, 24)
+
+
+def divergence(mean: torch.Tensor, log_var: torch.Tensor) -> torch.Tensor:
+    return -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
+
+
+def weighed(weight: float) -> Callable[..., torch.Tensor]:
+    return lambda made, x: F.mse_loss(made[0], x) + weight * divergence(*made[1:])
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "expected"),
+    [
+        (weighed(100.0), of_images, "yes"),
+        (weighed(1e-4), of_images, "no"),
+        (lambda made, x: F.mse_loss(made[0], x, reduction="sum") + 0.01 * divergence(*made[1:]), of_images, "no"),
+        (lambda made, x: F.mse_loss(made[0], x) + 1e-4 * made[1].square().mean(), of_images, "no"),
+        (weighed(1e-4), noise, "no"),  # of which one batch is learned by heart with the whole loss, too
+        (lambda made, x: F.mse_loss(made[0], x), of_images, "no"),
+    ],
+)
+def test_a_term_that_outweighs_another_is_told(loss: Callable[..., torch.Tensor], batch: Any, expected: str) -> None:
+    assert answer(lambda: trained(Latent(), batch, loss), "outweighed") == expected
+
+
+def boxes() -> tuple[torch.Tensor, torch.Tensor]:
+    size = 0.1 + 0.3 * torch.rand(32, 2)
+    box = torch.cat([size / 2 + (1 - size) * torch.rand(32, 2), size], 1)
+    return box @ torch.randn(4, 24, generator=torch.Generator().manual_seed(1)), box
+
+
+def corners(box: torch.Tensor) -> torch.Tensor:
+    return torch.cat([box[:, :2] - box[:, 2:] / 2, box[:, :2] + box[:, 2:] / 2], 1)
+
+
+def area(box: torch.Tensor) -> torch.Tensor:
+    return (box[:, 2:] - box[:, :2]).clamp(min=0).prod(1)
+
+
+def iou_loss(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    both = area(torch.cat([torch.maximum(one[:, :2], two[:, :2]), torch.minimum(one[:, 2:], two[:, 2:])], 1))
+    around = area(torch.cat([torch.minimum(one[:, :2], two[:, :2]), torch.maximum(one[:, 2:], two[:, 2:])], 1))
+    union = area(one) + area(two) - both
+    return (1 - both / (union + 1e-6) + (around - union) / (around + 1e-6)).mean()
+
+
+def epsilon(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return ((made - wanted).abs() - 0.05).clamp(min=0).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (iou_loss, "yes"),
+        (lambda made, wanted: iou_loss(corners(made), corners(wanted)), "no"),
+        (lambda made, wanted: F.l1_loss(made, wanted) + iou_loss(corners(made), corners(wanted)), "no"),
+        (F.smooth_l1_loss, "no"),
+        (epsilon, "no"),  # nothing to gain where it is right, but with the targets of other rows
+        (lambda made, wanted: (F.mse_loss(made, wanted, reduction="none").mean(1) * (wanted[:, 0] > 0.3)).mean(), "no"),
+    ],
+)
+def test_a_loss_that_does_not_see_what_is_nearly_right_is_told(
+    loss: Callable[..., torch.Tensor], expected: str
+) -> None:
+    assert (
+        answer(lambda: trained(nn.Sequential(nn.Linear(24, 4), nn.Sigmoid()), boxes, loss), "unseen errors") == expected
+    )
+
+
+def values(kind: str) -> None:
+    """Some steps of Q-learning, or of what only looks like it."""
+    net, copy = nn.Linear(3, 4), nn.Linear(3, 4)
+    copy.load_state_dict(net.state_dict())
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(12):
+        states, actions = torch.randn(16, 3), torch.randint(0, 4, (16, 1))
+        after = states.clone() if kind == "one array" else states + torch.randn(16, 3)
+        with torch.no_grad():
+            net(torch.randn(1, 3))  # acts
+            target = torch.rand(16) + 0.9 * copy(after if kind in ("one array", "steps") else states).max(1).values
+            if kind == "munchausen":
+                target += copy(after).max(1).values
+        made = net(states) if kind not in ("policy", "preferences") else torch.zeros(16, 4)
+        made = made.max(1).values if kind == "teacher" else made.gather(1, actions)[:, 0]
+        optimizer.zero_grad()
+        loss = F.smooth_l1_loss(made, target)
+        if kind in ("policy", "preferences"):  # a copy is given the same for good
+            with torch.no_grad():
+                old = copy(states).log_softmax(1).gather(1, actions)
+            scores = net(states)
+            new = scores.log_softmax(1).gather(1, actions)
+            if kind == "preferences":
+                new = scores.gather(1, actions) - scores.logsumexp(1, keepdim=True)
+            loss = -(new - old).exp().mean() if kind == "policy" else -F.logsigmoid(new - old).mean()
+        loss.backward()
+        optimizer.step()
+        copy.load_state_dict(
+            {name: 0.9 * one + 0.1 * net.state_dict()[name] for name, one in copy.state_dict().items()}
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("one array", "yes"), ("steps", "no"), ("munchausen", "no"), ("teacher", ""), ("policy", ""), ("preferences", "")],
+)
+def test_states_that_are_their_own_next_ones_are_told(kind: str, expected: str) -> None:
+    assert answer(lambda: values(kind), "unmoved") == expected
