@@ -198,6 +198,35 @@ def test_a_sum_weighted_by_advantages_is_no_loss_of_targets() -> None:
     assert answer(lambda: taught(nn.Linear(6, 1), lambda x: torch.randn(64, 1), surrogate), "related") == "unknown"
 
 
+class Moved(nn.Module):
+    """A step of a flow: where a sample goes, and by how much it is stretched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way, self.bend = nn.Linear(2, 1), nn.Parameter(0.1 * torch.randn(2))
+
+    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bent = torch.tanh(self.way(z))
+        return z + self.bend * bent, (1 + (1 - bent**2) @ (self.way.weight * self.bend).sum(1)).abs().log()
+
+
+def test_samples_of_a_flow_and_their_own_density_are_no_targets() -> None:
+    """The density of a sample is added to the loss of a row, and a sample to what is made of it."""
+
+    def train() -> None:
+        flow = Moved()
+        optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
+        for _ in range(60):
+            z = torch.randn(64, 2)
+            there, stretched = flow(z)
+            optimizer.zero_grad()
+            (-0.5 * z.square().sum(1) - stretched + 0.01 * (there - 1).square().sum(1)).mean().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    assert answer(train, "related") == "unknown"
+
+
 def test_labels_of_either_sign_are_still_exchanged() -> None:
     """A hinge loss multiplies by them, as by an advantage."""
 

@@ -7,8 +7,10 @@ that of one that learned no more than how targets are distributed stays.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import mul
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -46,6 +48,10 @@ _PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
 """Operations that draw from what their arguments say; a policy's actions are drawn so."""
 
+_LINEAR = 1e-3
+"""A share of what a number does to a sum by which that is bent where it is only added."""
+
+_ADDED = "what the parameters do not make is only added"
 _WEIGHED = "the loss is a sum of rows, each times a number of either sign"
 _OWN_DRAW = "the loss depends on what was drawn from the model's own outputs"
 _TERMS = DISTANCES | OF_CLASSES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
@@ -95,6 +101,8 @@ def related(step: Step) -> Iterator[Probed]:
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
     if answer == "no" and any(_weighs(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
+    if answer == "no" and all(_adds(step, one) for one in found):
+        yield said(step.operations[where.index], answer="unknown", detail=_ADDED, optimizer=optimizer)
     # a loss of which only the gradient is used need not become small
     terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
@@ -115,6 +123,18 @@ def _weighs(step: Step, where: Meeting) -> bool:
     if step.operations[where.index].kind not in ("mul", "multiply") or not factor.is_floating_point():
         return False
     return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
+
+
+def _adds(step: Step, where: Meeting) -> bool:
+    """Whether nothing is compared there: an input is added to what was made of it, or a number to the loss of a row."""
+    kind, values = step.operations[where.index].kind, [_sum(step.values[step.loss.slot])]
+    for times in (0, 2) if kind in ("sub", "rsub", "subtract") else ():
+        changed, moved = _exchanged(step, step.loss, where, partial(mul, times))
+        values.append(_sum(replayed(changed, moved).values[moved.slot]))
+    if len(values) == 1:
+        return kind == "add"
+    once, without, twice = values
+    return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 
 def own_draw(step: Step) -> Operation | None:
@@ -227,7 +247,8 @@ def risen(
     for _ in range(_ORDERS):
         if time.perf_counter() > end:
             break
-        changed, moved = _exchanged(step, loss, where, torch.randperm(count, generator=generator))
+        order = torch.randperm(count, generator=generator)
+        changed, moved = _exchanged(step, loss, where, partial(_in_order, order))
         try:
             again = replayed(changed, moved, held=held)
         except Unknown:
@@ -244,12 +265,18 @@ def _sum(one: torch.Tensor) -> float:
     return float(one.detach().double().sum())
 
 
-def _exchanged(step: Step, loss: Loss, where: Meeting, order: torch.Tensor) -> tuple[Tape, Loss]:
-    """A tape with an operation more, which puts rows into another order for the one behind it."""
+def _in_order(order: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return values[order.to(values.device)]
+
+
+def _exchanged(
+    step: Step, loss: Loss, where: Meeting, change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Tape, Loss]:
+    """A tape with an operation more, which changes what is met, as by another order of its rows."""
     operations = step.tape.operations
     behind = operations[where.index]
     fresh = Slot(1 + max([*step.leaves, *(out for one in operations for out in one.outs)]))
-    moving = Operation("index_select", lambda one: one[order.to(one.device)], (where.slot,), {}, (fresh,))
+    moving = Operation("index_select", change, (where.slot,), {}, (fresh,))
     both = rebuilt((behind.args, behind.kwargs), lambda one: fresh if type(one) is Slot and one == where.slot else one)
     moved = replace(behind, args=both[0], kwargs=both[1])
     other = Tape()
