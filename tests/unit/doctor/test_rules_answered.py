@@ -40,6 +40,7 @@ def runs(row: Row) -> Iterator[tuple[Run, Probed]]:
         {"mode": "max"},
         {"by": "rows"},
         {"keeps": "highest"},
+        {"boxes": False},
     )
     for beside, detail, loss in product(others, ("", "a table"), (falling, flat)):
         evidence = own | {name: one for name, one in beside.items() if name in own} | seen
