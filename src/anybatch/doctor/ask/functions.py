@@ -11,8 +11,8 @@ import torch
 
 from anybatch.doctor.ask.differences import differing
 from anybatch.doctor.ask.keeping import Function, Kept
-from anybatch.doctor.ask.steps import Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot, slots
+from anybatch.doctor.ask.steps import DISTANCES, Step, asks, said, slots_of
+from anybatch.doctor.ask.tape import Loss, Operation, Slot, slots
 from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -23,6 +23,7 @@ _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 _CLOSE = 1e-4
+_SUMS = frozenset({"add", "sub", "rsub", "subtract", *DISTANCES})
 
 
 def about_functions(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -166,6 +167,35 @@ def quantised(step: Step) -> Iterator[Probed]:
                 if encoder and all(slope is None for slope in found):
                     yield said(lookup, op=choice.name)
                 break
+
+
+@asks("constant derivative", of_rows=False)
+def constant_derivative(step: Step) -> Iterator[Probed]:
+    """Whether a derivative by an input meets in a sum what the model made, and has no graph of its own there.
+
+    One that moves an input, as an attack does, or that weighs a term, is a constant by intent.
+    """
+    constants = [one for one in step.used("grad") if not one.kwargs.get("create_graph")]
+
+    def made_by(slot: Slot) -> set[Slot]:
+        whole = Loss(slot, step.loss.before, "", 0)
+        return slots_of(step.tape, whole, but=constants) & step.parameters.keys()
+
+    for place, one in enumerate(step.operations):
+        if one not in constants or not all(map(list, map(slots, one.args[:2]))):
+            continue
+        of = {held for slot in slots(one.args[0]) for held in made_by(slot) if step.values[held].requires_grad}
+        if any(made_by(slot) for slot in slots(one.args[1])) or all(slope is None for slope in step.slopes(*of)):
+            continue  # by a parameter, as for weights of terms, or of a net that is not trained
+        derived = set(one.outs)
+        for later in step.operations[place + 1 :]:
+            others = set(later.given) - derived
+            if len(others) == len(later.given) or others & step.parameters.keys() or not step.needed & set(later.outs):
+                continue
+            if not any(made_by(slot) for slot in others):
+                derived |= set(later.outs)
+            elif later.kind in _SUMS:
+                yield said(one, op=later.kind)
 
 
 @asks("passed")
