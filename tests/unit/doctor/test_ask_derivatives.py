@@ -12,36 +12,36 @@ from test_doctor_ask import answer, nothing_was_compiled
 __all__ = ["nothing_was_compiled"]
 
 Net = nn.Sequential
-Loss = Callable[[Net, torch.Tensor], torch.Tensor]
+Loss = Callable[..., Any]
 
 
-def derivative(made: torch.Tensor, by: torch.Tensor, **options: Any) -> torch.Tensor:
+def derivative(made: Any, by: Any, **options: Any) -> Any:
     return torch.autograd.grad(made, by, torch.ones_like(made), retain_graph=True, **options)[0]
 
 
-def equation(net: Net, t: torch.Tensor, **options: Any) -> torch.Tensor:
+def equation(net: Net, t: torch.Tensor, **options: Any) -> Any:
     """u' = -u, u(0) = 1."""
     u = net(t)
     return (derivative(u, t, **options) + u).square().mean() + (net(torch.zeros(1, 1)) - 1).square().mean()
 
 
-def curvature(net: Net, t: torch.Tensor, **options: Any) -> torch.Tensor:
+def curvature(net: Net, t: torch.Tensor, **options: Any) -> Any:
     """u'' = -u, with the first derivative kept in the graph."""
     u = net(t)
     return (derivative(derivative(u, t, create_graph=True), t, **options) + u).square().mean()
 
 
-def attacked(net: Net, t: torch.Tensor) -> torch.Tensor:
+def attacked(net: Net, t: torch.Tensor) -> Any:
     u = net(t)
     return u.square().mean() + (net(t + 0.1 * derivative(u, t).sign()) - u).square().mean()
 
 
-def weighed(net: Net, t: torch.Tensor) -> torch.Tensor:
+def weighed(net: Net, t: torch.Tensor) -> Any:
     u = net(t)
     return (u.square() * derivative(u, t).abs()).mean() + u.mean()
 
 
-def balanced(net: Net, t: torch.Tensor) -> torch.Tensor:
+def balanced(net: Net, t: torch.Tensor) -> Any:
     """The weight of a term by the gradients of the last layer, as in VQGAN."""
     u = net(t)
     one, other, last = u.square().mean(), (u - 1).abs().mean(), net[2].weight
@@ -49,14 +49,14 @@ def balanced(net: Net, t: torch.Tensor) -> torch.Tensor:
     return one + weight * other
 
 
-def of_a_teacher(net: Net, t: torch.Tensor) -> torch.Tensor:
+def of_a_teacher(net: Net, t: torch.Tensor) -> Any:
     """Slopes of a net that is not trained are targets."""
     teacher = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
     u = net(t)
     return (derivative(u, t, create_graph=True) - derivative(teacher(t), t)).square().mean()
 
 
-def walked(net: Net, t: torch.Tensor) -> torch.Tensor:
+def walked(net: Net, t: torch.Tensor) -> Any:
     """Samples that go down the slope of an energy, which is then raised there."""
     fake = torch.randn_like(t).requires_grad_()
     for _ in range(3):
@@ -74,7 +74,7 @@ def trained(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", [equation, curvature])
-def test_a_derivative_without_a_graph_beside_what_is_made_is_told(loss: Callable[..., torch.Tensor]) -> None:
+def test_a_derivative_without_a_graph_beside_what_is_made_is_told(loss: Loss) -> None:
     assert answer(lambda: trained(loss), "constant derivative") == "yes"
     assert answer(lambda: trained(lambda net, t: loss(net, t, create_graph=True)), "constant derivative") == "no"
 

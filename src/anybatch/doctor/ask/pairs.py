@@ -20,6 +20,7 @@ _COMPARING = DISTANCES | {"kl_div"}
 _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
+_JOINING = frozenset({"cat", "concat", "concatenate", "stack"})  # of two views, before all are compared with all
 
 
 @asks("itself")
@@ -40,6 +41,7 @@ def of_itself(step: Step) -> Iterator[Probed]:
             or (kind in _MATCHING and _is_twice(step, given[0], given[-1]))
             or (kind == "cross_entropy" and len(sides) > 1 and _is_of_pairs_of_one(*sides))
             or (kind == "div" and bool((found[0] == 1).all()) and _are_twins(step, given))
+            or (kind in _JOINING and len(given) == 2 and _are_twins(step, given))
         )
         if is_one:
             yield _itself(operation)
