@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from test_doctor_ask import answer, nothing_was_compiled
 
@@ -82,3 +84,39 @@ def test_a_derivative_without_a_graph_beside_what_is_made_is_told(loss: Loss) ->
 @pytest.mark.parametrize("loss", [attacked, weighed, balanced, of_a_teacher, walked])
 def test_one_that_is_a_constant_by_intent_is_not(loss: Loss) -> None:
     assert answer(lambda: trained(loss), "constant derivative") == "no"
+
+
+def adapted(uses: str, *, inner: int = 2, create_graph: bool = True) -> None:
+    """Meta-learning: an inner loop on one half of the samples, the loss on the other."""
+    net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        x, y = torch.rand(16, 1), torch.rand(16, 1)
+        start = dict(net.named_parameters())
+        fast: dict[str, Any] = dict(start)
+        for _ in range(inner):
+            loss = F.mse_loss(functional_call(net, fast, (x[:8],)), y[:8])
+            slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=create_graph)
+            fast = {name: one - 0.1 * slope for (name, one), slope in zip(fast.items(), slopes, strict=True)}
+        chosen = {"start": start, "fast": fast}
+        terms = [F.mse_loss(functional_call(net, chosen[one], (x[8:],)), y[8:]) for one in uses.split()]
+        optimizer.zero_grad()
+        torch.stack(terms).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("uses", "expected"), [("start", "yes"), ("fast", "no"), ("start fast", "no")])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_an_inner_loop_whose_weights_nothing_is_computed_with_is_told(uses: str, inner: int, expected: str) -> None:
+    assert answer(lambda: adapted(uses, inner=inner), "unused update") == expected
+
+
+def test_gradients_for_a_look_at_them_are_no_update() -> None:
+    def penalised(net: Net, t: torch.Tensor) -> Any:
+        u = net(t)
+        slope = derivative(u, t, create_graph=True)
+        assert float(slope.norm()) >= 0  # printed
+        return u.square().mean()
+
+    assert answer(lambda: trained(penalised), "unused update") == "no"
+    assert answer(lambda: trained(lambda net, t: equation(net, t, create_graph=True)), "unused update") == "no"

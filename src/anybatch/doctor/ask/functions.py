@@ -23,6 +23,7 @@ _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 _CLOSE = 1e-4
+_MOVING = frozenset({"add", "sub", "addcmul", "addcdiv", "subtract"})
 _SUMS = frozenset({"add", "sub", "rsub", "subtract", *DISTANCES})
 
 
@@ -196,6 +197,27 @@ def constant_derivative(step: Step) -> Iterator[Probed]:
                 derived |= set(later.outs)
             elif later.kind in _SUMS:
                 yield said(one, op=later.kind)
+
+
+@asks("unused update", of_rows=False)
+def unused_update(step: Step) -> Iterator[Probed]:
+    """Whether weights that gradients with a graph were subtracted from meet no data, and reach no loss."""
+    needed = set[Slot]().union(*(slots_of(step.tape, loss) for loss in step.tape.losses))
+    for place, one in enumerate(step.operations):
+        if one.kind != "grad" or not one.kwargs.get("create_graph"):
+            continue
+        derived, moved, is_used = set(one.outs), list[Operation](), bool(needed & set(one.outs))
+        for later in step.operations[place + 1 :]:
+            given = set(later.given)
+            if not given & derived:
+                continue
+            others = given - derived
+            is_update = bool(others) and all(step.values[slot].requires_grad for slot in others)
+            is_used |= bool(needed & set(later.outs)) or bool(others and not is_update)
+            moved += [later] * (is_update and later.kind in _MOVING)
+            derived |= set(later.outs)
+        if moved and not is_used:
+            yield said(moved[-1], tensors=len(moved))
 
 
 @asks("passed")
