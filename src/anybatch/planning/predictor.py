@@ -290,8 +290,8 @@ class Predictor:
         """
         kept, sizes = recipe.keep or 0, tuple(self.size_of(part) for part in parts)
         numbers, like, more = which_run([(size.samples, size.length) for size in sizes], kept)
-        ran = (len(sizes) - kept - more[0], kept - more[1])
-        key = (replace(recipe, keep=None), False, (sizes, ran))
+        ran = tuple(sizes[number] for place, number in enumerate(numbers) if place not in like)
+        key = (replace(recipe, keep=None), False, (sizes, ran, kept - more[1]))
         if key not in self._traces:
             if key in self._over:
                 raise OverBudget(self._over[key])
