@@ -31,6 +31,7 @@ from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.modules import is_scripted
+from anybatch.tensors.precision import LOW_PRECISION
 from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure
 
@@ -38,6 +39,7 @@ _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs t
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these,
 _LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
 _APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
+_APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
 
 
@@ -150,7 +152,7 @@ class Replay:
         with player.playing(), Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
             difference = trial.difference(cut, in_single=False)
-        least = _APART if difference.is_single else _IN_DOUBT
+        least = (_APART_IN_LOW if player.is_low else _APART) if difference.is_single else _IN_DOUBT
         if difference.draws or not math.isfinite(difference.error) or difference.error < least:
             return None
         told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
@@ -237,6 +239,7 @@ class _Player:
 
     def __init__(self, calls: list[_Call], task: Task) -> None:
         self._of_calls, self._task = calls, task
+        self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
     def loss_fn(self) -> LossFunction:
@@ -252,7 +255,10 @@ class _Player:
         rows = lay_out(batch, splittable.broadcast).rows
         start = self._end % splittable.rows
         self._rows, self._calls, self._end = slice(start, start + rows), 0, start + rows
-        return self._task.loss_fn(model, batch)
+        result = self._task.loss_fn(model, batch)
+        leaves = [] if isinstance(result, GeneratorType) else flat(result)
+        self.is_low |= any(isinstance(one, torch.Tensor) and one.dtype in LOW_PRECISION for one in leaves)
+        return result
 
     def _play(self, *args: Any, **kwargs: Any) -> Any:
         call = self._of_calls[self._calls]

@@ -11,14 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch import Mean, NotSplittable, OverTime, TrainStep, check
+from anybatch import Coupled, Mean, NotSplittable, OverTime, TrainStep, check
 from anybatch.checking.causes import CAUSES
 from remedies import sites
 from source_tree import PACKAGE
-from test_remedies_check import REGISTER, WHOLE, Batch, Loss, assert_same, cross_entropy, linear, said, trained, vectors
+from test_remedies_check import (
+    COUPLED,
+    REGISTER,
+    WHOLE,
+    Batch,
+    Loss,
+    assert_same,
+    cross_entropy,
+    linear,
+    said,
+    trained,
+    vectors,
+)
 
 follows = REGISTER.follows
-IN_PROOFS = {"unexplained", "in parts", "whole batch"}  # where a check can't look, and which name it or say why
+# Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py.
+IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient"}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
@@ -33,6 +46,18 @@ def test_of_something_that_moves_unseen() -> None:
     numbers = itertools.count(1)
     said(check(linear(), lambda m, b: cross_entropy(m, b) / next(numbers), vectors()), 'batch["value"] = value')
     assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": next(numbers)}).exact
+
+
+@follows("function of a mean")
+def test_of_the_logarithm_of_a_mean() -> None:
+    def items(model: Any, batch: Batch) -> torch.Tensor:
+        made: torch.Tensor = model(batch["x"]).square().sum(1)
+        return made
+
+    lines = (WHOLE, COUPLED, "loss = items.log().mean()")
+    said(check(linear(), lambda m, b: items(m, b).mean().log(), vectors()), *lines)
+    assert check(linear(), Coupled(items, lambda m, out: out.mean().log()), vectors()).exact
+    assert check(linear(), lambda m, b: items(m, b).log().mean(), vectors()).exact
 
 
 @follows("empty part")

@@ -127,7 +127,7 @@ def test_planning_leaves_weights_that_the_forward_writes_as_they_were(name: str,
 def test_a_step_in_one_micro_batch_is_the_plain_one(name: str, loss_fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = Planner.__init__.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "patience", 0.0)  # without measured times the largest micro-batch is the fastest
+    monkeypatch.setitem(defaults, "patience", 0.5)  # measured often enough the largest micro-batch is the fastest
     torch.manual_seed(0)
     model, batch = MODELS[name](), torch.randn(64, 16)
     other = copy.deepcopy(model)
