@@ -258,8 +258,8 @@ class _Prover:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
         failure = None
         try:
-            own = cut_as_split(self._task.splittable, self._parts)
-            self._times, room = (0, 0) if own is None else self._trial.fitting(own, min(_TIMES, len(self._parts)))
+            largest = max(self._parts, key=lambda part: len(part.samples))
+            self._times, room = self._trial.fitting(largest, min(_TIMES, len(self._parts)))
             shown = self._many(self._times, room)
             if shown is None or shown[1].is_none:
                 return None

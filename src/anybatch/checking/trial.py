@@ -217,13 +217,13 @@ class Trial:
                 break
         return self._of_losses(cut, recording.most)[1]
 
-    def fitting(self, cut: Cut, most: int) -> tuple[int, int]:
+    def fitting(self, part: Part, most: int) -> tuple[int, int]:
         """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
 
         Args:
-            cut: micro-batches of the full size, of which the first is measured.
+            part: one of the full size, which is measured.
         """
-        alone = cut.alone(cut.parts[0])
+        alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
         with Recording() as full:
             self.run(alone, alone.whole, None)
         room = full.most if self._task.is_planned else max(full.most, _FREE)

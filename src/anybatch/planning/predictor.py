@@ -374,6 +374,9 @@ class Predictor:
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         is_least = len(part.samples) <= self.least
         limit = self._limit if is_least or not self.subject.splits else self._budget  # what a plan leaves free is left
+        if not is_least and limit is not None and (expected := self._foreseen(recipe, len(part.samples))) > limit:
+            self._stopped(part, recipe, expected)
+            raise TooLarge(self.size_of(part), expected)
         try:
             trace = self._tracer.trace([part], recipe, split=split, limit=limit)
             if is_least:
@@ -391,6 +394,21 @@ class Predictor:
         failure.release()  # outside of the except block, where no traceback holds tensors any more
         self._stopped(part, recipe, needed)
         raise TooLarge(self.size_of(part), needed)
+
+    def _foreseen(self, recipe: Recipe, samples: int) -> int:
+        """What a real run will take by smaller ones: by two, or at most by one; 0 where there is none.
+
+        One that is stopped at its limit may have held more than that within an operation.
+        """
+        known = {len(key[2][0]): trace for key, trace in self._traces.items() if key[0] == recipe and trace.taken}
+        smaller = sorted(one for one in known if one < samples)[-2:]
+        if not smaller or self._is_apart(recipe.plain):
+            return 0
+        last = known[smaller[-1]]
+        fixed, few = sum(one.size for one in last.allocations if one.born < 0), 0
+        if len(smaller) > 1:
+            fixed, few = known[smaller[0]].taken, smaller[0]
+        return last.taken + (last.taken - fixed) * (samples - smaller[-1]) // (smaller[-1] - few)
 
     def _stopped(self, part: Part, recipe: Recipe, needed: int) -> None:
         """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
