@@ -12,6 +12,8 @@ from anybatch.records.tables import GroupFacts, OptimizerFacts
 from number_runs import Training, call, fires, quiet
 
 EVIDENCE: dict[str, dict[str, Any]] = {
+    "constant derivative": {"op": "add"},
+    "unused update": {"tensors": 4},
     "frozen copy": {"online": 0, "steps": 60},
     "slow copy": {"online": 0, "way": 0.02, "steps": 200, "loss": 1.4, "online_loss": 0.1},
     "copied buffers": {"online": 0, "buffers": 2, "first": "1.running_mean"},
@@ -48,8 +50,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "unlikely": {"op": "mean"},
     "forgotten": {"steps": 12},
     "not carried": {"op": "gru_cell", "steps": 7, "zero": False},
-    "constant derivative": {"op": "add"},
-    "unused update": {"tensors": 4},
     "quantised": {"op": "argmin"},
     "small value": {"critic": 1, "optimizer": 0},
     "evaluated scores": {"function": "cross_entropy"},
@@ -236,11 +236,8 @@ def test_targets_constant_is_quiet(healthy: tuple[str, Training]) -> None:
     quiet(healthy[1].run(), "TARGETS_CONSTANT")
 
 
-def test_loss_of_itself_fires_at_the_line_of_the_term() -> None:
+def test_loss_of_itself_fires_at_the_line_of_the_term_and_is_quiet_without_an_answer() -> None:
     assert fires(asked("itself", "yes").run(), "LOSS_OF_ITSELF", "warning").place.line == 7
-
-
-def test_loss_of_itself_is_quiet_without_an_answer() -> None:
     both("itself", "LOSS_OF_ITSELF")
 
 
@@ -510,11 +507,10 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("helped", "LOSS_SIGN", "warning"),
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
-        ("forgotten", "GRAPH_CUT", "warning"),
-        ("not carried", "GRAPH_CUT", "warning"),
-        ("constant derivative", "GRAPH_CUT", "warning"),
-        ("unused update", "GRAPH_CUT", "warning"),
-        ("quantised", "GRAPH_CUT", "warning"),
+        *(
+            (one, "GRAPH_CUT", "warning")
+            for one in ("forgotten", "not carried", "constant derivative", "unused update", "quantised")
+        ),
         ("small value", "LOSS_SIGN", "warning"),
         ("evaluated scores", "DOUBLE_ACTIVATION", "error"),
     ],
