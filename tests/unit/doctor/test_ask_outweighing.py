@@ -64,6 +64,17 @@ def test_a_term_that_outweighs_another_is_told(loss: Callable[..., torch.Tensor]
     assert answer(lambda: trained(Latent(), batch, loss), "outweighed") == expected
 
 
+def test_terms_that_are_added_in_place_are_terms_too() -> None:
+    """What is written to is made of itself, which must not be followed for ever."""
+
+    def in_place(made: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(made[0], x)
+        loss += 1e-4 * divergence(*made[1:])
+        return loss
+
+    assert answer(lambda: trained(Latent(), of_images, in_place), "outweighed") == "no"
+
+
 def boxes() -> tuple[torch.Tensor, torch.Tensor]:
     size = 0.1 + 0.3 * torch.rand(32, 2)
     box = torch.cat([size / 2 + (1 - size) * torch.rand(32, 2), size], 1)
