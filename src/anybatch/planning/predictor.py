@@ -374,7 +374,8 @@ class Predictor:
     def _traced_now(self, part: Part, recipe: Recipe, *, split: bool) -> PassTrace:
         is_least = len(part.samples) <= self.least
         limit = self._limit if is_least or not self.subject.splits else self._budget  # what a plan leaves free is left
-        if not is_least and limit is not None and (expected := self._foreseen(recipe, len(part.samples))) > limit:
+        expected = 0 if is_least or limit is None else self._foreseen(recipe, len(part.samples))
+        if limit is not None and expected > max(0, limit):  # buckets may leave less than nothing
             self._stopped(part, recipe, expected)
             raise TooLarge(self.size_of(part), expected)
         try:

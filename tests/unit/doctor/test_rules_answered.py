@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from answer_runs import EVIDENCE, flat
 from anybatch.doctor.rules import answered
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from number_runs import Training, falling
 from source_tree import ROOT
-from test_rules_asked import EVIDENCE, flat
 
 Row = dict[str, Any]
 OF_KINDS: dict[str, Row] = {
