@@ -61,7 +61,7 @@ class CurvePoint:
     training_bits: float | None
     validation_bits: float  # loss on held-out text, in bits per byte
     tokens_per_second: float  # of training alone, since it began
-    resident_bytes: int | None  # memory of the process; ``None`` if the system does not say
+    resident_bytes: int  # memory of the process
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def curve_row(point: CurvePoint) -> tuple[str, ...]:
         "-" if point.training_bits is None else f"{point.training_bits:.3f}",
         f"{point.validation_bits:.3f}",
         f"{point.tokens_per_second:,.0f}" if point.tokens_per_second else "-",
-        "-" if point.resident_bytes is None else format_bytes(point.resident_bytes),
+        format_bytes(point.resident_bytes),
     )
 
 

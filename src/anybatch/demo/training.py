@@ -1,37 +1,18 @@
 """Trains the demonstration's model with ``anybatch.TrainStep``."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from anybatch.demo.facts import CurvePoint, TrainingCurve
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import LiveBytes, resident_bytes
 from anybatch.records.plans import Plan
 from anybatch.step import TrainStep
-
-_PROCESS = Path("/proc/self/status")
-
-
-def resident_bytes() -> int | None:
-    """The resident memory of this process in bytes, or without ``/proc`` the most it ever held; ``None`` if unknown."""
-    if _PROCESS.exists():
-        for line in _PROCESS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
 
 BITS_PER_NAT = 1 / math.log(2)
 

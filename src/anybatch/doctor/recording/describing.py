@@ -44,7 +44,7 @@ def held_by(root: torch.nn.Module) -> Iterator[Held]:
             for name, child in held.module._modules.items()
             if child is not None
         ]
-        for name, child in _plainly_held(held.module):
+        for name, child in _plainly_held(held.module, torch.nn.Module):
             if id(child) not in seen:
                 seen.add(id(child))
                 inside.append(Held(front + name, child, False))
@@ -61,22 +61,20 @@ def parameters_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
         if parameter is not None and not stands_in(parameter):
             own.add(id(parameter))
             yield name, parameter, True
-    for name, value in list(vars(module).items()):
-        if name not in _TORCHS_OWN and type(value) not in _HOLDS_NOTHING:
-            for place, tensor in _inside(name, value, torch.Tensor, 0):
-                if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad and not stands_in(tensor):
-                    own.add(id(tensor))
-                    yield place, tensor, False
+    for place, tensor in _plainly_held(module, torch.Tensor):
+        if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad and not stands_in(tensor):
+            own.add(id(tensor))
+            yield place, tensor, False
 
 
 _HOLDS_NOTHING = (int, float, bool, str, type(None), bytes, complex)
 _TORCHS_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
-def _plainly_held(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _plainly_held(module: torch.nn.Module, cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(module).items()):
         if name not in _TORCHS_OWN and type(value) not in _HOLDS_NOTHING:
-            yield from _inside(name, value, torch.nn.Module, 0)
+            yield from _inside(name, value, cls, 0)
 
 
 def _inside(name: str, value: Any, cls: type, depth: int) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,16 +178,14 @@ class LoadingHooks:
         recording, patches = self._recording, self._recording.patches
         loads = Depth()
 
-        def loading(note: Callable[..., Any]) -> Callable[[Any], Any]:
-            return recording.around(
-                lambda owner, args, kwargs: (rates_of(owner), args, kwargs), note, "looks", outermost=loads
-            )
-
-        patches.wrap(torch.nn.Module, "load_state_dict", loading(self._into_module))
-        patches.wrap(torch.optim.Optimizer, "load_state_dict", loading(self._into_optimizer))
-        for cls in scheduler_classes():
-            if "load_state_dict" in vars(cls):
-                patches.wrap(cls, "load_state_dict", loading(self._into_scheduler))
+        owners = [(torch.nn.Module, "module"), (torch.optim.Optimizer, "optimizer")]
+        owners += [(cls, "scheduler") for cls in scheduler_classes() if "load_state_dict" in vars(cls)]
+        for owner, into in owners:
+            seen = recording.around(
+                lambda owner, args, kwargs: (rates_of(owner), args, kwargs), partial(self._noted, into), "looks",
+                outermost=loads,
+            )  # fmt: skip
+            patches.wrap(owner, "load_state_dict", seen)
         shown = recording.guarded(self._shown, everywhere=True)
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,40 +200,20 @@ class LoadingHooks:
         # showwarning can't be replaced without losing what catch_warnings records and the source of the warning
         patches.wrap(warnings, "_showwarnmsg", showing)
 
-    def _into_module(self, module: Any, begun: Any, _: Any) -> None:
-        _, (state, *args), kwargs = begun
-        own = module.state_dict()
-        given = {name: _shape(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
-        matched = sum(1 for name, value in own.items() if name in given and given[name] == _shape(value))
-        number = self._recording.numbering.root_of(module)
-        self._recording.emit(
-            Loaded(
-                into="module", number=-1 if number is None else number, variable=variable_of(module),
-                strict=bool(args[0] if args else kwargs.get("strict", True)), matched=matched, of=len(own),
-                missing=tuple([name for name in own if name not in given][:_MOST_KEYS]),
-                unexpected=tuple([str(name) for name in given if name not in own][:_MOST_KEYS]),
-                **self._recording.place(),
-            )
-        )  # fmt: skip
-
-    def _into_optimizer(self, optimizer: Any, begun: Any, _: Any) -> None:
-        number = self._optimizers.numbered(optimizer)
-        self._recording.emit(
-            Loaded(
-                into="optimizer", number=number, variable=variable_of(optimizer), lrs_before=begun[0],
-                lrs_after=rates_of(optimizer), **self._recording.place(),
-            )
-        )  # fmt: skip
-
-    def _into_scheduler(self, scheduler: Any, begun: Any, _: Any) -> None:
-        number = self._recording.numbering.scheduler(scheduler)
-        rates = rates_of(getattr(scheduler, "optimizer", None))
-        self._recording.emit(
-            Loaded(
-                into="scheduler", number=number, variable=variable_of(scheduler), lrs_before=rates, lrs_after=rates,
-                **self._recording.place(),
-            )
-        )  # fmt: skip
+    def _noted(self, into: str, owner: Any, begun: Any, _: Any) -> None:
+        before, (state, *args), kwargs = begun
+        facts: dict[str, Any] = {"lrs_before": before, "lrs_after": rates_of(owner)}
+        if into == "module":
+            number, facts = self._recording.numbering.root_of(owner), _keys(owner, state)
+            facts["strict"] = bool(args[0] if args else kwargs.get("strict", True))
+        elif into == "optimizer":
+            number = self._optimizers.numbered(owner)
+        else:
+            number, rates = self._recording.numbering.scheduler(owner), rates_of(getattr(owner, "optimizer", None))
+            facts = {"lrs_before": rates, "lrs_after": rates}
+        number = -1 if number is None else number
+        place = self._recording.place()
+        self._recording.emit(Loaded(into=into, number=number, variable=variable_of(owner), **facts, **place))
 
     def _shown(self, message: Any) -> None:
         self._recording.tell(
@@ -243,6 +222,17 @@ class LoadingHooks:
                 file=message.filename or "", line=message.lineno or 0,
             )
         )  # fmt: skip
+
+
+def _keys(module: torch.nn.Module, state: Any) -> dict[str, Any]:
+    """What a module and the state that was loaded into it have in common."""
+    own = module.state_dict()
+    given = {name: _shape(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
+    return {
+        "matched": sum(1 for name, value in own.items() if name in given and given[name] == _shape(value)),
+        "of": len(own), "missing": tuple([name for name in own if name not in given][:_MOST_KEYS]),
+        "unexpected": tuple([str(name) for name in given if name not in own][:_MOST_KEYS]),
+    }  # fmt: skip
 
 
 def _shape(value: Any) -> Any:
