@@ -46,6 +46,11 @@ class GradientComparison:
     float64_difference: float  # relative distance of ``split`` and ``whole`` where both are computed in float64
 
     @property
+    def methods(self) -> tuple[Method, ...]:
+        """The three ways."""
+        return self.whole, self.split, self.loop
+
+    @property
     def is_within_bound(self) -> bool:
         """Whether the error of the split gradient is within the promised bound."""
         return self.split.error <= self.bound
