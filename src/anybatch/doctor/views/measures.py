@@ -113,10 +113,9 @@ def grown_ratio(run: Run, norms: Norms) -> float:
     return median(found) if found else 0.0
 
 
-def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
+def latest(run: Run) -> Iterable[tuple[int, list[Activations]]]:
     """For each root its samples of activations, in order."""
-    found = grouped((one.root, one) for one in run.of(Activations))
-    yield from found.items()
+    return grouped((one.root, one) for one in run.of(Activations)).items()
 
 
 def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
