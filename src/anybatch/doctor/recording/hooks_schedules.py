@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as loaders
 from anybatch.doctor.ask.tape import reissued
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.naming import user_place, variable_of, whose_file
+from anybatch.doctor.recording.naming import user_place, variable_of
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.doctor.samples.inputs import data_of, rounded_fields, standardised
@@ -23,7 +23,6 @@ from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
 from anybatch.records.lossfacts import Probed
 
 _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
-_FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
 class ScheduleHooks:
@@ -33,7 +32,8 @@ class ScheduleHooks:
         self._recording, self._optimizers = recording, optimizers
         self._wrapped = recording.around(
             lambda scheduler, *_: rates_of(getattr(scheduler, "optimizer", None)), self._ended, "updates",
-            when=lambda *_: not _is_first_step(), outermost=Depth(),
+            when=lambda scheduler, _: getattr(scheduler, "_step_count", 1) > 0,  # in its constructor it is 0
+            outermost=Depth(),
         )  # fmt: skip
         self._counts: dict[int, int] = {}
         self._made: dict[int, tuple[str, int]] = {}
@@ -71,20 +71,6 @@ def scheduler_classes() -> list[type]:
     """The classes of schedulers that torch has."""
     classes = [value for value in vars(lr_scheduler).values() if inspect.isclass(value)]
     return [cls for cls in dict.fromkeys(classes) if issubclass(cls, lr_scheduler.LRScheduler)]
-
-
-def _is_first_step() -> bool:
-    """Whether a constructor of a scheduler is what called it."""
-    frame = inspect.currentframe()
-    while frame is not None and not whose_file(frame.f_code.co_filename):  # torch's, and ours
-        if frame.f_code.co_name in _FIRST_STEPS:
-            return True
-        frame = frame.f_back
-    return (
-        frame is not None
-        and frame.f_code.co_name in _FIRST_STEPS
-        and isinstance(frame.f_locals.get("self"), lr_scheduler.LRScheduler)
-    )
 
 
 class LoaderHooks:
