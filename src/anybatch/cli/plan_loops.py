@@ -295,7 +295,5 @@ def _free_on_host() -> int:
         return free
     import resource
 
-    for limit, used in ((resource.RLIMIT_AS, psutil.Process().memory_info().vms),):
-        most = resource.getrlimit(limit)[0]
-        free = min(free, max(_RARELY_LESS, most - used)) if most != resource.RLIM_INFINITY else free
-    return free
+    most, used = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
+    return free if most == resource.RLIM_INFINITY else min(free, max(_RARELY_LESS, most - used))

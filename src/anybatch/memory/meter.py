@@ -462,7 +462,10 @@ def _calls() -> list[tuple[object, int]]:
 
 
 def resident_bytes() -> int:
-    """The memory of this process that is in RAM."""
+    """The memory of this process that is in RAM; 0 where the system does not say."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (psutil.Error, OSError):
+        return 0

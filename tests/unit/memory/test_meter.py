@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch.memory.measuring import measure
-from anybatch.memory.meter import BEFORE, LiveBytes, OverBudget, Recording, storages_of
+from anybatch.memory.meter import BEFORE, LiveBytes, OverBudget, Recording, resident_bytes, storages_of
 from anybatch.records.memory import CATEGORIES, Memory
 from anybatch.tensors.fakes import Fakes
 from planning_referee import alive_in, peak_of
@@ -413,3 +414,13 @@ def test_sums_that_torch_writes_in_place_without_a_mode(uses: int, linear: bool,
         losses = [(F.linear(one, weight) if linear else one @ weight).sum() for one in inputs]
         torch.stack(losses).sum().backward()
     assert len(recording.sums) == in_place
+
+
+def test_the_memory_of_the_process_is_0_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resident_bytes() > 2**20
+
+    def refused() -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "Process", refused)
+    assert resident_bytes() == 0
