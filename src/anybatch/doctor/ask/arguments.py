@@ -33,6 +33,7 @@ _ARITHMETIC = frozenset({"mul", "add", "sub", "rsub"})
 _PARTS = frozenset({"__getitem__", "select", "narrow"})
 _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
+_SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
 _LEAST = 3  # targets of a class, none of which counts
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
@@ -133,6 +134,47 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
         return False
     drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
+
+
+@asks("shown")
+def shown(step: Step) -> Iterator[Probed]:
+    """Whether all places whose target counts show it in the input, and all others are hidden there, at random.
+
+    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data.
+    """
+    for operation in step.used("sub", *OF_CLASSES, *DISTANCES):
+        for made, target in _both(operation.given[:2]):
+            wanted = step.values[target]
+            if not step.values[made].requires_grad or wanted.requires_grad or wanted.numel() < _ENOUGH_NOISE:
+                continue
+            (slope,) = step.slopes(made)
+            if slope is not None and operation.name in OF_CLASSES and slope.dim() > 1:
+                slope = slope.any(1)
+            if slope is None or slope.shape != wanted.shape:
+                continue
+            for slot in step.made_of(made) - step.parameters.keys():
+                one = step.values[slot]
+                is_alike = one.dtype == wanted.dtype and one.numel() == wanted.numel() and len(one) == step.rows
+                if is_alike and not one.requires_grad and _is_hidden(step, slot, wanted, slope.bool()):
+                    yield said(operation, op=operation.name.strip("_"), share=float(slope.bool().double().mean()))
+
+
+def _is_hidden(step: Step, slot: Slot, target: torch.Tensor, counted: torch.Tensor) -> bool:
+    """Whether an input is the target where that counts and hides it elsewhere, as one mask or by what is drawn."""
+    one = step.values[slot]
+    counted = counted.reshape(one.shape)
+    if not torch.equal(one == target.reshape(one.shape), counted) or float((~counted).double().mean()) < _SOME:
+        return False
+    if one.is_floating_point():
+        drawn = (made for made in step.operations if made.drawn is not None)
+        return any(set(made.outs) & step.made_of(slot) for made in drawn)
+    rows = counted.flatten(1)
+    begun = rows.cumsum(1) > 0
+    ends = (begun & ~rows)[:, :-1] & rows[:, 1:]  # of what is hidden, with something shown on both sides of it
+    hidden = one[~counted].unique()
+    return (
+        len(hidden) == 1 and not bool((one[counted] == hidden).any()) and float(ends.any(0).double().mean()) > _MOSTLY
+    )
 
 
 @asks("indices")
