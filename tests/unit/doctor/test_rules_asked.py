@@ -301,6 +301,11 @@ def test_target_given_fires_where_only_what_is_shown_counts() -> None:
     both("shown", "TARGET_GIVEN")
 
 
+def test_evaluation_inputs_fires_where_sampling_begins_with_other_noise() -> None:
+    assert "randn_like" in fires(asked("sampling start", "yes").run(), "EVALUATION_INPUTS", "warning").fix
+    both("sampling start", "EVALUATION_INPUTS")
+
+
 def test_rows_torn_fires_at_the_view() -> None:
     assert "view" in fires(asked("rows", "yes").run(), "ROWS_TORN", "error").message
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.sampling import is_normal
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown, told
@@ -24,7 +25,6 @@ _ALIKE = 0.9  # a correlation
 _LENGTHS = frozenset({"pow", "square", "abs", "norm"})
 _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are drawn from an interval
 _ENOUGH_NOISE = 100  # numbers
-_KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
 _NOTHING = 1e-3  # of the power of the noise
 _LEAST_TIMES = 4
@@ -101,7 +101,7 @@ def drowned(step: Step) -> Iterator[Probed]:
     for number, operation in enumerate(step.operations):
         for target, predicted in _both(operation.given) if operation.name in DISTANCES else ():
             noise, made_of = values[target], step.made_of(predicted, number) - step.parameters.keys()
-            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not _is_normal(noise):
+            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not is_normal(noise):
                 continue
             beside = [one for slot in made_of if not (one := values[slot]).requires_grad]
             nets = [values[slot] for slot in made_of & (taken | step.leaves.keys())]
@@ -130,7 +130,7 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
-    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not _is_normal(noise):
+    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
         return False
     drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
@@ -200,14 +200,6 @@ def of_indices(step: Step) -> Iterator[Probed]:
                 (sums if is_sum or set(given) & sums.keys() else places).update(dict.fromkeys(one.outs, of))
         if made & set(given):
             made |= set(one.outs)
-
-
-def _is_normal(noise: torch.Tensor) -> bool:
-    """Whether numbers are distributed as normal draws are."""
-    count = noise.numel()
-    steps = torch.arange(1, count + 1, dtype=torch.double) / count
-    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
-    return bool(away * count**0.5 <= _KOLMOGOROV)
 
 
 def _given(operation: Operation) -> dict[str, Any]:
