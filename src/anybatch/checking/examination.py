@@ -14,7 +14,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
 from anybatch.checking.rig import Outcome, Rig
@@ -58,6 +58,13 @@ def examine(task: Task) -> Certificate:
                 "bytes; check a smaller model of the same kind, or on the host"
             )
         task = replace(task, splittable=task.splittable.chosen(range(max(2, rows // 2))))
+
+
+def later_counter(task: Task) -> Reason | None:
+    """What each micro-batch counts in Python, and makes a difference at another value; ``None`` for nothing."""
+    with ExitStack() as stack:
+        rig, whole, _ = opened(task, stack)
+        return State(Case(rig, whole, rig.splits(), _TOLERANCE), rig.effects.found()).note(ahead=True)
 
 
 def _of_one(splittable: Splittable) -> Splittable:
@@ -313,7 +320,7 @@ class Examination(Case):
         if not draws or any(one.code == "random" for one in self.reasons):
             return
         if self.rig.repeats_draws(self.splits[0], changed):
-            self.reasons.append(reason("seeded"))
+            self.reasons.append(seeded(draw.operation for draw in draws))
             return
         places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules
         shown = [f"`{p or 'model'}` ({type(modules[p]).__name__})" if p in modules else "the loss" for p in places]

@@ -158,6 +158,19 @@ def test_of_parts_that_fail() -> None:
     assert check(linear(), loss, vectors()).exact
 
 
+@follows("size")
+def test_of_a_size_that_parts_groups() -> None:
+    def in_groups(model: Any, batch: Batch) -> Any:
+        return (model(batch["x"]).view(-1, 4, 3) + batch["t"].view(-1, 4, 1)).std(1).mean()
+
+    with pytest.raises(anybatch.NotSplittable, match="such as whole groups") as caught:
+        anybatch.backward(linear(), in_groups, vectors(24), micro_batch_size=6)
+    assert "micro_batch_size=8  # tried" in str(caught.value)
+    proof = anybatch.backward(linear(), in_groups, vectors(24), micro_batch_size=8).proof
+    assert proof is not None
+    assert proof.exact
+
+
 @follows("not per sample")
 def test_of_a_leaf_that_belongs_to_all_samples() -> None:
     batch = {**vectors(), "between": torch.rand(12, 12)}
