@@ -139,6 +139,15 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "divided by itself": Cause(
+        "not-additive",
+        "The loss is {value:.4g} for any samples, and only its gradient depends on them: a mean is divided by its own "
+        "value, as loss / loss.detach(), which is another number in each micro-batch.",
+        (
+            'return {{"first": anybatch.Mean(items.sum(), items.sum().detach()), ...}}  # each ratio alone, with count="forward"',  # noqa: E501
+            WHOLE,
+        ),
+    ),
     "function of a mean": Cause(
         "not-additive",
         "The loss is a function of a mean over the samples, such as its logarithm: weights of its parts give the whole "
@@ -165,7 +174,7 @@ CAUSES: dict[str, Cause] = {
     "mixed before": Cause(
         "not-additive",
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
-        "for the same samples, such as when they are normalised by the batch, or mixed.",
+        "for the same samples, such as when they are normalised by the batch, mixed, or cut to the longest of them.",
         (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
     ),
     "unexplained": Cause(

@@ -99,7 +99,7 @@ def prove(
             proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
     if over_time is not None:
         note = "; ".join(filter(None, (proof.note, over_time[0].note)))
-        proof = replace(proof, chunks=over_time[0].chunks, note=note)
+        proof = replace(proof, chunks=() if reason else over_time[0].chunks, note=note)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason
@@ -394,7 +394,12 @@ class _Prover:
             else None
         )
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
-        if is_empty and reason is not None and "moves" in reason.evidence:
+        over_time = isinstance(self._task.loss_fn, InPieces)
+        if (
+            is_empty
+            and reason is not None
+            and ("moves" in reason.evidence or (over_time and reason.code == "not-additive"))
+        ):
             reason = None  # numbers that are none are no state
         if reason is None and difference.error <= CERTAIN * difference.tolerance:
             note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"

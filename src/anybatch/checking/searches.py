@@ -30,6 +30,7 @@ from anybatch.tensors.sideeffects import Effect
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
+_NEAR = 4  # calls that come next
 _LATER = (5040, 5039, 10**6)  # calls, which many numbers divide
 _MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
@@ -321,7 +322,8 @@ class State:
         setters: list[Callable[[], None]] = [partial(effect.repeat, _LATER[0])]
         if not effect.is_growth:
             kind, now = type(effect.after), effect.after
-            setters = [partial(effect.set, kind(value)) for value in (*others, 2 * now + 1, 100 * (now + 1), *_LATER)]
+            near = range(now, now + _NEAR)
+            setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
         for begin in setters:
             outcome = self._case.attempt(
                 loss_fn=announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
