@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from anybatch.planning.planner import Planner
+from anybatch.tensors.randomness import seed
 from asked import asked_for
 from ranks_running import run_cases
 
@@ -32,8 +33,8 @@ SLOW = Path(__file__).with_name("slow.txt")
 class TorchRandom:
     """Lets hypothesis start every example from one state of torch's generator, so that failures can be replayed."""
 
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    def seed(self, number: int) -> None:
+        seed(number)
 
     def getstate(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -94,7 +95,7 @@ def seeds() -> None:
     """Seeds every generator, so that a test gives the same numbers alone, in the suite and in any worker."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -50,10 +50,12 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
             found = trial.isolated(cut, lambda own: _found(own, loss, length, other))
             if found is None:
                 return replace(proof, by="certificate"), None
-            if loss.chunk is None or (task.settings.chunk_length and loss.mode == "exact"):
-                return replace(proof, outcome="not exact"), found
+            shown, is_same_loss = found
+            is_chosen = loss.chunk is None or task.settings.chunk_length is not None
+            if loss.mode == "exact" and (is_chosen or is_same_loss):
+                return replace(proof, outcome="not exact"), shown
             note = f"in chunks of {length} steps, which have another loss than those of {other}"
-            logger.warning("\n    ".join((found.message, *found.remedies)))
+            logger.warning("\n    ".join((shown.message, *shown.remedies)))
             return replace(proof, note=note), None  # they may be part of the loss, as its author has given them
         except AnyBatchError as error:
             note = str(error)
@@ -75,8 +77,8 @@ def _other_way(task: Task, length: int, total: float, parts: Sequence[Part]) -> 
     return Cut(task.splittable.chosen(chosen, batch), (few,)), other if other > length else max(1, length // 2)
 
 
-def _found(task: Task, loss: OverTime, length: int, other: int) -> Reason | None:
-    """What makes a difference in float64; ``None`` if nothing does."""
+def _found(task: Task, loss: OverTime, length: int, other: int) -> tuple[Reason, bool] | None:
+    """What makes a difference in float64, and whether the loss is the same all the same; ``None`` if nothing does."""
     with ExitStack() as stack:
         rig, _, refused = opened(replace(task, loss_fn=loss.in_chunks(length)), stack)
         if rig.stand_ins is not None:
@@ -89,4 +91,4 @@ def _found(task: Task, loss: OverTime, length: int, other: int) -> Reason | None
         if worst <= least or not math.isfinite(worst):
             return None
         evidence = {"error": worst, "loss_error": off, "length": length, "other": other}
-        return reason("time" if off > least else "time of the gradient", "chunk_loss", evidence)
+        return reason("time" if off > least else "time of the gradient", "chunk_loss", evidence), off <= least

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
@@ -43,6 +44,7 @@ _ROUNDINGS = 128
 _FEW = 16  # samples
 _FREE = 16 << 20  # bytes that a proof may take
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_OF_OTHERS = ("torch.utils.checkpoint", "torch._library.autograd")  # backwards of torch that run what the user wrote
 _LOUDER = 1e4
 _STIRRED = 0.1  # of a weight, by which it is moved
 _IN_FLOAT64 = 1e-10
@@ -86,6 +88,19 @@ class Difference:
     def is_none(self) -> bool:
         """Whether they are the same within rounding."""
         return self.error <= self.tolerance and self.value_error <= (1e-5 if self.is_single else 0.05)
+
+
+class _Hooks(TorchFunctionMode):
+    """Notes the modules of Python from which hooks are put on tensors."""
+
+    def __init__(self, modules: set[str]) -> None:
+        super().__init__()
+        self._modules = modules
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook:
+            self._modules.add(str(getattr(args[1], "__module__", "")))
+        return func(*args, **(kwargs or {}))
 
 
 class Ran(NamedTuple):
@@ -351,6 +366,7 @@ class Trial:
                 self._reducer.reduce_(sums, self.parameters)
                 self._reducer.listen()
             found = [] if outside is None else [leaf for leaf, _ in outside.found]
+            self._changers.update(() if outside is None else outside.functions)
             leaves = [one for one in [*self.parameters, *found] if one.grad is not None]
             with without_modes():
                 return Ran(Sketch(leaves), leaves, values_of(sums), *self._moved())
@@ -379,7 +395,7 @@ class Trial:
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
-            with _nonlinear(self._changers), written or bounds or numbers or contextlib.nullcontext():
+            with _Hooks(self._changers), written or bounds or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
@@ -405,7 +421,8 @@ class Trial:
     def has_hooks(self) -> bool:
         """Whether hooks may change gradients."""
         hooks = (getattr(one, name, None) for one in self._every_module for name in _HOOKS)
-        return bool(self._changers) or any(one._backward_hooks for one in self.parameters) or any(hooks)
+        own = any(one.partition(".")[0] not in ("torch", "anybatch") or one in _OF_OTHERS for one in self._changers)
+        return own or any(one._backward_hooks for one in self.parameters) or any(hooks)
 
     @contextlib.contextmanager
     def louder(self) -> Iterator[None]:
@@ -465,30 +482,6 @@ def surroundings() -> Iterator[None]:
     with unobserved(), warnings.catch_warnings(), without_modes(), torch.enable_grad():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _nonlinear(found: set[str]) -> Iterator[None]:
-    """Notes whose hooks on tensors, and whose backwards, may do to gradients what they like."""
-    tensor, node = torch.Tensor, torch.autograd.function.BackwardCFunction
-    register, apply = tensor.register_hook, node.apply
-
-    def note(module: str) -> None:
-        found.update({module} if module.partition(".")[0] not in ("torch", "anybatch") else ())
-
-    def registered(self: torch.Tensor, hook: Any) -> Any:
-        note(str(getattr(hook, "__module__", "")))
-        return register(self, hook)  # type: ignore[no-untyped-call]
-
-    def applied(self: Any, *gradients: Any) -> Any:
-        note(self._forward_cls.__module__)
-        return apply(self, *gradients)  # type: ignore[no-untyped-call]
-
-    tensor.register_hook, node.apply = registered, applied  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        tensor.register_hook, node.apply = register, apply  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -19,15 +19,15 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         >>> [leaf is weight for leaf in leaves_of((weight * 3).sum() + weight.sum())]
         [True]
     """
-    return [node.variable for node in _accumulators_behind([tensor])]
+    return [node.variable for node in _accumulators_behind([tensor])[0]]
 
 
-def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] = ()) -> list[Any]:
-    """The ``AccumulateGrad`` nodes behind some tensors, each once, without known ones."""
+def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] = ()) -> tuple[list[Any], set[type]]:
+    """The ``AccumulateGrad`` nodes behind some tensors, each once, without known ones; and the types of all nodes."""
     found: list[Any] = []
     waiting: list[Any] = list(dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None))
     seen = {*known, *waiting}
-    accumulates: dict[type, bool] = {}
+    accumulates: dict[type, bool] = dict.fromkeys(map(type, waiting), False)
     for node in waiting:
         for following, _ in node.next_functions:
             if following is None or following in seen:
@@ -37,7 +37,7 @@ def _accumulators_behind(tensors: Iterable[torch.Tensor], known: Iterable[Any] =
             if kind not in accumulates:  # asked of the type, since a node of the user may have any attribute
                 accumulates[kind] = hasattr(kind, "variable")
             (found if accumulates[kind] else waiting).append(following)
-    return found
+    return found, {*accumulates}
 
 
 def is_transformed() -> bool:
@@ -81,6 +81,13 @@ class OutsideLeaves:
         self._known = {id(leaf) for leaf in known}
         self._accumulators: set[Any] = set()  # kept alive, so that the next micro-batch's graph has the same nodes
         self.found: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves, each with its saved gradient
+        self._kinds: set[type] = set()  # of the nodes
+
+    @property
+    def functions(self) -> set[str]:
+        """The modules of Python of the autograd functions in Python that were met."""
+        functions = (getattr(kind, "_forward_cls", None) for kind in self._kinds)
+        return {one.__module__ for one in functions if one is not None}
 
     def know(self, leaves: Iterable[torch.Tensor]) -> None:
         """Adds leaves that are handled elsewhere."""
@@ -89,7 +96,9 @@ class OutsideLeaves:
     def look_behind(self, tensors: Iterable[torch.Tensor], *, ignoring: Iterable[torch.Tensor] = ()) -> None:
         """Finds new leaves behind some tensors, and saves and clears their gradients."""
         ignored = {id(leaf) for leaf in ignoring}
-        for node in _accumulators_behind(tensors, self._accumulators):
+        accumulators, kinds = _accumulators_behind(tensors, self._accumulators)
+        self._kinds |= kinds
+        for node in accumulators:
             leaf = node.variable
             if id(leaf) in ignored:
                 continue

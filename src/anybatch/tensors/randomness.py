@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 
+def seed(number: int) -> None:
+    """Seeds torch's generators; ``torch.manual_seed`` keeps a stack at each call for devices that never start."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 class RandomState:
     """The state of the global random generators: torch's, Python's, and NumPy's if ``numpy.random`` is loaded."""
 

@@ -5,12 +5,13 @@ proof that is refused leaves weights as the forward has set them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import anybatch
 
@@ -69,7 +70,19 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("change", [hooked(bounded), Bounded.apply])
+def recomputed(hidden: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, checkpoint(Bounded.apply, hidden, use_reentrant=True))
+
+
+@torch.library.custom_op("anybatch_tests::bounded", mutates_args=())
+def operator(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+operator.register_autograd(lambda ctx, gradient: bounded(gradient))
+
+
+@pytest.mark.parametrize("change", [hooked(bounded), Bounded.apply, recomputed, operator])
 def test_a_bound_of_all_samples_is_stopped_before_it_is_reached(change: Any) -> None:
     with pytest.raises(anybatch.NotSplittable, match="The backward is not linear"):
         anybatch.backward(net(), loss_with(change), batch_of(), micro_batch_size=5)
@@ -80,7 +93,20 @@ def test_what_is_done_to_each_sample_passes(name: str) -> None:
     proof = anybatch.backward(net(), loss_with(LEGAL[name]), batch_of(), micro_batch_size=5).proof
     assert proof is not None
     assert proof.exact
-    assert torch.Tensor.register_hook.__module__ != "anybatch.checking.trial"
+
+
+def test_nothing_of_torch_is_replaced_while_a_step_is_proved() -> None:
+    def in_place() -> tuple[Any, Any]:
+        return torch.Tensor.register_hook, torch.autograd.function.BackwardCFunction.apply
+
+    before = in_place()
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert in_place() == before
+        return loss_with(hooked(bounded))(model, batch)
+
+    with pytest.raises(anybatch.NotSplittable):
+        anybatch.backward(net(), loss_fn, batch_of(), micro_batch_size=5)
 
 
 class SetByData(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.trials import FAILURES, tensors
+from anybatch.tensors.randomness import seed
 
 _ENTRIES = 24  # of an input
 _SECONDS = 2.0
@@ -60,7 +61,7 @@ def _is_real(one: Any) -> bool:
 
 
 def _run(cls: Any, given: Given) -> list[torch.Tensor]:
-    torch.manual_seed(0)
+    seed(0)
     return [one for one in tensors(cls.apply(*given)) if one.is_floating_point()]
 
 

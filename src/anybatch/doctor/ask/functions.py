@@ -16,6 +16,7 @@ from anybatch.doctor.ask.tape import Loss, Operation, Slot, slots
 from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
+from anybatch.tensors.randomness import seed
 
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
 _LEAST_CUTS = 3
@@ -43,7 +44,7 @@ def about_functions(kept: Kept, run: Run) -> Iterator[Probed]:
 
 
 def _asked(one: Function) -> tuple[str, str]:
-    torch.manual_seed(0)
+    seed(0)
     given = [torch.randn(shape, dtype=one.dtype) * 0.01 for shape in one.shapes]
     try:
         with torch.no_grad():

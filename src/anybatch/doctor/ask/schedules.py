@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
-from anybatch.doctor.ask.source import scripts
+from anybatch.doctor.ask.source import parsed, scripts
 from anybatch.doctor.ask.trials import told
 from anybatch.records.events import Loaded, Stepped
 from anybatch.records.lossfacts import Probed
@@ -60,7 +60,7 @@ def _share_of_worse(values: list[float], sign: int) -> float:
 def _named(one: Plateau) -> str:
     """What the user's line gives to ``step``, as text."""
     try:
-        tree = ast.parse(Path(one.file).read_text(encoding="utf-8"))
+        tree = parsed(Path(one.file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ""
     for node in ast.walk(tree):
@@ -117,7 +117,7 @@ def _read(found: dict[Path, ast.Module], path: Path) -> ast.Module | None:
     if path in found or path.suffix != ".py" or "site-packages" in path.parts:
         return None
     try:
-        found[path] = ast.parse(path.read_text(encoding="utf-8"))
+        found[path] = parsed(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
     return found[path]

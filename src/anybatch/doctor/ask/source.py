@@ -1,6 +1,7 @@
 """What the text of a script shows: fields of a batch that nothing reads, and a module's method named backward."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -41,11 +42,23 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*_FUNCTIONS, ast.For, ast.While)
 
 
+@functools.lru_cache(maxsize=8)
+def parsed(text: str) -> ast.Module:
+    """The tree of a script, which several questions read and none changes."""
+    return ast.parse(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """A node of such a tree and all below it."""
+    return tuple(ast.walk(node))
+
+
 def scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
     """The files of lines that go back, read."""
     for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
         try:
-            yield file, ast.parse(Path(file).read_text(encoding="utf-8"))
+            yield file, parsed(Path(file).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, ValueError):
             continue
 
@@ -113,7 +126,7 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         >>> list(turned_lists(ast.parse(text)))
         []
     """
-    for loop in (one for one in ast.walk(tree) if isinstance(one, (ast.For, ast.While))):
+    for loop in (one for one in walked(tree) if isinstance(one, (ast.For, ast.While))):
         calls = [one.value for one in loop.body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
         done = [(one.func.attr, ast.unparse(one.func.value), one.lineno) for one in calls
                 if isinstance(one.func, ast.Attribute)]  # fmt: skip
@@ -155,11 +168,11 @@ def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         >>> list(evaluated_splits(ast.parse(text + "\\nloss = f(out[data.train_mask])")))
         []
     """
-    tested = {id(one) for scope in ast.walk(tree) if _evaluates(scope) for one in ast.walk(scope)}
-    stored = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Subscript) and _is_stored(one)}
+    tested = {id(one) for scope in walked(tree) if _evaluates(scope) for one in walked(scope)}
+    stored = {id(one.value) for one in walked(tree) if isinstance(one, ast.Subscript) and _is_stored(one)}
     read = [
         (one.id if isinstance(one, ast.Name) else one.attr, one.lineno, id(one) in tested)
-        for one in ast.walk(tree)
+        for one in walked(tree)
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Load) and id(one) not in stored
     ]
     held = [name for name, _, is_tested in read if is_tested and _HELD_OUT.match(name)]
@@ -185,17 +198,17 @@ def _evaluates(scope: ast.AST) -> bool:
 
 def _scopes(tree: ast.Module) -> Iterator[Any]:
     """Functions; the whole file where something goes back outside of all."""
-    functions = [one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [one for one in walked(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
     yield from functions
     yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
 
 
 def _takes_best(scope: Any) -> bool:
-    return any(isinstance(one, ast.Attribute) and one.attr in ("max", "amax") for one in ast.walk(scope))
+    return any(isinstance(one, ast.Attribute) and one.attr in ("max", "amax") for one in walked(scope))
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:
-    for one in ast.walk(scope):
+    for one in walked(scope):
         if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult):
             sides = [side for side in (one.left, one.right) if isinstance(side, (ast.Name, ast.Attribute))]
             names = [side.id if isinstance(side, ast.Name) else side.attr for side in sides]
@@ -208,13 +221,13 @@ def _discounts(scope: Any, *, literals: bool = False) -> bool:
 
 def _unpacked(scope: Any) -> Iterator[tuple[str, int]]:
     """Names that are unpacked from something together with others, or given what a call or an index gives."""
-    for one in ast.walk(scope):
+    for one in walked(scope):
         targets: list[Any] = one.targets if isinstance(one, ast.Assign) else []
         targets = [one.target] if isinstance(one, ast.For) else targets
         is_made = isinstance(one, ast.Assign) and isinstance(one.value, (ast.Call, ast.Subscript))
         for target in targets:
             if isinstance(target, (ast.Tuple, ast.List)):
-                yield from ((n.id, n.lineno) for n in ast.walk(target) if isinstance(n, ast.Name))
+                yield from ((n.id, n.lineno) for n in walked(target) if isinstance(n, ast.Name))
             elif isinstance(target, ast.Name) and is_made:
                 yield target.id, target.lineno
 
@@ -223,7 +236,7 @@ def _read(scope: Any) -> set[str]:
     """Names that something reads which is more than a name that nothing reads itself."""
     uses: dict[str, set[str]] = {}
     waiting: list[str] = []
-    for one in ast.walk(scope):
+    for one in walked(scope):
         pairs = list(_pairs(one))
         for name, value in pairs:
             uses.setdefault(name, set()).update(_loaded(value) - {name})
@@ -251,7 +264,7 @@ def _pairs(statement: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _loaded(node: Any) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return {n.id for n in walked(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
 def _loaded_by(statement: Any) -> set[str]:
@@ -292,12 +305,12 @@ def _method(owner: type) -> tuple[str, int, bool] | None:
     if not isinstance(tree, ast.FunctionDef):
         return None
     names = [one.arg for one in tree.args.args if one.arg not in ("self", "ctx", "cls")]
-    calls = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    gives = any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree))
+    calls = {n.attr for n in walked(tree) if isinstance(n, ast.Attribute)}
+    gives = any(isinstance(n, ast.Return) and n.value is not None for n in walked(tree))
     if "backward" in calls or "grad" in calls or not gives or not any(_GRADIENTS.search(name) for name in names):
         return None
     start = line + tree.lineno - 1 + (1 if tree.decorator_list else 0)
-    return file, start, any(isinstance(n, ast.USub) for n in ast.walk(tree))
+    return file, start, any(isinstance(n, ast.USub) for n in walked(tree))
 
 
 def about_best(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -328,7 +341,7 @@ def worse_kept(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
         >>> list(worse_kept(ast.parse(text)))
         []
     """
-    for one in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+    for one in (node for node in walked(tree) if isinstance(node, ast.If)):
         tests = one.test.values if isinstance(one.test, ast.BoolOp) and isinstance(one.test.op, ast.Or) else [one.test]
         for test in tests:
             if not isinstance(test, ast.Compare) or len(test.ops) != 1:
@@ -418,14 +431,14 @@ def _calls(node: ast.AST, scopes: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, 
 
 def _made_of(node: ast.AST) -> set[str]:
     """What a value is made of; a call may give another one each time."""
-    found = {ast.unparse(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
-    return found | {"()"} if any(isinstance(one, (ast.Call, ast.Subscript)) for one in ast.walk(node)) else found
+    found = {ast.unparse(one) for one in walked(node) if isinstance(one, (ast.Name, ast.Attribute))}
+    return found | {"()"} if any(isinstance(one, (ast.Call, ast.Subscript)) for one in walked(node)) else found
 
 
 def _changing(scope: Any) -> set[str]:
     """What has a value of its own in each call or round, and what a value that nothing is known of has in it."""
     found = {"()"} | ({one.arg for one in scope.args.args} - {"self"} if isinstance(scope, _FUNCTIONS) else set())
-    for one in ast.walk(scope):
+    for one in walked(scope):
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store):
             found.add(ast.unparse(one))
     return found

@@ -12,6 +12,7 @@ from anybatch.doctor.ask.tape import Loss, Operation, Replay, Slot, Tape, Values
 from anybatch.doctor.ask.trials import FAILURES, Unknown, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
+from anybatch.tensors.randomness import seed
 
 MOVING = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"})
 PRODUCTS = frozenset({"matmul", "bmm", "mm"})
@@ -144,7 +145,7 @@ def replayed(
     tape: Tape, loss: Loss, change: Any = None, number: Any = None, held: Mapping[Slot, torch.Tensor] | None = None
 ) -> Replay:
     """Runs a step again as far as a loss, without random numbers of its own."""
-    torch.manual_seed(0)
+    seed(0)
     try:
         return replay(tape, loss.before, change or _same, number or _same, held or {})
     except FAILURES as error:
