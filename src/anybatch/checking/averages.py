@@ -112,6 +112,12 @@ class Pieces(NamedTuple):
         norm = norm_of(terms[0])
         return (values[0], norm) if norm > 10 * scale or abs(values[0]) > 10 * value_scale else None
 
+    def constant(self) -> float | None:
+        """The value of the loss if it is the same for all samples and for any part of them, and not zero."""
+        values = torch.cat([self.whole.values, *(split.values for split in self.splits)])
+        same = bool(((values - values[0]).abs() <= self.tolerance * abs(values[0])).all())
+        return float(values[0]) if same and values[0] else None
+
     def solved_weights(self) -> list[list[float]] | None:
         """Solves for the weights by which the parts make up the whole, if the parts have enough to tell.
 
@@ -167,6 +173,8 @@ class Averages:
             return reason("sum", where, {"samples": self._splittable.rows}), None
         if (shared := pieces.shared_term()) is not None:
             return _holds_shared_term(where, *shared), None
+        if (value := pieces.constant()) is not None:
+            return reason("divided by itself", where, {"value": value}), None
         weights = pieces.solved_weights()
         if weights is not None and not self._were_tried(weights):
             shown = ", ".join(f"{weight:.4g}" for weight in weights[0])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anybatch.records.certificates import Reason
@@ -10,6 +10,7 @@ from anybatch.records.certificates import Reason
 WHOLE = "anybatch.TrainStep(model, loss_fn, optimizer)  # no micro_batch_size: the whole batch at once"
 _COUPLED = "anybatch.Coupled(encode, loss)  # the loss sees what encode gave for all samples: exact"
 _CLIP = "anybatch.TrainStep(model, loss_fn, optimizer, clip_norm=1.0)  # clips the whole gradient, once"
+_MASKS = {"bernoulli_", "native_dropout", "dropout"}  # operations that draw those of dropout
 _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
     "step(batch)\n    {code} += 1  # here, once, and not in the loss",
@@ -70,6 +71,12 @@ CAUSES: dict[str, Cause] = {
         "fails",
         "{fails} A shape is written out that is the whole batch's.",
         ("x.view(x.size(0), -1)  # instead of a fixed batch size",),
+    ),
+    "size": Cause(
+        "fails",
+        "A micro-batch of {given} samples fails with {failed}. The model or the loss takes other numbers of samples "
+        "only, such as whole groups.",
+        ("micro_batch_size={size}  # tried: {samples} samples of this batch give the same gradient so",),
     ),
     "squeezed": Cause(
         "fails",
@@ -132,6 +139,15 @@ CAUSES: dict[str, Cause] = {
             'return {{"first": anybatch.Mean(items.sum(), len(items)), ...}}  # each mean alone, with count="forward"',
         ),
     ),
+    "divided by itself": Cause(
+        "not-additive",
+        "The loss is {value:.4g} for any samples, and only its gradient depends on them: a mean is divided by its own "
+        "value, as loss / loss.detach(), which is another number in each micro-batch.",
+        (
+            'return {{"first": anybatch.Mean(items.sum(), items.sum().detach()), ...}}  # each ratio alone, with count="forward"',  # noqa: E501
+            WHOLE,
+        ),
+    ),
     "function of a mean": Cause(
         "not-additive",
         "The loss is a function of a mean over the samples, such as its logarithm: weights of its parts give the whole "
@@ -158,7 +174,7 @@ CAUSES: dict[str, Cause] = {
     "mixed before": Cause(
         "not-additive",
         "The loss function couples the samples before {model} sees them: in micro-batches the model gets other inputs "
-        "for the same samples, such as when they are normalised by the batch, or mixed.",
+        "for the same samples, such as when they are normalised by the batch, mixed, or cut to the longest of them.",
         (WHOLE, "batch = prepare(batch); step(batch)  # couple the samples before the batch is split"),
     ),
     "unexplained": Cause(
@@ -369,7 +385,7 @@ CAUSES: dict[str, Cause] = {
         "The loss seeds a random generator itself, so that two micro-batches draw the very same numbers: what is drawn "
         "for the whole batch differs between all of its samples, in a split it repeats, and does not average out.",
         (
-            "torch.manual_seed(seed)  # once, before step(batch), and not in the loss",
+            "torch.manual_seed(seed)  # once, before step(batch), and not in the loss; so with a torch.Generator",
             'dropout="per-sample"  # masks that are a function of the sample, whatever the split and the seed',
         ),
     ),
@@ -397,6 +413,12 @@ def reason(cause: str, where: str = "loss", evidence: Mapping[str, Any] | None =
     fields = {**(evidence or {}), **said}
     lines = tuple(_TEXT.vformat(line, (), fields) for line in remedies)
     return Reason(code, where, _TEXT.vformat(text, (), fields), lines, dict(evidence or {}))
+
+
+def seeded(operations: Iterable[str]) -> Reason:
+    """Says that a generator is seeded in the loss; masks of the samples help only if nothing else is drawn."""
+    found = reason("seeded")
+    return found if set(operations) <= _MASKS else dataclasses.replace(found, remedies=found.remedies[:1])
 
 
 def more(found: Reason, text: str = "", *, before: Sequence[str] = (), **evidence: Any) -> Reason:

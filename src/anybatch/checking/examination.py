@@ -14,15 +14,17 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
+from anybatch.checking.gradients import distance, relative
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
 from anybatch.checking.standins import Draw
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
+from anybatch.loss.sequence import OverTime
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
@@ -58,6 +60,13 @@ def examine(task: Task) -> Certificate:
                 "bytes; check a smaller model of the same kind, or on the host"
             )
         task = replace(task, splittable=task.splittable.chosen(range(max(2, rows // 2))))
+
+
+def later_counter(task: Task) -> Reason | None:
+    """What each micro-batch counts in Python, and makes a difference at another value; ``None`` for nothing."""
+    with ExitStack() as stack:
+        rig, whole, _ = opened(task, stack)
+        return State(Case(rig, whole, rig.splits(), _TOLERANCE), rig.effects.found()).note(ahead=True)
 
 
 def _of_one(splittable: Splittable) -> Splittable:
@@ -208,8 +217,8 @@ class Examination(Case):
             self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
         elif names := self._written_weights():
             self.reasons.append(reason("weight", names[0], {"weights": names, "error": error}))
-        elif not comparison.breaks and (moves := self._moves_unseen()):
-            self.reasons.append(moves)
+        elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
+            self.reasons.append(found)
         else:
             self.reasons += [_drawn_count(one) if drew and "weights" in one.evidence else one
                              for one in searched(self, comparison)]  # fmt: skip
@@ -243,9 +252,20 @@ class Examination(Case):
         self.rig.run()
         return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
 
+    def _in_chunks(self) -> Reason | None:
+        """Whether micro-batches add up to the whole batch in the same chunks, though not to all steps at once."""
+        loss, whole = self.task.loss_fn, self.whole
+        if not isinstance(loss, OverTime) or self.compared(whole=(found := self.rig.run())).error > self.tolerance:
+            return None
+        off = max(relative(abs(found.losses[name] - value), abs(value)) for name, value in whole.losses.items())
+        evidence = {"error": self.error_of(found.gradients), "loss_error": off, "length": loss.chunk, "other": "all"}
+        return reason("time", "chunk_loss", evidence)
+
     def _moves_unseen(self) -> Reason | None:
         """Whether random numbers that nothing stands in for make the difference, or something else that moves."""
-        errors = [self.error_of(self.rig.run().gradients) for _ in range(2)]
+        is_cut = isinstance(self.task.loss_fn, OverTime)  # while the whole batch ran all steps at once
+        first = self.rig.run().gradients if is_cut else self.whole.gradients
+        errors = [relative(distance(self.rig.run().gradients, first), self.whole.norm) for _ in range(2)]
         differs = any(self.tolerance < error < math.inf for error in errors)  # 0 / 0 is no state
         if self.rig.has_drawn() and (differs or self.rig.draws_by_size()):
             return reason("not held")
@@ -313,7 +333,7 @@ class Examination(Case):
         if not draws or any(one.code == "random" for one in self.reasons):
             return
         if self.rig.repeats_draws(self.splits[0], changed):
-            self.reasons.append(reason("seeded"))
+            self.reasons.append(seeded(draw.operation for draw in draws))
             return
         places, modules = list(dict.fromkeys(draw.where for draw in draws)), self.rig.modules
         shown = [f"`{p or 'model'}` ({type(modules[p]).__name__})" if p in modules else "the loss" for p in places]

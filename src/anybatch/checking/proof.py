@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.checking.causes import more
+from anybatch.checking.causes import more, seeded
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import (
@@ -30,7 +30,9 @@ from anybatch.checking.cuts import (
     most_of,
     uncut_one_by_one,
 )  # fmt: skip
+from anybatch.checking.examination import later_counter
 from anybatch.checking.searches import shown_iterators
+from anybatch.checking.sizes import another_size
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.errors import AnyBatchError, NotSplittable
 from anybatch.loss.coupling import Coupled
@@ -92,9 +94,12 @@ def prove(
         prover = _Prover(trial, task, parts)
         again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
         proof, reason = again or prover.found()
+        if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
+            note = f"as long as `{reason.where}` makes no difference"
+            proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
     if over_time is not None:
         note = "; ".join(filter(None, (proof.note, over_time[0].note)))
-        proof = replace(proof, chunks=over_time[0].chunks, note=note)
+        proof = replace(proof, chunks=() if reason else over_time[0].chunks, note=note)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
     return replace(proof, update=update), reason
@@ -181,28 +186,34 @@ class _Prover:
         uncut = self._task.splittable.obstacle
         if self._task.is_planned and uncut is None and not notes:
             return self._by_losses()
-        if self._is_of_torch and uncut is None and not self._task.is_planned and (found := self._uncut()):
-            return found
+        if self._is_of_torch and uncut is None and not self._task.is_planned:
+            other = self._uncut() or another_size(self._trial, self._task, self._parts)
+            if other is not None:
+                return other
         alone = "a micro-batch has one sample" if uncut is None else f"a batch is not cut, since it can't be: {uncut}"
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
     def _uncut(self) -> Found | None:
-        """Whether a part runs, and adds up to the whole, once one of the leaves is not cut."""
+        """Whether a part runs, and adds up to the whole, once one of the leaves is not cut; or only runs, with one."""
+        runs: list[Found] = []
         for label, path, other in uncut_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
             failure = None
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
-                if rows < 2 or not found.is_none or self._trial.is_the_same(cut):
+                if rows < 2 or self._trial.is_the_same(cut):
                     continue  # what is no longer cut may be all the data
                 evidence = {"path": path, "error_with_remedy": found.error}
                 told = worded("not per sample", label, evidence, label=label, rows=self._task.splittable.rows)
-                return Proof("not exact", "comparison", rows, cut.sizes), told
+                runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))
+                if found.is_none:
+                    return runs[-1]
             except Exception as error:  # noqa: BLE001 - it may be another leaf
                 failure = Failure(error)
-            failure.release()
-        return None
+            if failure is not None:
+                failure.release()
+        return runs[0] if len(runs) == 1 else None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
         """The same, unless the losses of whole micro-batches of the step show what those of few samples do not."""
@@ -252,6 +263,19 @@ class _Prover:
         except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
             failure = Failure(error)
         failure.release()
+        return None
+
+    def later(self) -> Reason | None:
+        """A counter that each micro-batch moves, and that makes a difference at another value only."""
+        failure = None
+        try:
+            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
+                if self._trial.counts and not self._task.is_planned:
+                    return self._trial.isolated(cut, later_counter)
+        except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
+            failure = Failure(error)
+        if failure is not None:
+            failure.release()
         return None
 
     def among_many(self) -> Found | None:
@@ -306,6 +330,9 @@ class _Prover:
     def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
         """What a cut shows, with the reason where that is not exact."""
         self.bound = self.bound or difference.bound
+        if difference.is_none and difference.seeded is not None:
+            error, operations = difference.seeded
+            return _proof("not exact", "comparison", cut, replace(difference, error=error)), seeded(operations)
         if difference.is_none:
             return _proof("exact", "comparison", cut, difference), None
         if not difference.is_single or (difference.dtype is torch.float32 and difference.error < _IN_DOUBT):
@@ -367,7 +394,12 @@ class _Prover:
             else None
         )
         is_empty = math.inf in (difference.error, 0.0 if certificate is None else certificate.error)
-        if is_empty and reason is not None and "moves" in reason.evidence:
+        over_time = isinstance(self._task.loss_fn, InPieces)
+        if (
+            is_empty
+            and reason is not None
+            and ("moves" in reason.evidence or (over_time and reason.code == "not-additive"))
+        ):
             reason = None  # numbers that are none are no state
         if reason is None and difference.error <= CERTAIN * difference.tolerance:
             note = f"the gradients differ by {difference.error:.2g}, which may be rounding, and no certificate can be"

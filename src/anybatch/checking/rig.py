@@ -23,7 +23,7 @@ from anybatch.checking.beginnings import announced, in_place_of
 from anybatch.checking.gradients import distance, length_of, sketched
 from anybatch.checking.isolation import Isolation
 from anybatch.checking.reach import modules_of
-from anybatch.checking.standins import DOUBLE, StandIns, Turns
+from anybatch.checking.standins import DOUBLE, StandIns, Turns, repeats
 from anybatch.checking.visits import Visits
 from anybatch.errors import BatchError, CountError, LossError
 from anybatch.loss.coupling import Coupled
@@ -103,7 +103,6 @@ class Rig:
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient
         self.names: list[str] = []  # of the parameters; those that are not in the model have a description
-        self._stands: list[tuple[int, list[Any]]] | None = None
 
     @property
     def splittable(self) -> Splittable:
@@ -185,26 +184,11 @@ class Rig:
         """Whether two micro-batches draw the same numbers, since the loss seeds a generator."""
         if self.stand_ins is None:
             return False
-        self.stand_ins.drawn, self._stands = [], []
-        try:
+        with self.stand_ins.drawing() as of_whole:
+            self.run()
+        with self.stand_ins.drawing() as of_parts:
             self.run(parts, fresh=False, carries=carries)
-            self._note_generators(len(parts))
-        finally:
-            drawn, self.stand_ins.drawn = self.stand_ins.drawn, None
-            stands, self._stands = self._stands, None
-        firsts = [drawn[begin:end][:1] for (begin, _), (end, _) in itertools.pairwise(stands)]
-        if any(one and one in firsts[:position] for position, one in enumerate(firsts)):
-            return True
-        ends = [[len(part.samples), *others] for part, (_, others) in zip(parts, stands[1:], strict=False)
-                if not same(others, stands[0][1])]  # fmt: skip
-        return any(same(end, one) for position, end in enumerate(ends) for one in ends[:position])
-
-    def _note_generators(self, turn: int) -> None:
-        """How many numbers were drawn so far, and where the generators stand that torch does not draw from."""
-        drawn = None if self.stand_ins is None else self.stand_ins.drawn
-        if self._stands is not None and drawn is not None and len(self._stands) <= turn:
-            state = RandomState().state_dict()
-            self._stands.append((len(drawn), [state["python"], state.get("numpy"), *self.effects.generators()]))
+        return repeats(of_whole, of_parts)
 
     def has_drawn(self, *, torch_too: bool = True) -> bool:
         """Whether the last run has moved a random generator; what stands in for random numbers moves none.
@@ -289,9 +273,8 @@ class Rig:
                 self.isolation.restore_buffers()
                 self._random.restore()
             with without_modes():  # which would take a copy for one of the loss's operations
-                goes_on = self._stands is not None and turn > 0  # where numbers are really drawn
+                goes_on = turn > 0 and self.stand_ins is not None and self.stand_ins.drawn is not None
                 self.effects.restore(carries if turn else (), generators=not goes_on)
-            self._note_generators(turn)
 
         # With every graph kept a coupled loss encodes once, so that random numbers have their turn once.
         task = replace(

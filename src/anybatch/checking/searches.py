@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from anybatch.checking.isolation import muted
 from anybatch.checking.rig import Outcome, scaled
 from anybatch.checking.visits import Recording, culprits, gets_different_inputs
 from anybatch.errors import AnyBatchError, BatchError, CountError
-from anybatch.loss.losses import LossFunction
 from anybatch.records.certificates import Reason
 from anybatch.tensors.sideeffects import Effect
 
 _MOST_MODULES = 5  # that are named
 _MOST_ARGUMENTS = 3  # of an operation on two tensors, with a factor
+_NEAR = 4  # calls that come next
+_LATER = (5040, 5039, 10**6)  # calls, which many numbers divide
 _MOST_EFFECTS = 6  # of the things that changed which are looked at one by one
 
 
@@ -290,38 +292,51 @@ class State:
         self.error = max(self.error, error)
         return error > self._case.tolerance
 
-    def note(self) -> Reason | None:
-        """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does."""
+    def note(self, *, ahead: bool = False) -> Reason | None:
+        """What is counted once a micro-batch, and makes a difference at another value only, as a warm-up does.
+
+        Args:
+            ahead: whether only values count that it has not had yet.
+        """
         self._case.attempt(self._parts, carries=self._changed)
-        counters = [effect for effect in self._changed if effect.is_number and effect.again() != effect.after]
-        later = [effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect)]
+        counted = (one for one in self._changed if isinstance(one.after, int) and one.again() != one.after)
+        counters = [*filter(lambda one: one.is_growth, self._changed), *filter(lambda one: one.is_number, counted)]
+        later = [
+            effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect, () if ahead else (0, 1))
+        ]
         if not later:
             return None
         self._case.attempt(self._parts, carries=self._changed)
-        return self._worded("later counter", later)
+        found = self._worded("later counter", later)
+        return replace(found, remedies=found.remedies[:1]) if later[0].is_growth else found
 
     def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
-        code = effects[0].place.code
+        code = _code_of(effects[0])
         name = re.findall(r"[A-Za-z_]\w*", code)[-1]
         shown = "; ".join(_moved(effect, len(self._parts)) for effect in effects[:3])
         evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
         return reason(cause, code, evidence, shown=shown, off=off, name=name, code=code)
 
-    def _matters_elsewhere(self, effect: Effect) -> bool:
-        kind = type(effect.after)
-        for value in dict.fromkeys(kind(v) for v in (0, 1, 2 * effect.after + 1, 100 * (effect.after + 1), 10**6)):
-            outcome = self._case.attempt(loss_fn=self._with(effect, value))
+    def _matters_elsewhere(self, effect: Effect, others: Sequence[int]) -> bool:
+        """Whether the gradient is another one once it was counted further, to what many periods of calls divide."""
+        setters: list[Callable[[], None]] = [partial(effect.repeat, _LATER[0])]
+        if not effect.is_growth:
+            kind, now = type(effect.after), effect.after
+            near = range(now, now + _NEAR)
+            setters = [partial(effect.set, kind(value)) for value in (*others, *near, 100 * (now + 1), *_LATER)]
+        for begin in setters:
+            outcome = self._case.attempt(
+                loss_fn=announced(self._case.rig.task.loss_fn, begin, _nothing, in_pieces=True)
+            )
             if not isinstance(outcome, Outcome):
                 continue  # such as an index that is out of range
             if self._case.error_of(outcome.gradients, outcome.norm) > self._case.tolerance:
                 return True
         return False
 
-    def _with(self, effect: Effect, value: object) -> LossFunction:
-        def begin() -> None:
-            effect.set(value)
 
-        return announced(self._case.rig.task.loss_fn, begin, lambda: None, in_pieces=True)
+def _nothing() -> None:
+    pass
 
 
 def _kind_of(effect: Effect, rows: int) -> str:
@@ -333,9 +348,15 @@ def _kind_of(effect: Effect, rows: int) -> str:
     return "counter" if effect.after - effect.before == 1 else "number"
 
 
+def _code_of(effect: Effect) -> str:
+    return f"len({effect.place.code.rpartition('[')[0]})" if effect.is_growth else effect.place.code
+
+
 def _moved(effect: Effect, micro_batches: int) -> str:
-    what = f"`{effect.place.code}`{effect.place.owner}"
+    what = f"`{_code_of(effect)}`{effect.place.owner}"
     now = effect.again()
+    if effect.is_growth:
+        return f"{what} grows with each of {micro_batches} micro-batches"
     if effect.is_number and isinstance(now, (int, float)) and effect.after != effect.before:
         if (now - effect.before) / (effect.after - effect.before) == micro_batches:
             return f"{what} was counted {micro_batches} times in one step of {micro_batches} micro-batches"

@@ -5,8 +5,10 @@ there. And a split draws other random numbers than the whole batch, so that noth
 with where operations are dispatched, below autograd.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -90,6 +92,13 @@ class Draw(NamedTuple):
     where: str  # the qualified name of the innermost module that was running
 
 
+class Drawn(NamedTuple):
+    """One draw: where the generator stood, and the shape of what was drawn."""
+
+    state: bytes
+    shape: tuple[int, ...]
+
+
 _RECURRENT = frozenset({"_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"})
 """Kernels that drop out between layers by themselves; no numbers can stand in for theirs, so they run without."""
 
@@ -108,8 +117,8 @@ class StandIns(Mode):
         self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
         # what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples
         self.numbers = self.in_parts
-        # where the generator stood at each draw; with a list here numbers are really drawn
-        self.drawn: list[bytes] | None = None
+        # the draws of each forward that began; with a list here numbers are really drawn
+        self.drawn: list[list[Drawn]] | None = None
         self._wider, self._where = wider, where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,11 +166,43 @@ class StandIns(Mode):
         if not in_backward():
             self.draws[Draw(name, self._where())] = None
         if self.drawn is not None:
-            if not in_backward():
-                self.drawn.append(_state_before(func, args, kwargs))
-            return func(*args, **kwargs)
+            return self._really(func, args, kwargs)
         stand_in = STAND_INS.get(name)
         return func(*args, **kwargs) if stand_in is None else stand_in(self.numbers, func, args, kwargs)
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draws, and notes where the generator stood, if that moves it: what has no entries, or one order, does not."""
+        before = _state_of(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self.drawn and not in_backward() and before != _state_of(func, args, kwargs):
+            first = result[0] if isinstance(result, tuple) else result
+            self.drawn[-1].append(Drawn(before, tuple(first.shape)))
+        return result
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[list[list[Drawn]]]:
+        """Numbers are really drawn in the block; gives the draws of each forward that begins there."""
+        found: list[list[Drawn]] = []
+        self.drawn = found
+        try:
+            yield found
+        finally:
+            self.drawn = None
+
+
+def repeats(whole: Sequence[Sequence[Drawn]], parts: Sequence[Sequence[Drawn]]) -> bool:
+    """Whether two micro-batches draw the very same numbers for their samples, since a generator is seeded anew.
+
+    Numbers that are not of samples, such as a fixed projection, have the same shape in the whole batch.
+
+    Example:
+        >>> own, shared = Drawn(b"seed 3", (3, 2)), Drawn(b"seed 3", (2,))
+        >>> repeats([[Drawn(b"seed 3", (6, 2))]], [[own], [own]]), repeats([[shared]], [[shared], [shared]])
+        (True, False)
+    """
+    shapes = {one.shape for forward in whole for one in forward}
+    states = [{one.state for one in forward if one.shape not in shapes} for forward in parts]
+    return any(one & other for one, other in itertools.combinations(states, 2))
 
 
 class Turns:
@@ -174,6 +215,8 @@ class Turns:
     def begin(self) -> None:
         """A micro-batch begins."""
         if self._stand_ins is not None:
+            if self._stand_ins.drawn is not None:
+                self._stand_ins.drawn.append([])
             self._stand_ins.numbers = self._stand_ins.in_parts
             self._stand_ins.numbers.begin(self._parts[self.turn % len(self._parts)], self._rows)
         self.turn += 1
@@ -203,7 +246,7 @@ class Turns:
         return found
 
 
-def _state_before(func: Any, args: Any, kwargs: Any) -> bytes:
+def _state_of(func: Any, args: Any, kwargs: Any) -> bytes:
     """The state of the generator that an operation draws from."""
     generator = argument(func, args, kwargs, "generator")
     if generator is None:

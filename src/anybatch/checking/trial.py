@@ -19,9 +19,9 @@ from anybatch.checking.gradients import Sketch, relative
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
-from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider
+from anybatch.checking.standins import SINGLE, StandIns, Turns, Wider, repeats
 from anybatch.interception import unobserved
-from anybatch.loss.losses import LossFunction
+from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
@@ -65,6 +65,8 @@ class Difference:
     draws: bool  # whether random numbers are drawn
     # the operation that bounds what the samples give together, as a clamp of their mean; ``""`` for none
     bound: str = ""
+    # how far off the gradient is where two micro-batches really draw the same numbers, and what draws them
+    seeded: tuple[float, Sequence[str]] | None = None
 
     @property
     def tolerance(self) -> float:
@@ -138,6 +140,7 @@ class Trial:
         self._every_module = modules_of(*self._modules)
         devices = devices_among(self._every_module)
         self._has_moved = False
+        self.counts: bool | None = None  # whether a run counts in Python; ``None`` as long as nothing was run
         self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
         self._room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
@@ -168,7 +171,19 @@ class Trial:
         counted, error = self._gradient_error(whole, split)
         found = self.judged(counted, error, split.value_error(whole), in_single=in_single, draws=draws)
         bound = "" if whole.drew_others else bound_of_samples(of_whole.met, of_parts.met, len(cut.sizes))
-        return replace(found, bound=bound)
+        seeded = None if in_pieces or not (draws or whole.drew_torch) else self._seeded(cut, numbers)
+        return replace(found, bound=bound, seeded=seeded)
+
+    def _seeded(self, cut: Cut, numbers: StandIns | None) -> tuple[float, Sequence[str]] | None:
+        """How far off a gradient is whose parts draw the same numbers, and the operations; ``None`` if none do."""
+        if self._is_shared or numbers is None or as_coupled(self._task.loss_fn) is not None:
+            return None
+        with numbers.drawing() as of_whole:
+            whole = self.run(cut, cut.whole, numbers)
+        with numbers.drawing() as of_parts:
+            split = self.run(cut, cut.parts, numbers)
+        operations = [draw.operation for draw in numbers.draws]
+        return (self._gradient_error(whole, split)[1], operations) if repeats(of_whole, of_parts) else None
 
     def _gradient_error(self, whole: "Ran", split: "Ran") -> tuple[list[torch.Tensor], float]:
         """How far two gradients are apart, and of which leaves."""
@@ -340,7 +355,8 @@ class Trial:
         )  # fmt: skip
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
         outside = None if self._is_shared else OutsideLeaves(self.parameters)
-        no_dropout = contextlib.nullcontext() if self._is_shared else _without_dropout(self._every_module)
+        is_drawn = self._is_shared or (numbers is not None and numbers.drawn is not None)
+        no_dropout = contextlib.nullcontext() if is_drawn else _without_dropout(self._every_module)
         with self.undisturbed(outside, numbers, bounds), no_dropout:
             with self._optimizations():
                 _, sums = run_pass(
@@ -392,6 +408,8 @@ class Trial:
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
             is_moved = (written is not None and self._may_write) or _versions(self._every_module) != buffers
+            if self.counts is None:
+                self.counts = any(one.is_number or one.is_growth for one in self._effects.found())
             self._has_moved = self._effects.restore() or is_moved
             self._before.restore(warns=False)
 

@@ -142,6 +142,8 @@ def _largest(whole: Recording, parts: Sequence[Recording], key: tuple[str, int],
         prints = getattr(part.visits[key], side) if key in part.visits else []
         for one, other in zip(own, prints, strict=True) if len(prints) == len(own) else ():
             difference = _difference(one, other, whole.rows, part)
+            if side == "got" and sum(a != b for a, b in zip(one.shape, other.shape, strict=False)) > 1:
+                difference = math.inf  # a part is cut to its own longest sample before
             if not largest >= difference and not math.isnan(difference):
                 largest = difference
     return largest

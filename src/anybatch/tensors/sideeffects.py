@@ -6,6 +6,7 @@ names of globals are read, so that rather too much is looked at than too little.
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -70,9 +71,18 @@ class Effect:
             isinstance(value, (int, float)) and not isinstance(value, bool) for value in (self.before, self.after)
         )
 
+    @property
+    def is_growth(self) -> bool:
+        """Whether a list has one more item."""
+        return self.before is _MISSING and isinstance(self._key, int)
+
     def set(self, value: Any) -> None:
         """Sets another value."""
         self._holder.write({**self._holder.read(), self._key: value})
+
+    def repeat(self, times: int) -> None:
+        """Appends the item that a list has more once more, some times."""
+        self._holder.write({**self._holder.read(), **dict.fromkeys(range(self._key, self._key + times), self.after)})
 
     def again(self) -> Any:
         """The value now."""
@@ -418,6 +428,11 @@ def _state_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], 
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
+    if isinstance(value, torch.quasirandom.SobolEngine):
+        names = ("num_generated", "quasi")  # the second is written to in place
+        return lambda: copy.deepcopy([getattr(value, one) for one in names]), lambda state: vars(value).update(
+            zip(names, copy.deepcopy(state), strict=True)
+        )
     drawing = sys.modules.get("numpy.random")  # loaded on first use
     if drawing is not None and isinstance(value, drawing.Generator):
         return lambda: value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)

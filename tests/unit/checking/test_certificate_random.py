@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import check
+from anybatch import NotSplittable, backward, check
 from anybatch.checking.standins import StandIns
 from anybatch.testing import assert_exact
 
@@ -200,9 +200,18 @@ def makes_its_own(x: torch.Tensor) -> torch.Tensor:
     return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
 
 
-def seeds_numpy(x: torch.Tensor) -> torch.Tensor:
+def seeds_one_number(x: torch.Tensor) -> torch.Tensor:
     np.random.seed(0)
     return x * float(np.random.rand())
+
+
+def seeds_a_projection(x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.randn(5, 5, generator=torch.Generator().manual_seed(3)).to(x)
+
+
+def seeds_each_sample(x: torch.Tensor) -> torch.Tensor:
+    seeds = (x.detach().abs().sum(1) * 10).int().tolist()
+    return x + torch.stack([torch.randn(5, generator=torch.Generator().manual_seed(one)) for one in seeds]).to(x)
 
 
 def draws_on(x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +222,7 @@ def draws_from_numpy(x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x, 0.5) * float(np.random.rand())
 
 
-@pytest.mark.parametrize("noise", [seeds_torch, seeds_its_own, makes_its_own, seeds_numpy])
+@pytest.mark.parametrize("noise", [seeds_torch, seeds_its_own, makes_its_own])
 def test_a_loss_that_seeds_itself_draws_the_same_in_two_micro_batches_and_that_is_said(
     noise: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -224,6 +233,40 @@ def test_a_loss_that_seeds_itself_draws_the_same_in_two_micro_batches_and_that_i
     assert "seeds a random generator itself" in certificate.reasons[0].message
     assert not certificate.notes
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("noise", [seeds_torch, seeds_its_own, makes_its_own])
+def test_so_a_step_says_of_its_first_batch(noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(NotSplittable):
+        backward(nn.Linear(5, 3), lambda m, b: F.cross_entropy(m(noise(b["x"])), b["y"]), vectors(), micro_batch_size=4)
+
+
+@pytest.mark.parametrize("noise", [seeds_one_number, seeds_a_projection, seeds_each_sample])
+def test_seeded_numbers_that_no_split_repeats_are_exact(noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(noise(batch["x"])), batch["y"])
+
+    model, batch = nn.Linear(5, 3), vectors()
+    assert check(model, loss_fn, batch).exact
+    proof = backward(model, loss_fn, batch, micro_batch_size=4).proof
+    assert proof is not None
+    assert proof.exact
+
+
+def test_points_of_a_sobol_sequence_go_on_in_the_next_micro_batch() -> None:
+    points = torch.quasirandom.SobolEngine(5)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"] + points.draw(len(batch["x"]))), batch["y"])
+
+    model, batch = nn.Linear(5, 3), vectors()
+    proof = backward(model, loss_fn, batch, micro_batch_size=4).proof
+    assert proof is not None
+    assert proof.exact
+    split, model.weight.grad = model.weight.grad, None
+    points.reset()
+    loss_fn(model, batch).backward()
+    torch.testing.assert_close(split, model.weight.grad)
 
 
 @pytest.mark.parametrize("noise", [draws_on, draws_from_numpy])

@@ -118,3 +118,20 @@ def test_more_samples_are_compared_where_micro_batches_have_many() -> None:
 
     found = [anybatch.backward(net(), plain, rows(512), micro_batch_size=size).proof for size in (8, 64, 256)]
     assert [proof and proof.samples for proof in found] == [8, 8, 32]
+
+
+def test_samples_that_are_cut_to_the_longest_are_not_told_as_a_module_that_couples_them() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.rnn(x)[0][:, -1])  # type: ignore[no-any-return]
+
+    def trimmed(model: Any, batch: Any) -> Any:
+        return model(batch["x"][:, : int(batch["length"].max())]).square().mean()
+
+    batch = {"x": torch.randn(16, 9, 3), "length": torch.arange(16) % 8 + 1}
+    with pytest.raises(anybatch.NotSplittable, match="cut to the longest"):
+        anybatch.backward(Recurrent(), trimmed, batch, micro_batch_size=4)

@@ -267,3 +267,14 @@ def test_raw_samples_are_compared_before_they_are_put_together(caplog: pytest.Lo
     assert not caplog.text
     ran(over(position_from_0), rows, 4, collate=collate)
     assert "where time is cut" in caplog.text
+
+
+def summed_steps(model: Any, chunk: Any, state: Any) -> Any:
+    hidden, state = model.rnn(chunk["x"], state)
+    return of_steps(model, chunk, hidden).sum(), state
+
+
+def test_a_sum_over_the_chunk_is_told_as_a_sum_and_not_as_what_moves() -> None:
+    loss = anybatch.OverTime(summed_steps, zeros, chunk=5)
+    with pytest.raises(anybatch.NotSplittable, match=r"in micro-batches(.|\n)*The loss is a sum"):
+        anybatch.backward(Tagger(), loss, batch_of(), micro_batch_size=3)

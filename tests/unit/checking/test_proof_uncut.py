@@ -59,6 +59,14 @@ def test_it_is_named_with_the_option_that_was_tried(
     assert result.proof.exact
 
 
+def test_it_is_named_beside_another_fault() -> None:
+    def weighted_mean(model: Any, batch: Batch) -> torch.Tensor:  # over other items than samples, too
+        return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
+
+    with pytest.raises(anybatch.NotSplittable, match=r"broadcast=\('weight',\)"):
+        anybatch.backward(net(), weighted_mean, batch_of(weight=WEIGHTS), micro_batch_size=4)
+
+
 def test_a_loss_that_runs_no_part_for_another_reason_is_not_given_it() -> None:
     def whole_only(model: Any, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"].view(ROWS, 6)), batch["y"])

@@ -158,6 +158,44 @@ def test_of_parts_that_fail() -> None:
     assert check(linear(), loss, vectors()).exact
 
 
+@follows("size")
+def test_of_a_size_that_parts_groups() -> None:
+    def in_groups(model: Any, batch: Batch) -> Any:
+        return (model(batch["x"]).view(-1, 4, 3) + batch["t"].view(-1, 4, 1)).std(1).mean()
+
+    with pytest.raises(anybatch.NotSplittable, match="such as whole groups") as caught:
+        anybatch.backward(linear(), in_groups, vectors(24), micro_batch_size=6)
+    assert "micro_batch_size=8  # tried" in str(caught.value)
+    proof = anybatch.backward(linear(), in_groups, vectors(24), micro_batch_size=8).proof
+    assert proof is not None
+    assert proof.exact
+
+
+@follows("divided by itself")
+def test_of_means_that_are_divided_by_themselves() -> None:
+    batch, model = vectors(), nn.ModuleDict({"a": linear(), "b": linear()})
+
+    def items(model: Any, batch: Batch) -> list[torch.Tensor]:
+        return [
+            F.cross_entropy(model["a"](batch["x"]), batch["y"], reduction="none"),
+            model["b"](batch["x"]).abs().mean(1),
+        ]
+
+    def plain(model: Any, batch: Batch) -> Any:
+        return sum(one.mean() / one.mean().detach() for one in items(model, batch))
+
+    def each(model: Any, batch: Batch) -> Any:
+        a, b = (anybatch.Mean(one.sum(), one.sum().detach()) for one in items(model, batch))
+        return {"first": a, "second": b}
+
+    said(check(model, plain, batch), 'return {"first": anybatch.Mean(items.sum(), items.sum().detach())', WHOLE)
+    plain(model, batch).backward()
+    expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    anybatch.backward(model, each, batch, micro_batch_size=5, count="forward")
+    torch.testing.assert_close({name: one.grad for name, one in model.named_parameters()}, expected)
+
+
 @follows("not per sample")
 def test_of_a_leaf_that_belongs_to_all_samples() -> None:
     batch = {**vectors(), "between": torch.rand(12, 12)}

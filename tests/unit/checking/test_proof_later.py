@@ -1,0 +1,89 @@
+"""What each micro-batch counts, and what matters only once it was counted further, is said of the first batch.
+
+How this could alarm without need: a count of calls that only a log reads is told as a schedule.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def made() -> tuple[Loss, dict[str, Any]]:
+    """A mean loss, and what a loss may keep beside it."""
+    return lambda model, batch: F.mse_loss(model(batch["x"]), batch["y"]), {"calls": 0, "seen": [], "best": 9.0}
+
+
+def late(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    return loss if kept["calls"] < 40 else loss * 0.5
+
+
+def each_16th(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    return loss + model[0].weight.square().sum() if kept["calls"] % 16 == 0 else loss
+
+
+def grown(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    return loss if len(kept["seen"]) < 200 else loss * 0.5
+
+
+def logged(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    if kept["calls"] % 100 == 0:
+        kept["best"] = min(kept["best"], float(loss))
+    return loss
+
+
+def averaged(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    kept["mean"] = sum(kept["seen"]) / len(kept["seen"])
+    return loss
+
+
+def warmed_up(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    return loss * float(min(1.0, (kept["calls"] + 50) / 4))
+
+
+def begun_anew(model: Any, batch: Any, kept: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+    kept["position"] = 0
+    for _ in range(3):
+        kept["position"] += 1
+    return loss * float(kept["position"])
+
+
+def said_of(reads: Callable[[Any, Any, dict[str, Any], torch.Tensor], torch.Tensor]) -> list[str]:
+    torch.manual_seed(0)
+    mean, kept = made()
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = mean(model, batch)
+        kept["calls"] += 1
+        kept["seen"].append(float(loss))
+        return reads(model, batch, kept, loss)
+
+    model, batch = nn.Sequential(nn.Linear(4, 3)).double(), {"x": torch.randn(20, 4), "y": torch.randn(20, 3)}
+    batch = {name: value.double() for name, value in batch.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        proof = anybatch.backward(model, loss_fn, batch, micro_batch_size=8).proof
+    assert proof is not None
+    assert proof.exact
+    assert kept["calls"] == 3
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(("reads", "name"), [(late, "kept['calls']"), (each_16th, "kept['calls']"), (grown, "len(")])
+def test_a_count_that_matters_later_is_said(reads: Any, name: str) -> None:
+    (said,) = said_of(reads)
+    assert name in said
+    assert "a schedule by it runs that many times as fast" in said
+
+
+@pytest.mark.parametrize("reads", [logged, averaged, begun_anew, warmed_up])
+def test_a_count_that_the_gradient_does_not_depend_on_is_not(reads: Any) -> None:
+    assert said_of(reads) == []
