@@ -1,5 +1,6 @@
 """Answers of questions to copies, as a run's record holds them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from anybatch.records.lossfacts import Probed
@@ -20,6 +21,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},
+    "sampling start": {"times": 3.0, "level": 59.0},
     "inputs alike": {"value": 0.0, "calls": 12},
     "unread field": {"name": "done", "kind": "end"},
     "labels": {"samples": 300, "held_out": 2.31, "guess": 2.3},
@@ -34,6 +36,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "rewarded": {"slope": 0.4, "products": 1},
     "helped": {"critic": 1, "optimizer": 0, "of_critic": 0.4, "of_generator": 0.5},
     "close copy": {"online": 0, "share": 0.97},
+    "shown": {"op": "cross_entropy", "share": 0.85},
     "target given": {"place": 29, "of": 30},
     "axes": {"op": "reshape", "before": [24, 24, 3], "after": [3, 24, 24]},
     "padding": {"share": 0.4, "value": 0, "tokens": 4000},
@@ -59,7 +62,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "repeated rows": {"times": 5, "rows": 500},
     "rounded": {"field": "stamp", "spacing": 128.0, "size": 1.7e9, "ties": 0.2},
     "reseeded": {"generator": "np.random", "value": "self.seed", "times": 12},
-    "turned list": {"name": "returns"},
+    "turned list": {"name": "returns", "kind": "turned"},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},
     "uncounted": {"number": 3, "share": 0.2, "classes": 4, "by": "mask"},
@@ -80,9 +83,10 @@ EVIDENCE: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(probe: str, answer: str, **values: Any) -> Training:
-    """A training of which a question was asked."""
-    one = Probed(probe=probe, answer=answer, evidence=EVIDENCE[probe], file="train.py", line=7, **values)
+def asked(probe: str, answer: str, seen: Mapping[str, Any] | None = None, **values: Any) -> Training:
+    """A training of which a question was asked, with more or other evidence."""
+    evidence = EVIDENCE[probe] | dict(seen or {})
+    one = Probed(probe=probe, answer=answer, evidence=evidence, file="train.py", line=7, **values)
     return Training(after=(one,))
 
 

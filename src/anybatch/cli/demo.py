@@ -28,7 +28,6 @@ from anybatch.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from anybatch.demo.corpus import SourceText
     from anybatch.demo.facts import DemoRecord, TextFacts
-    from anybatch.demo.training import TrainingSettings
 
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
@@ -161,7 +160,8 @@ def _check_options(options: Options, *, force: bool) -> None:
 
 def _run(options: Options, screen: Screen) -> None:
     began = time.monotonic()
-    text, facts = _read_text(options)
+    text = _read_text(options)
+    facts = text.facts()
     missing = missing_extra()
     page = None if missing else options.output
     screen.announce(facts, options.duration, options.logical_samples, options.pretended, page)
@@ -180,34 +180,27 @@ def _run(options: Options, screen: Screen) -> None:
     screen.finish(page, options.json_path, time.monotonic() - began)
 
 
-def _read_text(options: Options) -> "tuple[SourceText, TextFacts]":
-    from anybatch.demo.corpus import read_sources, unigram_entropy
-    from anybatch.demo.facts import TextFacts
+def _read_text(options: Options) -> "SourceText":
+    from anybatch.demo.corpus import read_sources
 
     try:
-        text = read_sources(options.sources)
+        return read_sources(options.sources)
     except FileNotFoundError as error:
         raise click.UsageError(str(error)) from error
-    facts = TextFacts(
-        root=text.root,
-        train_files=len(text.train_files),
-        train_bytes=len(text.train),
-        validation_files=len(text.validation_files),
-        validation_bytes=len(text.validation),
-        unigram_bits=unigram_entropy(text.train),
-    )
-    return text, facts
 
 
 def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
     from anybatch.demo.comparison import compare_gradients, plan_update
     from anybatch.demo.facts import DemoRecord
-    from anybatch.demo.training import TrainingRun, as_tensor, first_batch
+    from anybatch.demo.training import TrainingRun, TrainingSettings, as_tensor, first_batch
     from anybatch.demo.transformer import make_model, write_text
 
     model = make_model(options.seed)
     train, validation = as_tensor(text.train), as_tensor(text.validation)
-    settings = _settings(options)
+    settings = TrainingSettings(
+        updates=options.updates, samples=options.logical_samples, validations=4 if options.quick else 10,
+        validation_samples=64 if options.quick else 256, seed=options.seed,
+    )  # fmt: skip
     with screen.planning():
         batch = first_batch(train, options.logical_samples, model.context, options.seed)
         plan = plan_update(model, batch, settings, options.memory)
@@ -215,7 +208,10 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
     with screen.comparing():
         comparison = compare_gradients(model, batch, plan=plan, rounds=3 if options.quick else 6)
     screen.show_comparison(comparison)
-    seconds = _training_seconds(options, time.monotonic() - began)
+    seconds = options.seconds or _SECONDS
+    if options.quick:
+        left = _QUICK_SECONDS - _QUICK_AFTERWARDS_SECONDS - (time.monotonic() - began)
+        seconds = max(_QUICK_TRAINING_SECONDS, left)
     run = TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds))
     with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
         curve = run.run(on_update, on_validation, asked.is_set)
@@ -225,24 +221,6 @@ def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFa
     sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed) if has_learned else ""
     screen.show_sample(sample)
     return DemoRecord(_versions(), options.seed, facts, plan, comparison, curve, sample)
-
-
-def _settings(options: Options) -> "TrainingSettings":
-    from anybatch.demo.training import TrainingSettings
-
-    return TrainingSettings(
-        updates=options.updates,
-        samples=options.logical_samples,
-        validations=4 if options.quick else 10,
-        validation_samples=64 if options.quick else 256,
-        seed=options.seed,
-    )
-
-
-def _training_seconds(options: Options, gone: float) -> float:
-    if not options.quick:
-        return options.seconds or _SECONDS
-    return max(_QUICK_TRAINING_SECONDS, _QUICK_SECONDS - _QUICK_AFTERWARDS_SECONDS - gone)
 
 
 @contextmanager
@@ -272,12 +250,8 @@ def _versions() -> dict[str, str | int]:
 
     from anybatch._version import __version__
 
-    return {
-        "anybatch": __version__,
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-    }
+    python, threads = platform.python_version(), torch.get_num_threads()
+    return {"anybatch": __version__, "Python": python, "torch": str(torch.__version__), "threads": threads}
 
 
 _MOST_COLUMNS = 120

@@ -147,14 +147,12 @@ class _Bar:
         self._loss: float | None = None
 
     def advance(self, moment: "Moment") -> None:
-        from anybatch.demo.training import resident_bytes
+        from anybatch.memory.meter import resident_bytes
 
         before = moment.loss_bits if self._loss is None else self._loss
         self._loss = _PAST_OF_LOSS * before + (1 - _PAST_OF_LOSS) * moment.loss_bits
-        held = resident_bytes()
         state = f"loss {self._loss:.2f}  {moment.tokens_per_second / 1000:.1f}k tokens/s"
-        if held is not None:
-            state += f"  {format_bytes(held)}"
+        state += f"  {format_bytes(resident_bytes())}"
         self._progress.update(self._task, completed=moment.fraction, state=state)
 
 

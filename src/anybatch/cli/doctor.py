@@ -4,7 +4,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Wishes:
     output: Path | None  # the page
     fail_on: str | None  # the least severity that is a failure
     active: bool  # whether also probes that train a copy run
-    ask: bool  # whether any question is asked after the script
+    no_ask: bool  # whether no question is asked after the script
     timeout: float | None  # in seconds
     every: int | None  # steps from one sample to the next
     fix: bool  # whether fixes are tried by running the script again
@@ -89,24 +89,7 @@ class Wishes:
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Measure every N steps.  [default: 25]")
 @click.option("--force", is_flag=True, help="Overwrite files that anybatch did not write.")
 @options.timeout_option
-def doctor_command(
-    target: Target,
-    json_path: Path | None,
-    record: Path | None,
-    output: Path | None,
-    fail_on: str | None,
-    active: bool,
-    no_ask: bool,
-    timeout: float | None,
-    every: int | None,
-    fix: bool,
-    patch: Path | None,
-    fix_seconds: float,
-    steps: int | None,
-    stop_on: tuple[str, ...],
-    force: bool,
-    **reporting: Any,
-) -> None:
+def doctor_command(target: Target, *, json_path: Path | None, force: bool, **given: Any) -> None:
     """Watches SCRIPT train, and says what is wrong, where, and what to change.
 
     The script runs unchanged, to its end, with the same results. Options of the doctor stand before SCRIPT; everything
@@ -125,16 +108,14 @@ def doctor_command(
     anybatch doctor --fix train.py | git apply
     """
     home = Path() if target.command[0] == "-m" else Path(target.command[0]).parent
-    wanted = Wanted(home, json_path=json_path, **reporting)
-    wishes = Wishes(
-        wanted=wanted, record=record, output=output, fail_on=fail_on or wanted.policy.fail_on, active=active,
-        ask=not no_ask, timeout=timeout, every=every, fix=fix or patch is not None, patch=patch,
-        fix_seconds=fix_seconds, steps=steps, stop_on=wanted.stops(stop_on),
-    )  # fmt: skip
+    own = {one.name: given.pop(one.name) for one in fields(Wishes) if one.name in given}
+    wanted = Wanted(home, json_path=json_path, **given)
+    own |= {"fail_on": own["fail_on"] or wanted.policy.fail_on, "stop_on": wanted.stops(own["stop_on"])}
+    wishes = Wishes(wanted=wanted, **{**own, "fix": own["fix"] or own["patch"] is not None})
     options.check_folder(json_path)
-    options.check_page(output, force=force)
-    options.check_file(record, "record that anybatch wrote", is_record, force=force)
-    options.check_file(patch, "patch", options.is_patch, force=force)
+    options.check_page(wishes.output, force=force)
+    options.check_file(wishes.record, "record that anybatch wrote", is_record, force=force)
+    options.check_file(wishes.patch, "patch", options.is_patch, force=force)
     with tempfile.TemporaryDirectory(prefix="anybatch-", ignore_cleanup_errors=True) as folder:
         finished, failed, stopped = _examine(target, wishes, Path(folder).resolve())
     if finished.limit is not None:
@@ -154,8 +135,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         without_records_of_ranks(record)
     settings = {
         "record": str(record), "script": target.name, "arguments": target.arguments, "every": wishes.every,
-        "active": wishes.active, "ask": wishes.ask, "launches_ranks": several,
-        "steps": wishes.steps,
+        "active": wishes.active, "ask": not wishes.no_ask, "launches_ranks": several, "steps": wishes.steps,
     }  # fmt: skip
     to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.takes_stdout
     quiet = to_stdout or wishes.wanted.takes_stdout

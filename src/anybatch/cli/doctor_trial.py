@@ -42,7 +42,6 @@ class Shadow:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._open, self._os_open, self._mkdir, self._stat = io.open, os.open, os.mkdir, os.stat
-        self._remove, self._replace = os.remove, os.replace
 
     def own(self, path: Any) -> str | None:
         """The path in the trial's folder for a path outside it; ``None`` where none is needed."""
@@ -107,42 +106,45 @@ class Shadow:
             self._mkdir(part)
         return None
 
-    def stat(self, path: Any, **keywords: Any) -> Any:
-        """``os.stat``."""
-        return self._stat(path if "dir_fd" in keywords else self.to_read(path), **keywords)
+    def redirected(self, function: Any, *paths: tuple[int, str, Callable[[Any], Any]]) -> Any:
+        """A function whose paths are redirected: for each its position, its name, and what redirects it.
 
-    def remove(self, path: Any, **keywords: Any) -> None:
-        """``os.remove``; the audit hook refuses it for files that the trial did not write."""
-        self._remove(path if "dir_fd" in keywords else self.to_read(path), **keywords)
+        The audit hook refuses what would delete or rename a file that the trial did not write.
+        """
 
-    def replace(self, source: Any, target: Any, **keywords: Any) -> None:
-        """``os.replace`` and ``os.rename``, with the same refusal."""
-        self._replace(self.to_read(source), self.to_write(target), **keywords)
+        def call(*given: Any, **words: Any) -> Any:
+            arguments = list(given)
+            for place, name, redirect in paths if "dir_fd" not in words else ():
+                if name in words:
+                    words[name] = redirect(words[name])
+                elif place < len(arguments):
+                    arguments[place] = redirect(arguments[place])
+            return function(*arguments, **words)
+
+        return call
 
     def put_on(self) -> None:
         """Redirects the writes of this process."""
+        read, write = self.to_read, self.to_write
         builtins.open = io.open = self.open
-        os.open, os.mkdir, os.stat = self.os_open, self.mkdir, self.stat
-        os.remove = os.unlink = self.remove
-        os.replace = os.rename = self.replace  # type: ignore[assignment]
+        os.open, os.mkdir = self.os_open, self.mkdir
+        os.stat = self.redirected(os.stat, (0, "path", read))
+        os.remove = os.unlink = self.redirected(os.remove, (0, "path", read))
+        os.replace = os.rename = self.redirected(os.replace, (0, "src", read), (1, "dst", write))
         try:
             import safetensors
         except ImportError:
             return
-        write = safetensors.serialize_file
-        safetensors.serialize_file = lambda data, path, *more, **words: write(data, self.to_write(path), *more, **words)
+        safetensors.serialize_file = self.redirected(safetensors.serialize_file, (1, "filename", write))
 
     def put_on_torch(self, torch: Any) -> None:
         """Redirects ``torch.save`` and ``torch.load``, which open files in C++."""
-        save, load = torch.save, torch.load
 
-        def redirected_save(obj: Any, f: Any, *more: Any, **words: Any) -> None:
-            save(obj, self.to_write(f) if isinstance(f, str | os.PathLike) else f, *more, **words)
+        def by_path(redirect: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda file: redirect(file) if isinstance(file, str | os.PathLike) else file
 
-        def redirected_load(f: Any, *more: Any, **words: Any) -> Any:
-            return load(self.to_read(f) if isinstance(f, str | os.PathLike) else f, *more, **words)
-
-        torch.save, torch.load = redirected_save, redirected_load
+        torch.save = self.redirected(torch.save, (1, "f", by_path(self.to_write)))
+        torch.load = self.redirected(torch.load, (0, "f", by_path(self.to_read)))
 
 
 def refusal(event: str, arguments: tuple[Any, ...], folder: str) -> str:

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -18,25 +18,18 @@ NOT_WRITTEN = 74
 """What a command ends with that can't write its output, as sysexits.h has it."""
 
 
-class Verb(NamedTuple):
-    """Where a verb is implemented, and its line of help."""
-
-    module: str  # that has it
-    name: str  # of the command in it
-    help: str  # one line
-
-
 VERBS = {
-    "check": Verb("anybatch.cli.check", "check_command", "Does gradient accumulation change the gradient here?"),
-    "demo": Verb("anybatch.cli.demo", "demo_command", "Run a self-contained demo on local files."),
-    "doctor": Verb("anybatch.cli.doctor", "doctor_command", "Why does it not learn?"),
-    "estimate": Verb("anybatch.cli.estimate", "estimate_command", "How much memory does training a known model take?"),
-    "explain": Verb("anybatch.cli.explain", "explain_command", "What does a finding of the doctor mean?"),
-    "plan": Verb("anybatch.cli.plan", "plan_command", "What is the fastest configuration within a memory budget?"),
-    "tune": Verb("anybatch.cli.tune", "tune_command", "Which batch size and learning rate should I use?"),
-    "report": Verb("anybatch.cli.report", "report_command", "Report on a run that the doctor recorded."),
-    "watch": Verb("anybatch.cli.watch", "watch_command", "Follow a run from another terminal."),
+    "check": "Does gradient accumulation change the gradient here?",
+    "demo": "Run a self-contained demo on local files.",
+    "doctor": "Why does it not learn?",
+    "estimate": "How much memory does training a known model take?",
+    "explain": "What does a finding of the doctor mean?",
+    "plan": "What is the fastest configuration within a memory budget?",
+    "tune": "Which batch size and learning rate should I use?",
+    "report": "Report on a run that the doctor recorded.",
+    "watch": "Follow a run from another terminal.",
 }
+"""The lines of help of the verbs, each of which is a command in a module of its name."""
 
 
 class Verbs(click.Group):
@@ -75,16 +68,15 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the module of a verb."""
-        verb = VERBS.get(cmd_name)
-        if verb is None:
+        if cmd_name not in VERBS:
             return None
-        command: click.Command = getattr(importlib.import_module(verb.module), verb.name)
+        command: click.Command = getattr(importlib.import_module(f"anybatch.cli.{cmd_name}"), f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the verbs without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, VERBS[name].help) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, VERBS[name]) for name in self.list_commands(ctx)])
 
 
 def _without_output(error: OSError) -> int:

@@ -70,7 +70,7 @@ class LoopWatch:
         torch.Tensor.backward = backward  # type: ignore[method-assign]
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "_within", None)),
         ]
 
     def detach(self) -> None:
@@ -92,9 +92,6 @@ class LoopWatch:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._within = optimizer
         self._end()
-
-    def _after_step(self, *_: Any) -> None:
-        self._within = None
 
     def _end(self) -> None:
         if self._seen is not None and self._within is not None:

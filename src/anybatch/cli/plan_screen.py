@@ -127,22 +127,19 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     )
     for note in notes:
         print_words(console, note)
-    heading(console, "What a rank holds at its peak")
-    rows = [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]
-    print_table(console, TextTable(("", "bytes", "share"), tuple(rows)), left=(0,))
-    if plan.traffic:
-        heading(console, "What goes over the network in a step")
-        rows4 = [
-            (one.name, str(one.count), format_bytes(one.payload_bytes), format_bytes(one.sent_bytes))
-            for one in plan.traffic
-        ]
-        print_table(console, TextTable(("", "times", "whole", "sent by a rank"), tuple(rows4)), left=(0,))
-    if plan.units:
-        heading(console, "What is gathered and reduced together")
-        shown = [
-            (unit.name or "what is in no block", format_bytes(unit.whole_bytes), format_bytes(unit.rank_bytes))
-            for unit in plan.units[:_MOST_UNITS]
-        ]
-        print_table(console, TextTable(("", "parameters", "on a rank"), tuple(shown)), left=(0,))
-        if len(plan.units) > _MOST_UNITS:
-            print_words(console, f"and {len(plan.units) - _MOST_UNITS} more: --json")
+    sections: tuple[tuple[str, tuple[str, ...], list[tuple[str, ...]]], ...] = (
+        ("What a rank holds at its peak", ("", "bytes", "share"),
+         [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]),
+        ("What goes over the network in a step", ("", "times", "whole", "sent by a rank"),
+         [(one.name, str(one.count), format_bytes(one.payload_bytes), format_bytes(one.sent_bytes))
+          for one in plan.traffic]),
+        ("What is gathered and reduced together", ("", "parameters", "on a rank"),
+         [(unit.name or "what is in no block", format_bytes(unit.whole_bytes), format_bytes(unit.rank_bytes))
+          for unit in plan.units[:_MOST_UNITS]]),
+    )  # fmt: skip
+    for title, header, rows in sections:
+        if rows:
+            heading(console, title)
+            print_table(console, TextTable(header, tuple(rows)), left=(0,))
+    if len(plan.units) > _MOST_UNITS:
+        print_words(console, f"and {len(plan.units) - _MOST_UNITS} more: --json")

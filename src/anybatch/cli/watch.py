@@ -60,8 +60,7 @@ class Frames:
         self._begin()
 
     def _begin(self) -> None:
-        self._found: list[str] = []
-        self._styles: list[str] = []
+        self._found: list[Text] = []
         self._curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
         self._speed: tuple[float, int, float] = (time.monotonic(), 0, 0.0)
 
@@ -97,9 +96,8 @@ class Frames:
     def _tell(self, found: Sequence[Finding], whose: str) -> None:
         for one in found:
             sentence = sentence_of(one)
-            if not any(known.endswith(sentence) for known in self._found):  # told by another rank
-                self._found.append(f"{whose}{sentence}")
-                self._styles.append(_STYLES.get(one.severity, ""))
+            if not any(known.plain.endswith(clean(sentence)) for known in self._found):  # told by another rank
+                self._found.append(Text(clean(f"{whose}{sentence}"), style=_STYLES.get(one.severity, "")))
 
     def _draw(self, series: Series) -> None:
         """Adds what is new to the curves."""
@@ -149,11 +147,11 @@ class Frames:
         return table
 
     def _findings(self, tail: Tail) -> list[Text]:
-        lines = [Text(clean(text), style=style) for text, style in zip(self._found, self._styles, strict=True)]
-        if len(lines) > _MOST_FINDINGS:
-            more = len(lines) - _MOST_FINDINGS
-            return [*lines[:_MOST_FINDINGS], Text(f"and {more} more: anybatch report {self._record}")]
-        return lines or [Text("nothing found so far" if tail.ended is None else "nothing found", style="dim")]
+        if len(self._found) > _MOST_FINDINGS:
+            more = len(self._found) - _MOST_FINDINGS
+            return [*self._found[:_MOST_FINDINGS], Text(f"and {more} more: anybatch report {self._record}")]
+        so_far = " so far" if tail.ended is None else ""
+        return list(self._found) or [Text(f"nothing found{so_far}", style="dim")]
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:

@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,41 +28,33 @@ Batch = dict[str, Tensor]
 Pass = Callable[[nn.Module, Batch], None]
 
 _FLOAT32_ROUNDING = 2.0**-24
+# AdamW keeps two numbers for each weight; an update needs them beside what forward and backward take.
+_OPTIMIZER_NUMBERS = 2
+_PART = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """The compared ways to fill ``.grad``."""
+def whole(model: nn.Module, batch: Batch) -> None:
+    """Takes the gradient of the whole batch at once."""
+    next_byte_loss(model, batch).backward()
 
-    planned: PlanRow  # the size of the micro-batches, and the memory optimizations
 
-    @property
-    def micro_batch_size(self) -> int:
-        """The most samples in a micro-batch."""
-        return int(self.planned.micro_batch_size)
+def passes(planned: PlanRow) -> dict[str, tuple[str, Pass]]:
+    """The compared ways to fill ``.grad``: the name of each in tables, and what takes the gradient."""
+    size = int(planned.micro_batch_size)
 
-    def whole(self, model: nn.Module, batch: Batch) -> None:
-        """The whole batch at once."""
-        next_byte_loss(model, batch).backward()
-
-    def split(self, model: nn.Module, batch: Batch) -> None:
-        """``anybatch.backward``, with the memory optimizations of the plan."""
-        optimized = self.planned
-        with apply_optimizations(
-            model,
-            recompute=optimized.recompute,
-            offload=optimized.offload,
-            head=optimized.head,
-            loss_chunks=optimized.loss_chunks,
-        ):
+    def split(model: nn.Module, batch: Batch) -> None:
+        names = ("recompute", "offload", "head", "loss_chunks")
+        with apply_optimizations(model, **{name: getattr(planned, name) for name in names}):
             # Each way is one pass here, beside which the proof of the first split would be seen.
-            backward(model, next_byte_loss, batch, micro_batch_size=self.micro_batch_size, verify="off")
+            backward(model, next_byte_loss, batch, micro_batch_size=size, verify="off")
 
-    def loop(self, model: nn.Module, batch: Batch) -> None:
+    def loop(model: nn.Module, batch: Batch) -> None:
         """The usual loop by hand: the mean of the micro-batches' means, which gives a short one too much weight."""
-        xs, ys = (batch[name].split(self.micro_batch_size) for name in ("x", "y"))
+        xs, ys = (batch[name].split(size) for name in ("x", "y"))
         for x, y in zip(xs, ys, strict=True):
             (next_byte_loss(model, {"x": x, "y": y}) / len(xs)).backward()
+
+    return {"whole": ("whole batch", whole), "split": ("anybatch", split), "loop": ("loop, loss / N", loop)}
 
 
 def peak_bytes(run: Pass, model: nn.Module, batch: Batch) -> int:
@@ -84,75 +76,45 @@ def gradient(run: Pass, model: nn.Module, batch: Batch) -> Tensor:
     return vector
 
 
-def seconds_in_turn(runs: dict[str, Pass], model: nn.Module, batch: Batch, rounds: int) -> dict[str, float]:
-    """Times passes in turn, round by round, so that a slow moment of the machine affects all of them.
+def compare_gradients(model: nn.Module, batch: Batch, *, plan: Plan, rounds: int = 5) -> GradientComparison:
+    """Computes the gradient of one logical batch in three ways and measures each.
 
-    Gives the median wall-clock time of each, in seconds; of several rounds, the first only warms up.
+    The ways are timed in turn, round by round, so that a slow moment of the machine affects all of them; of several
+    rounds the first only warms up.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    ways, times = passes(plan.chosen), dict[str, list[float]]()
+    exact_model = copy.deepcopy(model).double()
+    exact = gradient(whole, exact_model, batch)
+    float64_difference = _distance(gradient(ways["split"][1], exact_model, batch), exact)
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, (_, run) in ways.items():
             model.zero_grad()
             start = time.perf_counter()
             run(model, batch)
-            times[name].append(time.perf_counter() - start)
-    model.zero_grad()
-    return {name: statistics.median(taken[1:] or taken) for name, taken in times.items()}
-
-
-def compare_gradients(model: nn.Module, batch: Batch, *, plan: Plan, rounds: int = 5) -> GradientComparison:
-    """Computes the gradient of one logical batch in three ways and measures each."""
-    ways = Ways(plan.chosen)
-    runs: dict[str, Pass] = {"whole": ways.whole, "split": ways.split, "loop": ways.loop}
-    exact_model = copy.deepcopy(model).double()
-    exact = gradient(ways.whole, exact_model, batch)
-    float64_difference = _distance(gradient(ways.split, exact_model, batch), exact)
-    times = seconds_in_turn(runs, model, batch, rounds)
+            times.setdefault(name, []).append(time.perf_counter() - start)
     samples, context = batch["x"].shape
-    micro_batches = math.ceil(samples / ways.micro_batch_size)
-    labels = {"whole": "whole batch", "split": "anybatch", "loop": "loop, loss / N"}
+    size = int(plan.chosen.micro_batch_size)
+    micro_batches = math.ceil(samples / size)
     methods = {
         name: Method(
-            name=labels[name],
-            micro_batches=1 if name == "whole" else micro_batches,
-            error=_distance(gradient(run, model, batch), exact),
-            peak_bytes=peak_bytes(run, model, batch),
-            seconds=times[name],
+            label, 1 if name == "whole" else micro_batches, _distance(gradient(run, model, batch), exact),
+            peak_bytes(run, model, batch), statistics.median(times[name][1:] or times[name]),
         )
-        for name, run in runs.items()
-    }
+        for name, (label, run) in ways.items()
+    }  # fmt: skip
     return GradientComparison(
-        samples=samples,
-        context=context,
-        parameters=exact.numel(),
-        memory_bytes=plan.budget,
-        micro_batch_size=ways.micro_batch_size,
-        optimized=plan.chosen.optimizations,
-        bound=2 * methods["whole"].error + _FLOAT32_ROUNDING * math.sqrt(micro_batches),
-        float64_difference=float64_difference,
-        **methods,
-    )
+        samples=samples, context=context, parameters=exact.numel(), memory_bytes=plan.budget, micro_batch_size=size,
+        optimized=plan.chosen.optimizations, float64_difference=float64_difference,
+        bound=2 * methods["whole"].error + _FLOAT32_ROUNDING * math.sqrt(micro_batches), **methods,
+    )  # fmt: skip
 
 
 def _distance(vector: Tensor, reference: Tensor) -> float:
     return float((vector - reference).norm() / reference.norm())
 
 
-# AdamW keeps two numbers for each weight; an update needs them beside what forward and backward take.
-_OPTIMIZER_NUMBERS = 2
-_PART = 4
-
-
-def whole_bytes(model: ByteTransformer, batch: dict[str, Tensor]) -> int:
-    """Measures the peak memory of an update with the whole batch at once, AdamW's state included, in bytes."""
-    samples = len(batch["x"])
-    return peak_bytes(Ways(PlanRow(samples, 1)).whole, model, batch) + _OPTIMIZER_NUMBERS * sum(
-        parameter.nbytes for parameter in model.parameters()
-    )
-
-
 def plan_update(
-    model: ByteTransformer, batch: dict[str, Tensor], settings: TrainingSettings, memory_bytes: int | None = None
+    model: ByteTransformer, batch: Batch, settings: TrainingSettings, memory_bytes: int | None = None
 ) -> Plan:
     """Plans the updates of a training, by default within a quarter of what the whole batch needs.
 
@@ -160,7 +122,8 @@ def plan_update(
         DoesNotFit: nothing fits in ``memory_bytes``.
     """
     if memory_bytes is None:
-        memory_bytes = whole_bytes(model, batch) // _PART
+        state_bytes = _OPTIMIZER_NUMBERS * sum(parameter.nbytes for parameter in model.parameters())
+        memory_bytes = (peak_bytes(whole, model, batch) + state_bytes) // _PART
     optimizer = make_optimizer(model, settings)
     # The training's scheduler writes into the optimizer's groups, and a plan holds for groups such as it was made for.
     torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from anybatch.demo.facts import TextFacts
+
 # Tests and idlelib repeat themselves; encodings and pydoc_data are tables; the rest is not the standard library.
 _SKIPPED_FOLDERS = frozenset(
-    {
+    (
         "__pycache__",
         "dist-packages",
         "encodings",
@@ -19,7 +21,7 @@ _SKIPPED_FOLDERS = frozenset(
         "site-packages",
         "test",
         "tests",
-    }
+    )
 )
 # What the build of this very Python wrote: not source, and different on every machine.
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
@@ -35,6 +37,11 @@ class SourceText:
     validation: bytes  # the files held out
     train_files: tuple[str, ...]  # their paths below ``root``, in the order of the text
     validation_files: tuple[str, ...]  # as ``train_files``
+
+    def facts(self) -> TextFacts:
+        """What is told of it."""
+        trained, held_out = (len(self.train_files), len(self.train)), (len(self.validation_files), len(self.validation))
+        return TextFacts(self.root, *trained, *held_out, unigram_entropy(self.train))
 
 
 def read_sources(root: str | Path | None = None) -> SourceText:
@@ -71,13 +78,9 @@ def unigram_entropy(text: bytes) -> float:
 def _python_files(folder: Path) -> list[str]:
     found = []
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not _is_generated(name)]
-        found += [Path(place, name) for name in files if name.endswith(".py") and not _is_generated(name)]
+        folders[:] = [one for one in folders if one not in _SKIPPED_FOLDERS and not one.startswith(_SKIPPED_PREFIXES)]
+        found += [Path(place, one) for one in files if one.endswith(".py") and not one.startswith(_SKIPPED_PREFIXES)]
     return sorted(path.relative_to(folder).as_posix() for path in found)
-
-
-def _is_generated(name: str) -> bool:
-    return name.startswith(_SKIPPED_PREFIXES)
 
 
 def _joined(folder: Path, paths: list[str]) -> bytes:

@@ -46,6 +46,11 @@ class GradientComparison:
     float64_difference: float  # relative distance of ``split`` and ``whole`` where both are computed in float64
 
     @property
+    def methods(self) -> tuple[Method, ...]:
+        """The three ways."""
+        return self.whole, self.split, self.loop
+
+    @property
     def is_within_bound(self) -> bool:
         """Whether the error of the split gradient is within the promised bound."""
         return self.split.error <= self.bound
@@ -61,7 +66,7 @@ class CurvePoint:
     training_bits: float | None
     validation_bits: float  # loss on held-out text, in bits per byte
     tokens_per_second: float  # of training alone, since it began
-    resident_bytes: int | None  # memory of the process; ``None`` if the system does not say
+    resident_bytes: int  # memory of the process
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,17 @@ _MEBIBYTE = 2**20
 
 def comparison_table(comparison: GradientComparison) -> TextTable:
     """Lays out the ways to the gradient, one a row."""
-    methods = (comparison.whole, comparison.split, comparison.loop)
-    rows = [(one.name, str(one.micro_batches), f"{one.error:.1e}", format_bytes(one.peak_bytes)) for one in methods]
-    times = [format_seconds(one.seconds) for one in methods]
-    header = ("gradient by", "passes", "error", "tensors", "time")
-    return TextTable(header, tuple((*row, time) for row, time in zip(rows, times, strict=True)))
+    rows = (
+        (
+            one.name,
+            str(one.micro_batches),
+            f"{one.error:.1e}",
+            format_bytes(one.peak_bytes),
+            format_seconds(one.seconds),
+        )
+        for one in comparison.methods
+    )
+    return TextTable(("gradient by", "passes", "error", "tensors", "time"), tuple(rows))
 
 
 def comparison_notes(comparison: GradientComparison) -> tuple[tuple[str, str], ...]:
@@ -68,7 +74,7 @@ def curve_row(point: CurvePoint) -> tuple[str, ...]:
         "-" if point.training_bits is None else f"{point.training_bits:.3f}",
         f"{point.validation_bits:.3f}",
         f"{point.tokens_per_second:,.0f}" if point.tokens_per_second else "-",
-        "-" if point.resident_bytes is None else format_bytes(point.resident_bytes),
+        format_bytes(point.resident_bytes),
     )
 
 
@@ -134,7 +140,7 @@ def _summary(comparison: GradientComparison) -> str:
 
 
 def _comparison_charts(comparison: GradientComparison) -> list[Picture]:
-    methods = (comparison.whole, comparison.split, comparison.loop)
+    methods = comparison.methods
     memory = f"simulated budget, {format_bytes(comparison.memory_bytes)}", comparison.memory_bytes / _MEBIBYTE
     bytes_chart = bar_chart(
         [(method.name, method.peak_bytes / _MEBIBYTE) for method in methods], label="live tensors, MiB", level=memory

@@ -1,37 +1,18 @@
 """Trains the demonstration's model with ``anybatch.TrainStep``."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from anybatch.demo.facts import CurvePoint, TrainingCurve
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
-from anybatch.memory.meter import LiveBytes
+from anybatch.memory.meter import LiveBytes, resident_bytes
 from anybatch.records.plans import Plan
 from anybatch.step import TrainStep
-
-_PROCESS = Path("/proc/self/status")
-
-
-def resident_bytes() -> int | None:
-    """The resident memory of this process in bytes, or without ``/proc`` the most it ever held; ``None`` if unknown."""
-    if _PROCESS.exists():
-        for line in _PROCESS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -120,17 +101,12 @@ class TrainingRun:
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._began: float | None = None  # the scheduler asks for it as soon as it is made
         self._optimizer = make_optimizer(model, settings)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate_factor)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda n: rate_factor(self._fraction(n)))
         self._model = model
         self._step = TrainStep(
-            model,
-            next_byte_loss,
-            self._optimizer,
-            micro_batch_size=settings.micro_batch_size,
-            plan=settings.plan,
-            clip_norm=settings.clip_norm,
-            scheduler=scheduler,
-        )
+            model, next_byte_loss, self._optimizer, micro_batch_size=settings.micro_batch_size, plan=settings.plan,
+            clip_norm=settings.clip_norm, scheduler=scheduler,
+        )  # fmt: skip
         self.points: list[CurvePoint] = []
         self._losses: list[float] = []
         self._peak_bytes: int | None = None
@@ -196,9 +172,6 @@ class TrainingRun:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         held = (value for value in states if isinstance(value, Tensor))
         return [*self._model.parameters(), *self._model.buffers(), *gradients, *held]
-
-    def _rate_factor(self, updates: int) -> float:
-        return rate_factor(self._fraction(updates))
 
     def _fraction(self, updates: int) -> float:
         if self._settings.updates is not None:

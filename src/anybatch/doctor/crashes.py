@@ -260,7 +260,7 @@ def _text_of(error: BaseException) -> str:
 def _place(live: Live) -> tuple[str, int, str]:
     if isinstance(live.error, SyntaxError) and live.error.filename:
         return live.error.filename, live.error.lineno or 0, (live.error.text or "").strip()
-    return (live.user.file, live.user.line, live.code(live.user)) if live.user is not None else ("", 0, "")
+    return (live.user.file, live.user.line, live.code()) if live.user is not None else ("", 0, "")
 
 
 def _message_of(traceback: str, name: str) -> str:

@@ -459,3 +459,10 @@ def _calls() -> list[tuple[object, int]]:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return found
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is in RAM."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -107,13 +107,7 @@ class Certificate(Shown):
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name; unknown names are ignored.
-
-        Returns:
-            The certificate.
+        """Reads what ``to_dict`` gave, the fields by name; unknown names are ignored.
 
         Raises:
             KeyError: ``error`` or ``loss_error`` is missing.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from anybatch.records.lines import Fact, fact
+from anybatch.records.lines import Fact, Placed, fact
 
 
 @fact("forward")
-class Forward(Fact):
+class Forward(Placed):
     """The user's code called a root: a model, or a module of one."""
 
     root: int  # its number
@@ -23,14 +23,12 @@ class Forward(Fact):
     trained: int = 0  # the number of such modules in training mode
     evaluated: int = 0  # the number of such modules in evaluation mode
     rows: int = -1  # the size of dim 0 of the first tensor it was given; -1 if there is none
-    file: str = ""
-    line: int = 0
     seconds: float = 0.0  # its duration on the host; 0 if not measured
     module: str = ""  # the name of the module of the root that was called; empty for the root itself
 
 
 @fact("backward")
-class Backward(Fact):
+class Backward(Placed):
     """A call of ``backward`` or ``autograd.grad``; recorded after it returned."""
 
     value: float | None = None  # the loss, unscaled if a scaler scaled it; ``None`` if it is not a scalar
@@ -52,26 +50,22 @@ class Backward(Fact):
     kept: tuple[int, ...] | None = None
     touched_count: int = 0  # the length of ``touched``, recorded even where ``touched`` is ``None``
     kept_count: int = 0  # the length of ``kept``, recorded even where ``kept`` is ``None``
-    file: str = ""
-    line: int = 0
     # the first node of the graph of the loss below plain factors and the scaler, such as ``"MeanBackward0"``
     top: str = ""
 
 
 @fact("cleared")
-class Cleared(Fact):
-    """Gradients were cleared, by ``zero_grad`` of an optimizer or a module, or by hand (seen at the next event)."""
+class Cleared(Placed):
+    """Gradients were cleared, by ``zero_grad`` of an optimizer or a module; or by hand, seen at the next event."""
 
-    by: str = "optimizer"  # ``"optimizer"``, ``"module"`` or ``"hand"``
+    by: str = "optimizer"  # ``"optimizer"``, ``"module"`` or ``"hand"``, which has no line
     number: int = -1  # the number of the optimizer or the root; -1 if it is neither
     parameters: int = 0  # the number of parameters whose gradient is now ``None`` or zero
     of: int = 0  # the number of parameters that are known to have had a gradient
-    file: str = ""  # empty for ``"hand"``
-    line: int = 0
 
 
 @fact("clipped")
-class Clipped(Fact):
+class Clipped(Placed):
     """``clip_grad_norm_`` or ``clip_grad_value_`` was called."""
 
     by: str = "norm"  # ``"norm"`` or ``"value"``
@@ -82,12 +76,10 @@ class Clipped(Fact):
     # whether the gradients were still scaled: a scaler scaled the loss and has not unscaled them yet
     scaled: bool = False
     scale: float = 1.0  # the scale of the scaler; 1 if there is none
-    file: str = ""
-    line: int = 0
 
 
 @fact("scaler")
-class Scaler(Fact):
+class Scaler(Placed):
     """A call of a ``GradScaler``."""
 
     call: str  # ``"unscale_"``, ``"step"`` or ``"update"``
@@ -96,12 +88,10 @@ class Scaler(Fact):
     after: float = 1.0  # the scale after the call
     # for ``step``: whether gradients overflowed, so that the optimizer did not run or changed nothing
     skipped: bool = False
-    file: str = ""
-    line: int = 0
 
 
 @fact("stepped")
-class Stepped(Fact):
+class Stepped(Placed):
     """An optimizer stepped; a nested ``super().step()`` does not count again."""
 
     optimizer: int  # its number
@@ -111,27 +101,23 @@ class Stepped(Fact):
     zero: bool | None = None  # whether all its gradients were exactly zero; ``None`` if that was not examined
     closure: bool = False  # whether it was given a closure
     by: str = "step"  # ``"step"``, or ``"scaler"`` if a scaler called it
-    file: str = ""
-    line: int = 0
     # the number of gradients that were replaced or changed in place after the last backward, other than by clipping,
     # unscaling and clearing
     edited: int = 0
 
 
 @fact("scheduled")
-class Scheduled(Fact):
+class Scheduled(Placed):
     """A scheduler stepped; the first step, which its constructor takes, does not count."""
 
     scheduler: int  # its number
     number: int = 0  # the index of this step among the scheduler's, from 0
     before: tuple[float, ...] = ()  # the learning rates of its optimizer's groups before the step
     after: tuple[float, ...] = ()  # the learning rates after the step
-    file: str = ""
-    line: int = 0
 
 
 @fact("epoch")
-class Epoch(Fact):
+class Epoch(Placed):
     """An epoch of a ``DataLoader`` began or ended."""
 
     loader: int  # the number of the loader
@@ -145,12 +131,10 @@ class Epoch(Fact):
     # other sets; empty if it was not looked at
     standardised: tuple[float, ...] = ()
     weights: int = -1  # the number of weights of a sampler that draws by weights; -1 without
-    file: str = ""
-    line: int = 0
 
 
 @fact("loaded")
-class Loaded(Fact):
+class Loaded(Placed):
     """``load_state_dict`` was called."""
 
     into: str  # ``"module"``, ``"optimizer"`` or ``"scheduler"``
@@ -163,12 +147,10 @@ class Loaded(Fact):
     unexpected: tuple[str, ...] = ()  # some of the keys that the module lacks
     lrs_before: tuple[float, ...] = ()  # the learning rates of an optimizer's groups before the call
     lrs_after: tuple[float, ...] = ()  # the learning rates after the call
-    file: str = ""
-    line: int = 0
 
 
 @fact("dropout")
-class DropoutCall(Fact):
+class DropoutCall(Placed):
     """A functional dropout (attention's too) ran in another mode than the module around it."""
 
     root: int  # the number of the root that was running
@@ -177,22 +159,18 @@ class DropoutCall(Fact):
     p: float = 0.0  # its dropout probability
     training: bool = True  # whether it dropped
     root_training: bool = False  # the mode of the innermost module
-    file: str = ""
-    line: int = 0
 
 
 @fact("warned")
-class Warned(Fact):
-    """A Python warning was shown."""
+class Warned(Placed):
+    """A Python warning was shown; it names the file and the line."""
 
     category: str  # the name of its class
     text: str  # its text, at most 500 characters
-    file: str = ""  # the file that the warning names
-    line: int = 0
 
 
 @fact("crashed")
-class Crashed(Fact):
+class Crashed(Placed):
     """The script ended with an exception; the explanation uses the objects that were alive then."""
 
     name: str  # the finding that explains it, such as ``"BACKWARD_TWICE_STATE"``; empty if none does
@@ -206,18 +184,14 @@ class Crashed(Fact):
     parameters: tuple[str, ...] = ()  # the names of the parameters at fault
     tensor: str = ""  # the tensor at fault, in words
     evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers and texts by name
-    file: str = ""
-    line: int = 0
     code: str = ""  # the text of that line
 
 
 @fact("threads")
-class ThreadsAtOnce(Fact):
-    """Two threads trained at once; nothing was recorded after that."""
+class ThreadsAtOnce(Placed):
+    """Two threads trained at once, the second one at the line; nothing was recorded after that."""
 
     turns: int = 0  # how often the training had passed from one thread to another before
-    file: str = ""  # the user's line at which the second thread was seen
-    line: int = 0
 
 
 @fact("ended")

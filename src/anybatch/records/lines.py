@@ -19,6 +19,14 @@ class Fact:
     step: int = 0  # the number of optimizer steps before it; of several optimizers, that of the one that stepped most
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placed(Fact):
+    """A fact that one of the user's lines caused."""
+
+    file: str = ""  # of that line; empty if there is none
+    line: int = 0
+
+
 F = TypeVar("F", bound=Fact)
 KINDS: dict[str, type[Fact]] = {}
 _NAMES: dict[type[Fact], str] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from anybatch.records.lines import Fact, fact
+from anybatch.records.lines import Fact, Placed, fact
 
 
 @fact("walk")
@@ -60,7 +60,7 @@ class Followed(Fact):
 
 
 @fact("loss")
-class LossCall(Fact):
+class LossCall(Placed):
     """A loss function of torch was called with autograd enabled; on sampled steps its values were examined too."""
 
     function: str  # such as ``"cross_entropy"`` or ``"mse_loss"``
@@ -100,12 +100,10 @@ class LossCall(Fact):
     time_first: bool = False  # whether its places are along dim 0
     module: str = ""  # the innermost module that ran; empty outside of modules
     root: int = -1  # the number of the root that was running or ran last; -1 for none
-    file: str = ""  # file and line of the user's call
-    line: int = 0
 
 
 @fact("probed")
-class Probed(Fact):
+class Probed(Placed):
     """The result of one probe, an experiment on a copy of a root after the script has ended."""
 
     # ``"batch"`` (do samples of a batch mix?), ``"time"`` (does an output depend on later inputs?), ``"input"`` (does
@@ -117,8 +115,6 @@ class Probed(Fact):
     module: str = ""  # the qualified name of the innermost module that does it; empty if not found
     evidence: Mapping[str, Any] = field(default_factory=dict)  # numbers by name
     detail: str = ""  # the result in words, or why it is unknown
-    file: str = ""  # file and line where it happens
-    line: int = 0
 
     def __post_init__(self) -> None:
         """Makes numbers of what JSON has as texts, since it has no NaN and no infinity."""
@@ -138,7 +134,7 @@ class Replicas(Fact):
 
 
 @fact("evaluated")
-class Evaluated(Fact):
+class Evaluated(Placed):
     """Losses without a gradient from a model in evaluation mode, between two steps of its training."""
 
     function: str  # such as ``"cross_entropy"``
@@ -148,8 +144,6 @@ class Evaluated(Fact):
     guess: float | None = None
     items: int = 0  # the number of targets that this guess is for
     better: bool = False  # whether more classes are right than by always saying the most frequent one, by no chance
-    file: str = ""  # file and line of the user's call
-    line: int = 0
     rows: int = 0  # of scores of classes, of which is known what they say; the following is 0 without
     right: float = 0.0  # the share in which the class of the target has the highest score
     # the share in which the class has it that has it in most rows of this target, if no two targets share one
@@ -160,11 +154,9 @@ class Evaluated(Fact):
 
 
 @fact("printed")
-class Printed(Fact):
+class Printed(Placed):
     """Numbers that one line of the script printed in the course of the run: at most 65, the last one among them."""
 
     label: str  # the words before the number, such as ``"test accuracy"``
     steps: tuple[int, ...] = ()  # the number of optimizer steps before each
     values: tuple[float, ...] = ()  # percentages as shares
-    file: str = ""  # file and line of the user's call
-    line: int = 0

@@ -236,22 +236,12 @@ class Plan(Shown):
             raise PlanMismatch(f"the plan was made for something else: {what}. Plan again: anybatch.plan(...)", changed)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON.
-
-        Args:
-            path: the file.
-        """
+        """Writes the plan as JSON to a file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Reads what ``save`` wrote.
-
-        Args:
-            path: the file.
-
-        Returns:
-            The plan.
+        """Reads a file that ``save`` wrote.
 
         Raises:
             OSError: the file can't be read.
@@ -269,13 +259,7 @@ class Plan(Shown):
 
     @classmethod
     def from_dict(cls, values: Any) -> "Plan":
-        """Reads what ``to_dict`` gave.
-
-        Args:
-            values: the fields by name.
-
-        Returns:
-            The plan.
+        """Reads what ``to_dict`` gave, the fields by name.
 
         Raises:
             PlanMismatch: the values are not a plan, are damaged, or have another version.

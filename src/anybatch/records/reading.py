@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import reprlib
 import types
@@ -81,9 +82,9 @@ def reader(kind: Any) -> Reader:
     if origin is typing.Annotated:
         return _at_least(inner[0], inner[1].value)
     if origin is tuple and inner[-1] is not Ellipsis:
-        return _fixed([reader(one) for one in inner])
+        return _sequence(tuple, [reader(one) for one in inner], is_fixed=True)
     if origin in (tuple, list):
-        return _sequence(reader(inner[0]), origin)
+        return _sequence(origin, [reader(inner[0])], is_fixed=False)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(*map(reader, inner))
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
@@ -147,20 +148,14 @@ def _inside(one: Reader, key: Any, value: Any) -> Any:
         raise error.within(key) from None
 
 
-def _fixed(readers: list[Reader]) -> Reader:
+def _sequence(kind: Any, readers: list[Reader], *, is_fixed: bool) -> Reader:
+    """Of as many values as there are readers, or of any number that one reader reads."""
+
     def check(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(readers):
-            raise _wrong(value, f"{len(readers)} values")
-        return tuple(_inside(one, at, item) for at, (one, item) in enumerate(zip(readers, value, strict=True)))
-
-    return check
-
-
-def _sequence(one: Reader, kind: Any) -> Reader:
-    def check(value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            raise _wrong(value, "a list")
-        return kind([_inside(one, at, item) for at, item in enumerate(value)])
+        if not isinstance(value, list | tuple) or (is_fixed and len(value) != len(readers)):
+            raise _wrong(value, f"{len(readers)} values" if is_fixed else "a list")
+        pairs = zip(readers if is_fixed else itertools.repeat(readers[0]), value, strict=False)
+        return kind([_inside(one, at, item) for at, (one, item) in enumerate(pairs)])
 
     return check
 

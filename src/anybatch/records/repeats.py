@@ -48,8 +48,8 @@ def repeated(like: Fact, at: int, step: int, values: Iterable[Any]) -> Fact:
 
     Example:
         >>> repeated(Stepped(optimizer=0, with_grad=2, at=3), 8, 1, (1, [0.1]))
-        Stepped(at=8, step=1, optimizer=0, number=1, lrs=(0.1,), with_grad=2, zero=None, \
-closure=False, by='step', file='', line=0, edited=0)
+        Stepped(at=8, step=1, file='', line=0, optimizer=0, number=1, lrs=(0.1,), with_grad=2, zero=None, \
+closure=False, by='step', edited=0)
     """
     kind: Any = type(like)
     readers = _readers(kind)

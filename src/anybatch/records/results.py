@@ -70,17 +70,8 @@ class StepResult:
     """
 
     __slots__ = (
-        "_count",
-        "_grad_norm",
-        "_losses",
-        "_metrics",
-        "accumulator_bytes",
-        "attempts",
-        "layout",
-        "micro_batches",
-        "plan",
-        "proof",
-        "skipped",
+        *("_count", "_grad_norm", "_losses", "_metrics"),
+        *("accumulator_bytes", "attempts", "layout", "micro_batches", "plan", "proof", "skipped"),
     )
 
     def __init__(

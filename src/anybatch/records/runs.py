@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import anybatch.records.draws as _draws  # its kinds of facts
-import anybatch.records.events as _events
+import anybatch.records.events as _events  # its kinds of facts
 import anybatch.records.lossfacts as _lossfacts
 import anybatch.records.samples as _samples
 from anybatch.records.lines import Fact, from_line
@@ -21,7 +20,7 @@ R = TypeVar("R")
 G = TypeVar("G")
 V = TypeVar("V")
 
-_ = _draws, _events, _lossfacts, _samples
+_ = _events, _lossfacts, _samples
 
 
 @dataclass(slots=True)

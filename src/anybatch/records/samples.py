@@ -1,8 +1,8 @@
-"""Measurements of sampled steps: norms, activations, inputs, memory."""
+"""Measurements of sampled steps: norms, activations, inputs, draws, memory."""
 
 from dataclasses import dataclass
 
-from anybatch.records.lines import Fact, fact
+from anybatch.records.lines import Fact, Placed, fact
 
 PERCENTILES = (5, 25, 50, 75, 95)
 
@@ -107,8 +107,8 @@ class InputSample(Fact):
 
 
 @fact("nonfinite")
-class NonFinite(Fact):
-    """The first value that is not finite, and its origin."""
+class NonFinite(Placed):
+    """The first value that is not finite, its origin, and the line at which it was detected."""
 
     where: str  # ``"input"``, ``"parameter"``, ``"forward"`` (a module or the loss), ``"gradient"``
     value: str = "nan"  # ``"nan"`` or ``"inf"``
@@ -117,8 +117,6 @@ class NonFinite(Fact):
     detail: str = ""  # the operands of ``op``, in words: ``"its input has 3 zeros"``
     parameters: tuple[str, ...] = ()  # some names of parameters that have it
     loss: float | None = None  # the loss of the step; ``None`` if not finite
-    file: str = ""  # file and line of the user's code at which it was detected
-    line: int = 0
     # whether its operand does not depend on the weights: the data, or a divisor or a weighting computed from them
     of_data: bool = False
     made_in: str = ""  # the file of the lines below
@@ -171,3 +169,22 @@ class Watched(Fact):
     module: str  # the qualified name of the module
     output: float  # the norm of its output
     gradient: float | None = None  # the norm of the gradient of the output; ``None`` without one
+
+
+@fact("drawn")
+class Drawn(Placed):
+    """A module's input was drawn with ``sample()``, which has no gradient, although ``rsample()`` exists."""
+
+    root: int = -1  # the number of the module's root
+    module: str = ""  # its qualified name in that root
+    distribution: str = ""  # the name of the distribution's class
+    width: int = 1  # the size of the last dim of the draw; 1 if it has no dims
+    code: str = ""  # the text of that line
+
+
+@fact("scored")
+class Scored(Fact):
+    """``log_prob`` gave a value with a gradient: recorded once per class of distribution and width."""
+
+    distribution: str = ""  # the name of the distribution's class
+    width: int = 1  # the size of the last dim of the value; 1 if it has no dims

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybatch.records.lines import Fact, fact
+from anybatch.records.lines import Fact, Placed, fact
 
 
 @fact("started")
@@ -49,8 +49,8 @@ class ModuleFacts:
 
 
 @fact("root")
-class Root(Fact):
-    """A model: a module that the user's code calls itself."""
+class Root(Placed):
+    """A model: a module that the user's code calls itself, first at the line."""
 
     root: int  # its number
     variable: str = ""  # its name in the user's code, such as ``"model"`` or ``"self.actor"``; empty if not found
@@ -60,8 +60,6 @@ class Root(Fact):
     wrapper: str = ""  # ``"DistributedDataParallel"``, ``"DataParallel"``, ``"compiled"`` or empty
     # plain entries of ``model.config`` that state an intention, such as ``tie_word_embeddings``
     config: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""  # file and line of the first call
-    line: int = 0
 
 
 @fact("parameter")
@@ -104,8 +102,8 @@ class GroupFacts:
 
 
 @fact("optimizer")
-class OptimizerFacts(Fact):
-    """An optimizer; recorded again if a group is added or its parameters change."""
+class OptimizerFacts(Placed):
+    """An optimizer, created or first seen at the line; recorded again if a group is added or its parameters change."""
 
     optimizer: int  # its number
     variable: str = ""  # its name in the user's code
@@ -114,14 +112,12 @@ class OptimizerFacts(Fact):
     default_lr: float = 0.0  # the learning rate given to its constructor
     is_torchs: bool = True  # whether its class is one of torch's
     after: int = 0  # the number of steps that other optimizers had taken with its parameters when it was created
-    file: str = ""  # file and line where it was created, or first seen
-    line: int = 0
     is_made_there: bool = True  # whether ``file`` and ``line`` are those of its creation
 
 
 @fact("scheduler")
-class SchedulerFacts(Fact):
-    """A learning rate scheduler."""
+class SchedulerFacts(Placed):
+    """A learning rate scheduler; the line is that where it was created, or first stepped."""
 
     scheduler: int  # its number
     variable: str = ""  # its name in the user's code
@@ -129,5 +125,3 @@ class SchedulerFacts(Fact):
     optimizer: int = -1  # the number of its optimizer; -1 if that never stepped
     # plain attributes: ``step_size``, ``gamma``, ``T_max``, ``total_steps``, ``milestones`` and the like
     options: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""  # file and line where it was created, or first stepped
-    line: int = 0

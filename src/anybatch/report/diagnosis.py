@@ -65,7 +65,9 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     """One sentence without its full stop: whether the run is healthy, and if not, its first cause."""
     if diagnosis.verdict == "checked":
         return diagnosis.reason
-    others = _suppressed(diagnosis)
+    # errors and warnings that were suppressed are named, so that a silent report is not taken for a clean run
+    codes = dict.fromkeys(one.finding.code for one in diagnosis.suppressed if one.finding.severity != "info")
+    others = f" (not reported: {', '.join(codes)})" if codes else ""
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
         said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
@@ -89,12 +91,6 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     reason = diagnosis.reason or "whether it learns was not seen"
     steps = "" if "too few" in reason else f" in {_steps(diagnosis)}"
     return f"{found}{steps}, but {reason}{notes}"
-
-
-def _suppressed(diagnosis: Diagnosis) -> str:
-    """Names the suppressed errors and warnings, so that a silent report is not taken for a clean run."""
-    codes = dict.fromkeys(one.finding.code for one in diagnosis.suppressed if one.finding.severity != "info")
-    return f" (not reported: {', '.join(codes)})" if codes else ""
 
 
 def mood_of(diagnosis: Diagnosis, run: Run) -> str:

@@ -74,11 +74,6 @@ class Axis:
         return found
 
 
-def axis_of(steps: Sequence[float]) -> Axis:
-    """The axis from the smallest to the largest of some steps."""
-    return Axis(min(steps, default=0.0), max(max(steps, default=1.0), min(steps, default=0.0) + 1e-9))
-
-
 def text_of(text: str, most: int = 0) -> str:
     """Escapes a text for markup; a text longer than ``most`` characters is shortened in the middle.
 
@@ -111,7 +106,9 @@ def line_chart(
     """
     values = [value for curve in curves for value in curve.values if math.isfinite(value)]
     scale = _scale([*values, *(value for _, value in levels)], is_logarithmic, least_span)
-    axis = axis or axis_of([step for curve in curves for step in curve.steps])
+    steps = [step for curve in curves for step in curve.steps]
+    first = min(steps, default=0.0)
+    axis = axis or Axis(first, max(max(steps, default=1.0), first + 1e-9))
     names = [(f"curve c{index % _COLOURS}", curve.name) for index, curve in enumerate(curves)]
     names += [("level", name) for name, _ in levels]
     top = _TOP + _LEGEND_LINE * (-(-len(names) // 2) + bool(y_label))
@@ -307,12 +304,8 @@ def stack_chart(
             parts.append(f'<path class="layer s{index}" d="{start}{upper}{lower}Z"/>')
         below = above
     head = [f'<text x="{_LEFT}" y="12">{text_of(y_label)}</text>', *_legend(names, _LEGEND_LINE)]
-    return _svg(_WIDTH, plane.bottom + _BOTTOM, [*head, *plane.axes(x_label), *parts], cursor_of_places(_LEFT, count))
-
-
-def cursor_of_places(left: float, count: int) -> str:
-    """The attributes of a chart whose points each have a list of details."""
-    return f' data-places="{json.dumps([left, _WIDTH - _RIGHT, count])}"'
+    details = f' data-places="{json.dumps([_LEFT, _WIDTH - _RIGHT, count])}"'  # of each point
+    return _svg(_WIDTH, plane.bottom + _BOTTOM, [*head, *plane.axes(x_label), *parts], details)
 
 
 @dataclass(frozen=True, slots=True)

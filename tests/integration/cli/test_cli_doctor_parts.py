@@ -98,11 +98,11 @@ def test_what_is_wrong_is_refused_before_the_script_runs(folder: Path, arguments
 
 def test_every_verb_is_listed_with_its_own_help() -> None:
     listed = CliRunner().invoke(main, ["--help"]).output
-    for name, verb in VERBS.items():
+    for name, help in VERBS.items():
         command = main.get_command(None, name)  # type: ignore[arg-type]
         assert command is not None
-        assert command.short_help == verb.help
-        assert verb.help in listed
+        assert command.short_help == help
+        assert help in listed
 
 
 def hidden_module() -> ModuleType:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from rich.text import Text
 
 from anybatch.cli.main import main
 from anybatch.cli.watch import Frames, sparkline
@@ -140,8 +141,7 @@ def test_a_record_that_is_written_anew_is_shown_without_the_old_one(tmp_path: Pa
     written(path, STARTED, OPTIMIZER, *STEPPED, nan)
     frames = Frames(path)
     assert "step 20" in shown(frames)
-    frames._found.append("found in the old one")
-    frames._styles.append("")
+    frames._found.append(Text("found in the old one"))
     written(path, STARTED, OPTIMIZER, *STEPPED[:3])
     text = shown(frames)
     assert "step 3" in text

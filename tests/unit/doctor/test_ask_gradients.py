@@ -42,6 +42,10 @@ def fake(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     return (x / s).round().clamp(-8, 7) * s
 
 
+def signed(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x >= 0, 1.0, -1.0)
+
+
 def lost(x: torch.Tensor) -> torch.Tensor:
     return x * x.sigmoid()
 
@@ -74,12 +78,25 @@ FAULTY = {
     "aside": made(lost, lambda g, x: g * (x.sigmoid() - x * x.sigmoid() * (1 - x.sigmoid()))),
     "zero": with_more("w", linear, lambda g, x, w: (g @ w, torch.zeros_like(w))),
 }
+INVERTED = {
+    "sign": made(signed, lambda g, x: g * (x.abs() >= 0.5)),
+    "levels": made(lambda x: (x.clamp(-0.4, 0.4) * 5).round() / 5, lambda g, x: g * (x.abs() > 0.5)),
+    "spike": made(lambda x: (x > 0.3).to(x.dtype), lambda g, x: g * (x - 0.3).abs().clamp(max=1)),
+}
 MEANT = {
     "the slope": with_more("w", linear, lambda g, x, w: (g @ w, g.t() @ x)),
     "reversed": made(lambda x: x.view_as(x), lambda g, x: -g),
     "rounded": made(lambda x: (x * 8).round() / 8, lambda g, x: g),
     "cut off": made(lambda x: x.clamp(-1, 1), lambda g, x: g),
     "guided": made(lambda x: x.clamp(min=0), lambda g, x: g.clamp(min=0) * (x > 0)),
+    "near its jump": made(signed, lambda g, x: g * (x.abs() < 0.5)),
+    "far to both sides": made(signed, lambda g, x: g * (x.abs() < 5)),
+    "one side": made(lambda x: (x > 0).to(x.dtype), lambda g, x: g * (x > 0)),
+    "ternary": made(lambda x: x.sign() * (x.abs() > 0.3), lambda g, x: g * (x.abs() < 1)),
+    "what is left": made(lambda x: x * (x.abs() > 0.3), lambda g, x: g * (x.abs() > 0.3)),
+    "levels within": made(lambda x: (x.clamp(-0.4, 0.4) * 5).round() / 5, lambda g, x: g * (x.abs() <= 0.4)),
+    "sizes of rows": made(lambda x: x.sign() * x.abs().mean(1, keepdim=True), lambda g, x: g * (x.abs() <= 1)),
+    "the largest": made(lambda x: (x >= x.topk(3, 1).values[:, -1:]).to(x.dtype), lambda g, x: g * (x > 0)),
     "a spike": made(lambda x: (x > 0).to(x.dtype), lambda g, x: g / (1 + x.abs())),
     "a learned scale": with_more("s", fake, lambda g, x, s: (g, (g * ((x / s).round() - x / s)).sum().reshape(1))),
     "feedback": with_more("wb", lambda x, w, b: x @ w.t(), lambda g, x, w, b: (g @ b, g.t() @ x, None)),
@@ -96,6 +113,11 @@ def kind_of(function: Any, loss: Callable[..., torch.Tensor] = F.cross_entropy) 
 @pytest.mark.parametrize("kind", FAULTY)
 def test_a_gradient_that_is_not_the_slope_is_told(kind: str) -> None:
     assert kind_of(FAULTY[kind]) == kind
+
+
+@pytest.mark.parametrize("name", INVERTED)
+def test_a_gradient_that_passes_away_from_the_jumps_alone_is_told(name: str) -> None:
+    assert kind_of(INVERTED[name]) == "inverted"
 
 
 @pytest.mark.parametrize("name", MEANT)

@@ -64,6 +64,12 @@ def test_a_term_that_outweighs_another_is_told(loss: Callable[..., torch.Tensor]
     assert answer(lambda: trained(Latent(), batch, loss), "outweighed") == expected
 
 
+def test_rows_are_not_told_apart_by_the_noise_that_was_drawn_for_them() -> None:
+    net = Latent()
+    net.decode = nn.Sequential(nn.Linear(2, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 24))  # type: ignore[assignment]
+    assert answer(lambda: trained(net, of_images, weighed(10.0)), "outweighed") == "yes"
+
+
 def test_terms_that_are_added_in_place_are_terms_too() -> None:
     """What is written to is made of itself, which must not be followed for ever."""
 

@@ -59,12 +59,17 @@ def sampled(
             x = after.sqrt() * clean + (1 - after - fresh**2).clamp(min=0).sqrt() * eps + fresh * torch.randn(64, 4)
 
 
-def trained(sample: Callable[[nn.Module], None], *, beside: bool = False) -> None:
+Noise = Callable[..., torch.Tensor]
+
+
+def trained(
+    sample: Callable[[nn.Module], None], *, beside: bool = False, draw: Noise = torch.randn, size: float = 1.0
+) -> None:
     net = Ideal()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     for _ in range(24):
-        x = torch.randn(128, 1).sign().expand(128, 4)
-        t, noise = torch.randint(1, STEPS + 1, (128,)), torch.randn(128, 4)
+        x = size * torch.randn(128, 1).sign().expand(128, 4)
+        t, noise = torch.randint(1, STEPS + 1, (128,)), draw(128, 4)
         kept = cosine(t / STEPS)[:, None]
         optimizer.zero_grad()
         noised = kept.sqrt() * x + (1 - kept).sqrt() * noise
@@ -87,6 +92,36 @@ def trained(sample: Callable[[nn.Module], None], *, beside: bool = False) -> Non
 def test_a_loop_of_sampling_is_given_what_the_training_was(sample: Callable[[nn.Module], None], expected: str) -> None:
     found = asked(lambda: trained(sample), "sampling")
     assert [one.answer for one in found] == [expected], found
+
+
+def begun(net: nn.Module, draw: Noise, first: int = STEPS) -> None:
+    x = draw(64, 4)
+    with torch.no_grad():
+        for t in range(first, 0, -1):
+            x = x - 0.01 * net(x, torch.full((64,), t))
+
+
+@pytest.mark.parametrize(
+    ("draw", "size", "begins", "expected"),
+    [
+        (torch.rand, 1.0, torch.randn, ["yes"]),
+        (torch.randn, 1.0, torch.randn, []),
+        (torch.randn, 3.0, torch.randn, []),  # data of any scale, which are gone at the last level
+        (torch.randn, 1.0, lambda *shape: 0.8 * torch.randn(*shape), []),  # a low temperature
+        (torch.rand, 1.0, torch.rand, []),
+        (torch.randn, 1.0, torch.zeros, []),  # a state that a solver begins with
+    ],
+)
+def test_the_noise_that_sampling_begins_with_is_that_of_the_training(
+    draw: Noise, size: float, begins: Noise, expected: list[str]
+) -> None:
+    found = asked(lambda: trained(lambda net: begun(net, begins), draw=draw, size=size), "sampling start")
+    assert [one.answer for one in found] == expected, found
+
+
+def test_noise_at_a_level_where_training_had_more_than_noise_is_told() -> None:
+    found = asked(lambda: trained(lambda net: begun(net, torch.randn, 16), size=3.0), "sampling start")
+    assert [one.answer for one in found] == ["yes"], found
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [(late, "no"), (cosine, "yes")])

@@ -283,6 +283,8 @@ def test_entries_pass_is_quiet_without_an_answer() -> None:
 
 def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
     assert "returns.reverse()" in fires(asked("turned list", "yes").run(), "ROWS_TORN", "warning").fix
+    forwards = asked("turned list", "yes", {"kind": "forwards"}).run()
+    assert "reversed(rewards)" in fires(forwards, "ROWS_TORN", "warning").fix
 
 
 def test_rows_torn_says_how_often_rows_are_repeated() -> None:
@@ -292,6 +294,16 @@ def test_rows_torn_says_how_often_rows_are_repeated() -> None:
 def test_target_given_fires_where_data_are_nothing_beside_the_noise() -> None:
     assert "over all 64 rows" in fires(asked("drowned", "yes").run(), "TARGET_GIVEN", "warning").message
     both("drowned", "TARGET_GIVEN")
+
+
+def test_target_given_fires_where_only_what_is_shown_counts() -> None:
+    assert "~hidden" in fires(asked("shown", "yes").run(), "TARGET_GIVEN", "warning").fix
+    both("shown", "TARGET_GIVEN")
+
+
+def test_evaluation_inputs_fires_where_sampling_begins_with_other_noise() -> None:
+    assert "randn_like" in fires(asked("sampling start", "yes").run(), "EVALUATION_INPUTS", "warning").fix
+    both("sampling start", "EVALUATION_INPUTS")
 
 
 def test_rows_torn_fires_at_the_view() -> None:

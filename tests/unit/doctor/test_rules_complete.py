@@ -14,6 +14,7 @@ from anybatch.records.runs import Run
 from anybatch.records.samples import Activations
 from rule_runs import simple
 from source_tree import ROOT
+from test_rules_crashes import KNOWN
 
 VOCABULARY = re.findall(
     r"[A-Z_]+",
@@ -43,13 +44,13 @@ PARTS = ("## What is seen", "## Why it matters", "## What to change", "## When i
 
 @functools.cache
 def names_of_tests() -> set[str]:
-    """Returns the names of all tests of rules."""
+    """Returns the names of all tests of rules; those of crashes are parameters in ``test_rules_crashes``."""
     return {
         node.name
         for path in (ROOT / "tests").rglob("test_rules_*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
+    } | {f"test_{name.lower()}_{kind}" for name in KNOWN for kind in ("fires", "is_quiet")}
 
 
 def untested(name: str, tests: set[str]) -> list[str]:

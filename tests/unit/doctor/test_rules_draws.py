@@ -13,9 +13,9 @@ from torch.distributions import Beta, Categorical, Distribution, Independent, Lo
 
 from anybatch import why
 from anybatch.doctor.recorder import Doctor
-from anybatch.records.draws import Drawn, Scored
 from anybatch.records.findings import Finding
 from anybatch.records.lines import Fact
+from anybatch.records.samples import Drawn, Scored
 from number_runs import Training, fires, silent
 
 HERE = Path(__file__).name

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.sampling import is_normal
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown, told
@@ -24,7 +25,6 @@ _ALIKE = 0.9  # a correlation
 _LENGTHS = frozenset({"pow", "square", "abs", "norm"})
 _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are drawn from an interval
 _ENOUGH_NOISE = 100  # numbers
-_KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 _SIGMAS = 4
 _NOTHING = 1e-3  # of the power of the noise
 _LEAST_TIMES = 4
@@ -33,6 +33,7 @@ _ARITHMETIC = frozenset({"mul", "add", "sub", "rsub"})
 _PARTS = frozenset({"__getitem__", "select", "narrow"})
 _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
+_SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
 _LEAST = 3  # targets of a class, none of which counts
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
@@ -100,7 +101,7 @@ def drowned(step: Step) -> Iterator[Probed]:
     for number, operation in enumerate(step.operations):
         for target, predicted in _both(operation.given) if operation.name in DISTANCES else ():
             noise, made_of = values[target], step.made_of(predicted, number) - step.parameters.keys()
-            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not _is_normal(noise):
+            if noise.requires_grad or noise.numel() < _ENOUGH_NOISE or not is_normal(noise):
                 continue
             beside = [one for slot in made_of if not (one := values[slot]).requires_grad]
             nets = [values[slot] for slot in made_of & (taken | step.leaves.keys())]
@@ -129,10 +130,51 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
-    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not _is_normal(noise):
+    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
         return False
     drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
+
+
+@asks("shown")
+def shown(step: Step) -> Iterator[Probed]:
+    """Whether all places whose target counts show it in the input, and all others are hidden there, at random.
+
+    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data.
+    """
+    for operation in step.used("sub", *OF_CLASSES, *DISTANCES):
+        for made, target in _both(operation.given[:2]):
+            wanted = step.values[target]
+            if not step.values[made].requires_grad or wanted.requires_grad or wanted.numel() < _ENOUGH_NOISE:
+                continue
+            (slope,) = step.slopes(made)
+            if slope is not None and operation.name in OF_CLASSES and slope.dim() > 1:
+                slope = slope.any(1)
+            if slope is None or slope.shape != wanted.shape:
+                continue
+            for slot in step.made_of(made) - step.parameters.keys():
+                one = step.values[slot]
+                is_alike = one.dtype == wanted.dtype and one.numel() == wanted.numel() and len(one) == step.rows
+                if is_alike and not one.requires_grad and _is_hidden(step, slot, wanted, slope.bool()):
+                    yield said(operation, op=operation.name.strip("_"), share=float(slope.bool().double().mean()))
+
+
+def _is_hidden(step: Step, slot: Slot, target: torch.Tensor, counted: torch.Tensor) -> bool:
+    """Whether an input is the target where that counts and hides it elsewhere, as one mask or by what is drawn."""
+    one = step.values[slot]
+    counted = counted.reshape(one.shape)
+    if not torch.equal(one == target.reshape(one.shape), counted) or float((~counted).double().mean()) < _SOME:
+        return False
+    if one.is_floating_point():
+        drawn = (made for made in step.operations if made.drawn is not None)
+        return any(set(made.outs) & step.made_of(slot) for made in drawn)
+    rows = counted.flatten(1)
+    begun = rows.cumsum(1) > 0
+    ends = (begun & ~rows)[:, :-1] & rows[:, 1:]  # of what is hidden, with something shown on both sides of it
+    hidden = one[~counted].unique()
+    return (
+        len(hidden) == 1 and not bool((one[counted] == hidden).any()) and float(ends.any(0).double().mean()) > _MOSTLY
+    )
 
 
 @asks("indices")
@@ -158,14 +200,6 @@ def of_indices(step: Step) -> Iterator[Probed]:
                 (sums if is_sum or set(given) & sums.keys() else places).update(dict.fromkeys(one.outs, of))
         if made & set(given):
             made |= set(one.outs)
-
-
-def _is_normal(noise: torch.Tensor) -> bool:
-    """Whether numbers are distributed as normal draws are."""
-    count = noise.numel()
-    steps = torch.arange(1, count + 1, dtype=torch.double) / count
-    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
-    return bool(away * count**0.5 <= _KOLMOGOROV)
 
 
 def _given(operation: Operation) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from anybatch.doctor.ask.keeping import Kept, State
 from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
-from anybatch.records.draws import Scored
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
+from anybatch.records.samples import Scored
 
 _ENOUGH_STEPS = 30
 _TOO_MUCH = 0.5  # of the trained net at each step: an average that forgets faster than it remembers

@@ -1,7 +1,8 @@
 """Is what the backward of an own function gives the slope of its forward? Some entries of each input, moved a little.
 
 Many backwards are not the slope, and are meant so: of what is rounded or compared, of what is handed on as it is, and
-where an input is there for the backward alone. A backward is not judged where any of its inputs looks like that.
+where an input is there for the backward alone. A backward is not judged where any of its inputs looks like that, but
+for where it lets the gradient pass: that should not be where the forward is constant while it jumps elsewhere.
 """
 
 import itertools
@@ -23,7 +24,10 @@ _MOSTLY = 0.98  # of the entries
 _LEAST = 6  # entries with a slope
 _ASIDE = 0.97  # the cosine of what points elsewhere
 _ALONG, _FACTOR = 0.999, 1.2  # of what only has another size
+_FEW = 3  # sizes of what is rounded
 _SMALL = 0.01  # the size of the gradient that comes in, which is below what is clipped
+_WIDE = (0.1, 0.3, 0.6, 1.0)  # deviations of an input by which a jump is looked for on both sides of an entry
+_SHUT = 0.5  # of the jumps of all entries: what those have that get the gradient
 
 Given = tuple[Any, ...]
 
@@ -39,8 +43,10 @@ def differing(cls: Any, given: Given, needs: Sequence[bool]) -> tuple[str, dict[
         generator = torch.Generator().manual_seed(5)
         weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) * _SMALL for one in outputs]
         reals = [place for place, one in enumerate(given) if _is_real(one)]
-        if any(_is_flat(cls, given, place, outputs, is_needed=needs[place]) for place in reals):
-            return "no", {}
+        flat = [place for place in reals if _is_flat(cls, given, place, outputs, is_needed=needs[place])]
+        if flat:
+            is_inverted = any(_is_inverted(cls, given, needs, place, outputs) for place in flat)
+            return ("yes", {"kind": "inverted"}) if is_inverted else ("no", {})
         slopes = _slopes(cls, given, needs, weights)
         twice = _slopes(cls, given, needs, [2 * one for one in weights])
         if any(not _near(2 * one, two) for one, two in zip(slopes.values(), twice.values(), strict=True)):
@@ -83,7 +89,8 @@ def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_flat(cls: Any, given: Given, place: int, outputs: list[torch.Tensor], *, is_needed: bool) -> bool:
     """Whether an input, moved a little, changes none of an output, as one that is rounded or for the backward alone.
 
-    Or changes each entry of an output by what it was moved by, or by nothing, as one that is cut off.
+    Or changes each entry of an output by what it was moved by, or by nothing, as one that is cut off; or next to none
+    of them, where some are moved across an edge. What has few sizes, as signs times one of them, is rounded as well.
     """
     one = given[place]
     generator = torch.Generator().manual_seed(9)
@@ -97,12 +104,37 @@ def _is_flat(cls: Any, given: Given, place: int, outputs: list[torch.Tensor], *,
     away = [other - own for own, other in zip(outputs, there, strict=True)]
     if not any(bool(part.any()) for part in away):
         return True
-    for part in away:
+    for part, own in zip(away, outputs, strict=True):
         if part.shape == step.shape and bool(part.any()):
+            if float((part == 0).double().mean()) > _MOSTLY or _has_few_sizes(own):
+                return True
             is_same = ((part - step).abs() <= 1e-6 * step.abs().max())[part != 0]
             if float(is_same.double().mean()) > _MOSTLY:  # but for those that are moved across an edge
                 return True
-    return any(not bool(part.any()) and own.unique().numel() <= 3 for part, own in zip(away, outputs, strict=True))
+    return any(not bool(part.any()) and own.unique().numel() <= _FEW for part, own in zip(away, outputs, strict=True))
+
+
+def _has_few_sizes(one: torch.Tensor) -> bool:
+    """Whether the entries of each row are a few numbers, up to their sign, as where signs have a scale."""
+    rows = one.abs().reshape(len(one), -1) if one.dim() > 1 else one.abs().reshape(1, -1)
+    return rows.shape[1] > _FEW and all(row.unique().numel() <= _FEW for row in rows)
+
+
+def _is_inverted(cls: Any, given: Given, needs: Sequence[bool], place: int, outputs: list[torch.Tensor]) -> bool:
+    """Whether the gradient passes at entries where the forward is constant, and is shut out near its jumps.
+
+    A straight-through estimator passes it everywhere, or near the jumps; a surrogate is largest there.
+    """
+    one = given[place]
+    if not needs[place] or len(outputs) > 1 or outputs[0].shape != one.shape:
+        return False
+    passes = _slopes(cls, given, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place, torch.zeros(1)).abs()
+    jumps = torch.zeros_like(one)
+    for part in _WIDE:
+        step = part * one.std()
+        ends = [_run(cls, (*given[:place], one + side, *given[place + 1 :]))[0] for side in (step, -step)]
+        jumps += (ends[0] - ends[1]).abs() / part
+    return bool(passes.any()) and float((passes * jumps).sum() / passes.sum()) < _SHUT * float(jumps.mean())
 
 
 def _distance(one: torch.Tensor) -> float:

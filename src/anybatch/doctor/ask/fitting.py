@@ -68,12 +68,15 @@ def other_rate(step: Step) -> Iterator[Probed]:
 
 def fitted(
     step: Step, start: Mapping[Slot, torch.Tensor], optimizer: torch.optim.Optimizer, until: float = math.inf,
-    part: Loss | None = None,
+    part: Loss | None = None, change: Any = None,
 ) -> tuple[float, float, int]:  # fmt: skip
-    """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends."""
+    """The loss, or a part of it, at first and at last, and in how many steps; fewer where time ends.
+
+    Each step is that of the tape with what comes from outside and was drawn as ``change`` has it.
+    """
     values, end, loss = list[float](), min(step.until, until, time.perf_counter() + _SECONDS), part or step.loss
     while len(values) < _STEPS and time.perf_counter() < end:
-        value = replayed(step.tape, loss, held=start).values[loss.slot].sum()
+        value = replayed(step.tape, loss, change, held=start).values[loss.slot].sum()
         values.append(float(value.detach()))
         if not math.isfinite(values[-1]) or not value.requires_grad:
             break

@@ -5,8 +5,9 @@ nothing of them either; one that is trained with a summand alone does.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from anybatch.records.lossfacts import Probed
 _SECONDS, _MORE = 5.0, 1.0
 _MOST_SUMMANDS = 4
 _RATE = 3e-3
+_NOISE = frozenset({"randn", "randn_like", "rand", "rand_like", "normal_"})
 _ADDING, _MEANS = frozenset({"add", "add_"}), frozenset({"mean", "sum"})
 
 
@@ -51,11 +53,18 @@ def _learned(step: Step, part: Loss, meetings: list[Meeting], end: float) -> flo
     if not mine:
         return None
     held = step.kept.first_of(step.tape)
-    fitted(step, held, torch.optim.Adam(held.values(), lr=_RATE), end, part)
+    fitted(step, held, torch.optim.Adam(held.values(), lr=_RATE), end, part, _with_other_noise(step))
     run = replayed(step.tape, part, held=held)
     found = [risen(step, one, time.perf_counter() + _MORE, part, run, held) for one in mine]
     is_learned = any(one is not None and one[0].answer == "yes" for one in found)
     return float(run.values[part.slot].detach().sum()) if is_learned else None
+
+
+def _with_other_noise(step: Step) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives rows what was drawn for others of them; by noise that stays the same they are told apart."""
+    noise = {id(one) for made in step.operations if made.drawn and made.name in _NOISE for one in made.drawn}
+    order = partial(torch.randperm, generator=torch.Generator().manual_seed(13))  # a replay seeds that of torch
+    return lambda one: one[order(len(one)).to(one.device)] if id(one) in noise and one.dim() else one
 
 
 def _is_nothing(step: Step, meetings: list[Meeting], end: float) -> bool:

@@ -23,6 +23,7 @@ _MOST_ROWS = 20_000  # of the training
 _MOST_CALLS = 512  # of a loop whose inputs are looked at, evenly over it
 _LEAST_CALLS = 10
 _LEAST_LEVELS = 8
+_LEAST_DRAWN, _MOST_DRAWN = 64, 1024  # numbers of a first input that are looked at
 _SEVERAL = 32  # rows of which one column may be the level; a player looks at fewer, and often
 _NEAR, _FEWEST = 0.03, 64
 """What is compared with a call of a loop: a share of the rows of the training, those of the nearest levels."""
@@ -32,6 +33,10 @@ _ALIKE = 1.3
 """
 
 _MOSTLY = 0.75  # of the calls
+_BEGUN = 2.2
+"""The same for the noise that a loop begins with, where no net makes a difference, but a low temperature may."""
+
+_KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 Key = tuple[Any, tuple[int, ...]]
 """The place or the name of the argument that is the level, and the shape of a row of the input."""
 
@@ -47,6 +52,7 @@ class Loop:
     count: int = 0
     last: float = math.nan  # level
     way: float = 0.0  # 1 where levels rise, -1 where they fall
+    noise: float = 0.0  # the mean square of its first input where that is distributed as normal draws are
 
     def goes_on(self, step: int, level: float) -> bool:
         """Whether a call is the next one of this loop."""
@@ -90,7 +96,7 @@ class Sampling:
     def _call(self, step: int, key: Key, level: float, given: torch.Tensor) -> None:
         loop = self._going.get(key)
         if loop is None or not loop.goes_on(step, level):
-            loop = self._going[key] = Loop(step, *user_place(6))
+            loop = self._going[key] = Loop(step, *user_place(6), noise=_noise(given))
         if level == loop.last:
             return
         loop.way = 0.0 if math.isnan(loop.last) else level - loop.last
@@ -112,12 +118,18 @@ def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
                 yield told("sampling", loop, answer="unknown", detail="what that was given in training was not seen")
             continue
         near = max(_FEWEST, int(_NEAR * len(rows)))
-        found: list[tuple[float, float]] = []
+        found, begun = list[tuple[float, float]](), 1.0
         for level, size in loop.calls:
             if rows[0][0] <= level <= rows[-1][0] and len(rows) >= 2 * near:
                 middle = (bisect.bisect_left(levels, level) + bisect.bisect_right(levels, level)) // 2
                 first = min(max(middle - near // 2, 0), len(rows) - near)
+                if not found:
+                    begun = sum(math.exp(one) for _, one in rows[first : first + near]) / near
                 found.append((math.exp(size - sum(one for _, one in rows[first : first + near]) / near), level))
+        if loop.noise and found and found[0][1] == loop.calls[0][0]:
+            times = loop.noise / begun
+            if not 1 / _BEGUN <= times <= _BEGUN:  # what the net gives has no part in it yet
+                yield told("sampling start", loop, times=times, level=loop.calls[0][0])
         away = [one for one in found if not 1 / _ALIKE <= one[0] <= _ALIKE]
         if len(found) < _LEAST_CALLS // 2:
             yield told("sampling", loop, answer="unknown", detail="levels of the training have too few rows")
@@ -125,6 +137,20 @@ def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
         worst, level = max(found, key=lambda one: abs(math.log(one[0])))
         answer = "no" if len(away) > (1 - _MOSTLY) * len(found) else "yes"
         yield told("sampling", loop, answer=answer, calls=loop.count, times=worst, level=level, away=len(away))
+
+
+def is_normal(noise: torch.Tensor) -> bool:
+    """Whether numbers are distributed as draws of a standard normal one are."""
+    count = noise.numel()
+    steps = torch.arange(1, count + 1, dtype=torch.double) / count
+    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
+    return bool(away * count**0.5 <= _KOLMOGOROV)
+
+
+def _noise(given: torch.Tensor) -> float:
+    some = given.detach().flatten()[:_MOST_DRAWN].double()
+    square = float(some.square().mean()) if len(some) >= _LEAST_DRAWN else 0.0
+    return square if square and is_normal(some / square**0.5) else 0.0
 
 
 def _levels(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:

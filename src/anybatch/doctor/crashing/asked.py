@@ -211,8 +211,9 @@ def _rewritten(live: Live, call: Call, texts: dict[Any, str] | None = None, rena
         args = [texts.pop(n, ast.unparse(one)) for n, one in enumerate(node.args)]
         keywords = {one.arg: texts.pop(one.arg, ast.unparse(one.value)) for one in node.keywords if one.arg}
         keywords = {renamed[1] if key == renamed[0] else key: text for key, text in keywords.items()} | texts
-        new = f"{function}({', '.join([*args, *(f'{key}={text}' for key, text in keywords.items())])})"
-        whole = ast.get_source_segment("".join(live.source(live.user).lines), node) if live.user else None  # type: ignore[union-attr]
+        new = _written(function, args, keywords)
+        here = live.here()
+        whole = ast.get_source_segment("".join(here[0].lines), node) if here else None
         for old in (whole, ast.unparse(node)):
             if old and old in code:
                 return code.replace(old, new)
@@ -304,7 +305,11 @@ def _with_option(node: ast.Call, name: str, value: Any, module: Any) -> str:
     keywords = {one.arg: repr(value) if one.arg == name else ast.unparse(one.value) for one in node.keywords}
     if name not in keywords and names.index(name) >= len(args):
         keywords[name] = repr(value)
-    return f"{ast.unparse(node.func)}({', '.join([*args, *(f'{key}={text}' for key, text in keywords.items())])})"
+    return _written(ast.unparse(node.func), args, keywords)
+
+
+def _written(function: str, args: list[str], keywords: dict[Any, str]) -> str:
+    return f"{function}({', '.join([*args, *(f'{key}={text}' for key, text in keywords.items())])})"
 
 
 def _last(live: Live, classes: int) -> str:

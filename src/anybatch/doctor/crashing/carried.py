@@ -167,9 +167,8 @@ def _of_kept(live: Live, kept: Kept) -> Answer:
 
 def of_the_same_round(live: Live, match: "re.Match[str]") -> Answer | None:
     """The backward of the same round that freed what this one needs too, and what the two losses share."""
-    frame, losses = live.user, losses_of(live)
-    source = live.source(frame) if frame is not None else None
-    if frame is None or source is None:
+    frame, losses, here = live.user, losses_of(live), live.here()
+    if frame is None or here is None:
         return None
     before = [
         (node.lineno, ast.unparse(node.func.value)) for node in nodes_in(live.round(), ast.Call)
@@ -179,7 +178,7 @@ def of_the_same_round(live: Live, match: "re.Match[str]") -> Answer | None:
         return None
     line, first = before[-1]
     loss, nodes = loss_name(live, losses) or "the second loss", graph_of(losses)
-    statements = simple_statements(source.function(frame.line))
+    statements = live.scope()
     after = {path for one in statements if one.lineno > line for path in targets(one)}
     shared = next(
         (path for path, one, own in live.named() if own is frame and one.grad_fn in nodes and path not in after
@@ -242,9 +241,8 @@ def stepped_in(live: Live, statements: list[ast.stmt]) -> dict[str, set[int]]:
 
 def outside_of_closure(live: Live, match: "re.Match[str]") -> Answer | None:
     """A loss that is read in a function which is called again, and was computed outside of it."""
-    frame, losses = live.user, losses_of(live)
-    source = live.source(frame) if frame is not None else None
-    scope = source.function(frame.line) if frame is not None and source is not None else None
+    frame, losses, here = live.user, losses_of(live), live.here()
+    scope = here[0].function(here[1]) if here else None
     if frame is None or not isinstance(scope, ast.FunctionDef):
         return None
     held = [
@@ -257,9 +255,8 @@ def outside_of_closure(live: Live, match: "re.Match[str]") -> Answer | None:
 
 def one_of_many(live: Live, match: "re.Match[str]") -> Answer | None:
     """A loss that is one of those which a loop goes through."""
-    frame, losses = live.user, losses_of(live)
-    source = live.source(frame) if frame is not None else None
-    for loop in source.loops(frame.line) if frame is not None and source is not None else ():
+    frame, losses, here = live.user, losses_of(live), live.here()
+    for loop in here[0].loops(here[1]) if here else ():
         for name in targets(loop):
             if isinstance(loop, ast.For) and any(frame.values.get(name) is loss for loss in losses):  # type: ignore[union-attr]
                 return answer(call=quoted(f"{name}.backward()"), many=ast.unparse(loop.iter), tensor=name)

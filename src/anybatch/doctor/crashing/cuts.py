@@ -102,10 +102,11 @@ def _known(live: Live, found: Cut) -> Answer:
 
 def _cut_of(live: Live) -> Cut | None:
     """The cut on the way from the trained parameters to the loss, the last one where several are as likely."""
-    if live.user is None or (source := live.source(live.user)) is None:
+    if live.user is None or (here := live.here()) is None:
         return None
     name = loss_name(live, losses_of(live)).split(".")[0]
-    function, line = source.function(live.user.line), live.user.line
+    source, line = here
+    function = source.function(line)
     for with_targets in (False, True):
         found = list(_Search(live, with_targets).above(source, live.user, function, line, {name} - {""}))
         found = [one for one in found if one.sure or one.op not in OFF]

@@ -105,27 +105,26 @@ class Live:
             self._sources[file] = source_of(file, names)
         return self._sources[file]
 
-    def code(self, frame: Frame | None = None) -> str:
-        """The text of a frame's statement, of the user's frame unless told otherwise."""
-        frame = frame or self.user
-        source = None if frame is None else self.source(frame)
-        return "" if frame is None or source is None else source.text(frame.line)
+    def here(self) -> tuple[Source, int] | None:
+        """The source of the user's frame, and the line; ``None`` where there is none."""
+        source = None if self.user is None else self.source(self.user)
+        return None if self.user is None or source is None else (source, self.user.line)
 
-    def statement(self, frame: Frame | None = None) -> ast.stmt | None:
-        """The statement that was running, of the user's frame unless told otherwise."""
-        frame = frame or self.user
-        source = None if frame is None else self.source(frame)
-        return None if frame is None or source is None else source.statement(frame.line)
+    def code(self) -> str:
+        """The text of the user's statement."""
+        return here[0].text(here[1]) if (here := self.here()) else ""
+
+    def statement(self) -> ast.stmt | None:
+        """The statement of the user's that was running."""
+        return here[0].statement(here[1]) if (here := self.here()) else None
 
     def round(self) -> list[ast.stmt]:
         """The statements of the innermost loop around the user's line, or of its function."""
-        source = None if self.user is None else self.source(self.user)
-        return [] if self.user is None or source is None else simple_statements(source.round(self.user.line))
+        return simple_statements(here[0].round(here[1])) if (here := self.here()) else []
 
     def scope(self) -> list[ast.stmt]:
         """The statements of the function around the user's line."""
-        source = None if self.user is None else self.source(self.user)
-        return [] if self.user is None or source is None else simple_statements(source.function(self.user.line))
+        return simple_statements(here[0].function(here[1])) if (here := self.here()) else []
 
     def at(self, node: Any, file: str = "") -> tuple[str, int, str]:
         """The file, line and code of a node of the user's file, or of a line's number."""

@@ -108,8 +108,8 @@ def nan_operation(live: Live, match: "re.Match[str]") -> Answer:
     """The operation whose gradient is not a number, and its line."""
     op = match.group(1)
     plain = re.sub(r"Backward\d*$", "", op).lower()
-    source = live.source(live.user) if live.user is not None else None
-    calls = [node for node in ast.walk(source.tree) if called(node) == plain] if source is not None else []
+    here = live.here()
+    calls = [node for node in ast.walk(here[0].tree) if called(node) == plain] if here else []
     at = live.at(calls[-1]) if calls else None
     return answer(
         plain=plain, where=f" in {quoted(at[2])}" if at else "", at=at, tensor=op, evidence={"op": op},

@@ -44,18 +44,12 @@ class Repair(NamedTuple):
 Candidate = tuple[Repair, Callable[[], Any]]
 
 
-def _cast(kind: torch.dtype, one: torch.Tensor) -> torch.Tensor:
-    return one.to(kind)
-
-
-def _casts() -> Iterator[Edit]:
-    named = (("long", torch.long), ("float", torch.float32), ("bool", torch.bool), ("double", torch.float64))
-    for text, kind in (*((f"{{}}.{name}()", kind) for name, kind in named), ("{}.half()", torch.float16),
-                       ("{}.to(torch.bfloat16)", torch.bfloat16)):  # fmt: skip
-        yield Edit("dtype", text, partial(_cast, kind))
-
-
-DTYPES = tuple(_casts())
+DTYPES = tuple(
+    Edit("dtype", f"{{}}.{text}", partial(torch.Tensor.to, dtype=kind)) for text, kind in (
+        ("long()", torch.long), ("float()", torch.float32), ("bool()", torch.bool), ("double()", torch.float64),
+        ("half()", torch.float16), ("to(torch.bfloat16)", torch.bfloat16),
+    )
+)  # fmt: skip
 COMPLEX = (
     Edit("dtype", "{}.abs()", torch.abs),
     Edit("dtype", "torch.view_as_real({}).flatten(-2)", lambda one: torch.view_as_real(one).flatten(-2)),

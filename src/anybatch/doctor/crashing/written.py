@@ -128,14 +128,13 @@ def weights_of_the_step_before(live: Live, match: "re.Match[str]") -> Answer | N
 
 def _stepped_at(live: Live) -> tuple[str, int, str] | None:
     """The last line before the user's, in its outermost loop, that steps or else writes."""
-    source = live.source(live.user) if live.user is not None else None
-    if source is None or live.user is None:
+    if (found := live.here()) is None:
         return None
-    here = live.user.line
+    source, here = found
     scope = [source.function(here), *source.loops(here)][-1]
-    found = [s.lineno for s in simple_statements(scope) if any(called(node) == "step" for node in ast.walk(s))]
-    found = found or [write.line for write in _writes_in(source, scope) if write.line < here]
-    lines = [line for line in found if line < here] or found
+    steps = [s.lineno for s in simple_statements(scope) if any(called(node) == "step" for node in ast.walk(s))]
+    steps = steps or [write.line for write in _writes_in(source, scope) if write.line < here]
+    lines = [line for line in steps if line < here] or steps
     return live.at(lines[-1]) if lines else None
 
 
@@ -275,10 +274,9 @@ def _class_of(node: ast.Call, owner: Any) -> str:
 
 def leaf(live: Live, match: "re.Match[str]") -> Answer | None:
     """The leaf that the user's line writes to."""
-    source = live.source(live.user) if live.user is not None else None
     if live.user is None:
         return None
-    statements = [] if source is None else source.statements(live.user.line)
+    statements = here[0].statements(here[1]) if (here := live.here()) else []
     paths = [path for one in statements for path, _, _ in _written(one, None) if path]
     tensors = [(path, one) for path in paths if isinstance(one := live.read(path), torch.Tensor)]
     leaves = [(path, one) for path, one in tensors if one.is_leaf or one._base is not None]

@@ -265,10 +265,7 @@ def over_the_last_dim(scene: Scene) -> Iterator[Edit]:
     call = only(calls, "softmaxes")
     position = 0 if called(call)[:1].isupper() or _is_method(call) else 1
     dim = str(scene.finding.evidence.get("classes", -1))
-    if len(call.args) > position:
-        yield source.edit([source.replaced(call.args[position], dim)])
-    else:
-        yield source.edit([source.keyword(call, "dim", dim)])
+    yield source.edit([source.argument(call, position, "dim", dim)])
 
 
 def _is_method(call: ast.Call) -> bool:

@@ -257,10 +257,7 @@ def dropout_of_the_mode(scene: Scene) -> Iterator[Edit]:
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
     call = source.one_call(statement, *names)
     _inside_a_module(source, statement)
-    if len(call.args) > 2:
-        yield source.edit([source.replaced(call.args[2], "self.training")])
-    else:
-        yield source.edit([source.keyword(call, "training", "self.training")])
+    yield source.edit([source.argument(call, 2, "training", "self.training")])
 
 
 @edits_of("DROPOUT_NEVER_ON")
@@ -300,10 +297,7 @@ def mode_of_the_plateau(scene: Scene) -> Iterator[Edit]:
     source = scene.source
     call = only(source.calls(source.tree, "ReduceLROnPlateau"), "such schedules")
     wanted = '"max"' if scene.finding.evidence.get("mode") == "min" else '"min"'
-    if len(call.args) > 1:
-        yield source.edit([source.replaced(call.args[1], wanted)])
-    else:
-        yield source.edit([source.keyword(call, "mode", wanted)])
+    yield source.edit([source.argument(call, 1, "mode", wanted)])
 
 
 @edits_of("LR_TOO_HIGH", "EXPLODING")

@@ -152,6 +152,12 @@ class UserSource(Parsed):
             raise UnclearEdit("a bare generator is the only argument")  # f(x for x in y): its end is that of the call
         return self.behind(last, f", {name}={value}")
 
+    def argument(self, call: ast.Call, position: int, name: str, value: str) -> Change:
+        """An argument of a call with another value, in its position where it stands there, else as a keyword."""
+        if len(call.args) > position:
+            return self.replaced(call.args[position], value)
+        return self.keyword(call, name, value)
+
     def without_keyword(self, call: ast.Call, name: str) -> Change:
         """A call that loses a keyword, with the comma before it."""
         gone = only([one for one in call.keywords if one.arg == name], f"keywords {name}")

@@ -44,7 +44,7 @@ def held_by(root: torch.nn.Module) -> Iterator[Held]:
             for name, child in held.module._modules.items()
             if child is not None
         ]
-        for name, child in _plainly_held(held.module):
+        for name, child in _plainly_held(held.module, torch.nn.Module):
             if id(child) not in seen:
                 seen.add(id(child))
                 inside.append(Held(front + name, child, False))
@@ -61,22 +61,20 @@ def parameters_in(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
         if parameter is not None and not stands_in(parameter):
             own.add(id(parameter))
             yield name, parameter, True
-    for name, value in list(vars(module).items()):
-        if name not in _TORCHS_OWN and type(value) not in _HOLDS_NOTHING:
-            for place, tensor in _inside(name, value, torch.Tensor, 0):
-                if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad and not stands_in(tensor):
-                    own.add(id(tensor))
-                    yield place, tensor, False
+    for place, tensor in _plainly_held(module, torch.Tensor):
+        if id(tensor) not in own and tensor.is_leaf and tensor.requires_grad and not stands_in(tensor):
+            own.add(id(tensor))
+            yield place, tensor, False
 
 
 _HOLDS_NOTHING = (int, float, bool, str, type(None), bytes, complex)
 _TORCHS_OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
-def _plainly_held(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _plainly_held(module: torch.nn.Module, cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(module).items()):
         if name not in _TORCHS_OWN and type(value) not in _HOLDS_NOTHING:
-            yield from _inside(name, value, torch.nn.Module, 0)
+            yield from _inside(name, value, cls, 0)
 
 
 def _inside(name: str, value: Any, cls: type, depth: int) -> Iterator[tuple[str, Any]]:
@@ -108,11 +106,6 @@ _CONFIG = (
 _PLAIN = (bool, int, float, str)
 
 
-def type_name(one: Any) -> str:
-    """The name of the class of a thing."""
-    return type(one).__name__
-
-
 def kind_of(module: nn.Module) -> str:
     """What kind of module it is, as ``ModuleFacts`` names them."""
     for kind, classes in _KINDS:
@@ -140,7 +133,7 @@ def module_facts(name: str, module: nn.Module, registered: bool, parameters: tup
     own = vars(module).get("requires_grad")
     file, line = _source(type(module))
     return ModuleFacts(
-        name=name, cls=type_name(module), kind=kind_of(module), registered=registered,
+        name=name, cls=type(module).__name__, kind=kind_of(module), registered=registered,
         training=bool(module.training), requires_grad=own if isinstance(own, bool) else None,
         options=_options(module), parameters=parameters, repeated=_repeated(module), file=file, line=line,
     )  # fmt: skip
@@ -184,7 +177,7 @@ def _source(cls: type) -> tuple[str, int]:
 
 def wrapper_of(module: nn.Module | None) -> str:
     """What wraps the user's module, as ``Root.wrapper`` names it; empty for none."""
-    name = type_name(module)
+    name = type(module).__name__
     if name in ("DistributedDataParallel", "DataParallel") and isinstance(getattr(module, "module", None), nn.Module):
         return name
     return "compiled" if name == "OptimizedModule" else ""
@@ -275,7 +268,7 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     """The entries of the table of an optimizer that itself tells."""
     defaults = getattr(optimizer, "defaults", {})
     return {
-        "cls": type_name(optimizer), "is_torchs": type(optimizer).__module__.startswith("torch."),
+        "cls": type(optimizer).__name__, "is_torchs": type(optimizer).__module__.startswith("torch."),
         "default_lr": plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
     }  # fmt: skip
 
@@ -296,7 +289,7 @@ def scheduler_options(scheduler: Any) -> dict[str, Any]:
             found[name] = [str(getattr(one, "__name__", "")) for one in value[:_MOST_OPTIONS]]
     schedulers = getattr(scheduler, "_schedulers", None)
     if isinstance(schedulers, (list, tuple)):
-        found["schedulers"] = [type_name(one) for one in schedulers]
+        found["schedulers"] = [type(one).__name__ for one in schedulers]
     return found
 
 

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, SimpleNamespace
@@ -94,8 +95,8 @@ class OptimizerHooks:
             register_optimizer_step_post_hook(self._post_hook),
         ]
         patches.wrap(torch.optim.Optimizer, "__init__", noting(after=recording.guarded(self._was_made)))
-        for owner, after in ((torch.optim.Optimizer, self._cleared), (torch.nn.Module, self._cleared_by_module)):
-            patches.wrap(owner, "zero_grad", recording.around(None, after, "updates", owned=True))
+        for owner, by in ((torch.optim.Optimizer, "optimizer"), (torch.nn.Module, "module")):
+            patches.wrap(owner, "zero_grad", recording.around(None, partial(self._cleared, by), "updates", owned=True))
 
     def detach(self) -> None:
         """Takes off what ``Recording.patches`` does not know of."""
@@ -219,15 +220,13 @@ class OptimizerHooks:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
 
-    def _cleared(self, optimizer: Any, *_: Any) -> None:
-        known = self.known.get(id(optimizer))
-        is_known = known is not None and known.optimizer() is optimizer
-        number = known.number if known is not None and is_known else self.numbered(optimizer)
-        self._recording.note(Cleared, ("optimizer", number, *self._gradients.after_clearing()), entries=_CLEARING)
-
-    def _cleared_by_module(self, module: torch.nn.Module, *_: Any) -> None:
-        number = self._recording.numbering.root_of(module)
-        same = "module", -1 if number is None else number, *self._gradients.after_clearing()
+    def _cleared(self, by: str, owner: Any, *_: Any) -> None:
+        known = self.known.get(id(owner))
+        if by == "module":
+            number = self._recording.numbering.root_of(owner)
+        else:
+            number = known.number if known is not None and known.optimizer() is owner else self.numbered(owner)
+        same = by, -1 if number is None else number, *self._gradients.after_clearing()
         self._recording.note(Cleared, same, entries=_CLEARING)
 
     def _know(self, optimizer: Any) -> "_Known":

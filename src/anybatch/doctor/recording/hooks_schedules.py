@@ -4,6 +4,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import dataloader as loaders
 from anybatch.doctor.ask.tape import reissued
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
-from anybatch.doctor.recording.naming import user_place, variable_of, whose_file
+from anybatch.doctor.recording.naming import user_place, variable_of
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording
 from anybatch.doctor.samples.inputs import data_of, rounded_fields, standardised
@@ -22,7 +23,6 @@ from anybatch.records.events import Epoch, Loaded, Scheduled, Warned
 from anybatch.records.lossfacts import Probed
 
 _MOST_SETS = 8  # that are looked at, since a loader may be made for each epoch
-_FIRST_STEPS = frozenset({"__init__", "_initial_step"})
 
 
 class ScheduleHooks:
@@ -32,7 +32,8 @@ class ScheduleHooks:
         self._recording, self._optimizers = recording, optimizers
         self._wrapped = recording.around(
             lambda scheduler, *_: rates_of(getattr(scheduler, "optimizer", None)), self._ended, "updates",
-            when=lambda *_: not _is_first_step(), outermost=Depth(),
+            when=lambda scheduler, _: getattr(scheduler, "_step_count", 1) > 0,  # in its constructor it is 0
+            outermost=Depth(),
         )  # fmt: skip
         self._counts: dict[int, int] = {}
         self._made: dict[int, tuple[str, int]] = {}
@@ -70,20 +71,6 @@ def scheduler_classes() -> list[type]:
     """The classes of schedulers that torch has."""
     classes = [value for value in vars(lr_scheduler).values() if inspect.isclass(value)]
     return [cls for cls in dict.fromkeys(classes) if issubclass(cls, lr_scheduler.LRScheduler)]
-
-
-def _is_first_step() -> bool:
-    """Whether a constructor of a scheduler is what called it."""
-    frame = inspect.currentframe()
-    while frame is not None and not whose_file(frame.f_code.co_filename):  # torch's, and ours
-        if frame.f_code.co_name in _FIRST_STEPS:
-            return True
-        frame = frame.f_back
-    return (
-        frame is not None
-        and frame.f_code.co_name in _FIRST_STEPS
-        and isinstance(frame.f_locals.get("self"), lr_scheduler.LRScheduler)
-    )
 
 
 class LoaderHooks:
@@ -177,16 +164,14 @@ class LoadingHooks:
         recording, patches = self._recording, self._recording.patches
         loads = Depth()
 
-        def loading(note: Callable[..., Any]) -> Callable[[Any], Any]:
-            return recording.around(
-                lambda owner, args, kwargs: (rates_of(owner), args, kwargs), note, "looks", outermost=loads
-            )
-
-        patches.wrap(torch.nn.Module, "load_state_dict", loading(self._into_module))
-        patches.wrap(torch.optim.Optimizer, "load_state_dict", loading(self._into_optimizer))
-        for cls in scheduler_classes():
-            if "load_state_dict" in vars(cls):
-                patches.wrap(cls, "load_state_dict", loading(self._into_scheduler))
+        owners = [(torch.nn.Module, "module"), (torch.optim.Optimizer, "optimizer")]
+        owners += [(cls, "scheduler") for cls in scheduler_classes() if "load_state_dict" in vars(cls)]
+        for owner, into in owners:
+            seen = recording.around(
+                lambda owner, args, kwargs: (rates_of(owner), args, kwargs), partial(self._noted, into), "looks",
+                outermost=loads,
+            )  # fmt: skip
+            patches.wrap(owner, "load_state_dict", seen)
         shown = recording.guarded(self._shown, everywhere=True)
 
         def showing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,40 +186,20 @@ class LoadingHooks:
         # showwarning can't be replaced without losing what catch_warnings records and the source of the warning
         patches.wrap(warnings, "_showwarnmsg", showing)
 
-    def _into_module(self, module: Any, begun: Any, _: Any) -> None:
-        _, (state, *args), kwargs = begun
-        own = module.state_dict()
-        given = {name: _shape(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
-        matched = sum(1 for name, value in own.items() if name in given and given[name] == _shape(value))
-        number = self._recording.numbering.root_of(module)
-        self._recording.emit(
-            Loaded(
-                into="module", number=-1 if number is None else number, variable=variable_of(module),
-                strict=bool(args[0] if args else kwargs.get("strict", True)), matched=matched, of=len(own),
-                missing=tuple([name for name in own if name not in given][:_MOST_KEYS]),
-                unexpected=tuple([str(name) for name in given if name not in own][:_MOST_KEYS]),
-                **self._recording.place(),
-            )
-        )  # fmt: skip
-
-    def _into_optimizer(self, optimizer: Any, begun: Any, _: Any) -> None:
-        number = self._optimizers.numbered(optimizer)
-        self._recording.emit(
-            Loaded(
-                into="optimizer", number=number, variable=variable_of(optimizer), lrs_before=begun[0],
-                lrs_after=rates_of(optimizer), **self._recording.place(),
-            )
-        )  # fmt: skip
-
-    def _into_scheduler(self, scheduler: Any, begun: Any, _: Any) -> None:
-        number = self._recording.numbering.scheduler(scheduler)
-        rates = rates_of(getattr(scheduler, "optimizer", None))
-        self._recording.emit(
-            Loaded(
-                into="scheduler", number=number, variable=variable_of(scheduler), lrs_before=rates, lrs_after=rates,
-                **self._recording.place(),
-            )
-        )  # fmt: skip
+    def _noted(self, into: str, owner: Any, begun: Any, _: Any) -> None:
+        before, (state, *args), kwargs = begun
+        facts: dict[str, Any] = {"lrs_before": before, "lrs_after": rates_of(owner)}
+        if into == "module":
+            number, facts = self._recording.numbering.root_of(owner), _keys(owner, state)
+            facts["strict"] = bool(args[0] if args else kwargs.get("strict", True))
+        elif into == "optimizer":
+            number = self._optimizers.numbered(owner)
+        else:
+            number, rates = self._recording.numbering.scheduler(owner), rates_of(getattr(owner, "optimizer", None))
+            facts = {"lrs_before": rates, "lrs_after": rates}
+        number = -1 if number is None else number
+        place = self._recording.place()
+        self._recording.emit(Loaded(into=into, number=number, variable=variable_of(owner), **facts, **place))
 
     def _shown(self, message: Any) -> None:
         self._recording.tell(
@@ -243,6 +208,17 @@ class LoadingHooks:
                 file=message.filename or "", line=message.lineno or 0,
             )
         )  # fmt: skip
+
+
+def _keys(module: torch.nn.Module, state: Any) -> dict[str, Any]:
+    """What a module and the state that was loaded into it have in common."""
+    own = module.state_dict()
+    given = {name: _shape(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
+    return {
+        "matched": sum(1 for name, value in own.items() if name in given and given[name] == _shape(value)),
+        "of": len(own), "missing": tuple([name for name in own if name not in given][:_MOST_KEYS]),
+        "unexpected": tuple([str(name) for name in given if name not in own][:_MOST_KEYS]),
+    }  # fmt: skip
 
 
 def _shape(value: Any) -> Any:

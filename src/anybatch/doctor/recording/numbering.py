@@ -320,7 +320,7 @@ class Numbering:
         return (model for model in self.models if model.module() is not None)
 
     def _prefixed(self, root: int, name: str) -> str:
-        variable = self.models[root].variable or f"{describing.type_name(self.models[root].module())}{root or ''}"
+        variable = self.models[root].variable or f"{type(self.models[root].module()).__name__}{root or ''}"
         return f"{variable}.{name}".removesuffix(".") if self._alive[0] > 1 else name
 
     def _tables(self, model: Model) -> None:
@@ -384,7 +384,7 @@ class Numbering:
             rows.append(describing.module_facts(name, one, registered, own))
         self.emit(
             Root(
-                root=model.number, variable=model.variable, cls=describing.type_name(module), modules=tuple(rows),
+                root=model.number, variable=model.variable, cls=type(module).__name__, modules=tuple(rows),
                 wrapper=describing.wrapper_of(module), config=describing.config_of(module),
                 file=model.place[0], line=model.place[1],
             )
@@ -463,7 +463,7 @@ class Numbering:
         file, line = place or user_place()
         self.emit(
             SchedulerFacts(
-                scheduler=number, variable=variable_of(scheduler), cls=describing.type_name(scheduler),
+                scheduler=number, variable=variable_of(scheduler), cls=type(scheduler).__name__,
                 optimizer=-1 if optimizer is None else self.optimizer(optimizer),
                 options=describing.scheduler_options(scheduler), file=file, line=line,
             )

@@ -22,10 +22,10 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
-from anybatch.records.draws import Scored
 from anybatch.records.events import Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
+from anybatch.records.samples import Scored
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text(encoding="utf-8"))
 

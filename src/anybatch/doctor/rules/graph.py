@@ -23,12 +23,11 @@ from anybatch.doctor.views.naming import (
 )
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
-from anybatch.records.draws import Drawn, Scored
 from anybatch.records.events import Backward, Forward, Stepped, Warned
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Stop
 from anybatch.records.runs import Run, grouped, remembered
-from anybatch.records.samples import Activations, Norms
+from anybatch.records.samples import Activations, Drawn, Norms, Scored
 
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
 _MODES = frozenset({"no_grad", "inference_mode"})

@@ -23,11 +23,10 @@ from anybatch.doctor.views.measures import (
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
-from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
-from anybatch.records.samples import Activations, Norms
+from anybatch.records.samples import Activations, Norms, Scored
 
 FEW_OF_A_RATE = 100
 """In fewer steps a rate that is low may have had no time."""

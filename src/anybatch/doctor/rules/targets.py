@@ -9,11 +9,11 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
-from anybatch.records.draws import Scored
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run
+from anybatch.records.samples import Scored
 
 _LOOKS, _TARGETS = 5, 100
 """So many calls, and targets in them, are looked at before all are said to be of one class."""

@@ -308,7 +308,8 @@ class ActivationSampler:
         key.append(-1 if number is None else len(self._numbering.models[number].held))
         if key == self._key:
             return True
-        self._key, self._names = key, self._all_names(root)
+        self._key = key  # of several names of a module the first one counts
+        self._names = {id(module): name for name, module in reversed(list(self._named(root)))} | {id(root): ""}
         found = self._modules(root)
         inner = [one for one in found if one is not root]
         most, last = min(_MOST_MODULES, len(inner)), len(inner) - 1
@@ -323,12 +324,6 @@ class ActivationSampler:
         owners = {id(module) for _, module in owning}
         self._hooked = [weakref.ref(one) for one in found if id(one) in chosen or id(one) in owners]
         return True
-
-    def _all_names(self, root: torch.nn.Module) -> dict[int, str]:
-        names = {id(root): ""}
-        for name, module in self._named(root):
-            names.setdefault(id(module), name)
-        return names
 
     def _modules(self, root: torch.nn.Module) -> list[torch.nn.Module]:
         """Leaves, the root, and whatever has parameters of its own."""

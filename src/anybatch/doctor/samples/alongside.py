@@ -1,7 +1,5 @@
 """What else is seen: running statistics, ties, parameters without a step, memory, replicas, watched modules."""
 
-import functools
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,11 +13,11 @@ from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
 from anybatch.doctor.values import tensors_in
+from anybatch.memory.meter import resident_bytes
 from anybatch.records.lossfacts import Replicas
 from anybatch.records.samples import Buffers, Memory, Tied, Watched, Written
 from anybatch.tensors.dispatch import unseen
 
-_STATM = "/proc/self/statm"
 _COMPARED = 1 << 20
 _MOST_PAIRS = 100
 _MOST_WATCHED = 64  # parameters that stand for all
@@ -169,28 +167,11 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def memory(graphs: int = 0, losses: int = 0) -> Memory:
     """What the process and the device hold now, beside earlier steps whose graph is alive, and whose loss is."""
-    resident = allocated = peak = 0
-    try:
-        file = os.open(_STATM, os.O_RDONLY)
-        try:
-            resident = int(os.read(file, 128).split()[1]) * _page_size()
-        finally:
-            os.close(file)
-    except (OSError, ValueError, IndexError):  # not Linux
-        resident = 0
+    allocated = peak = 0
     if devices := in_use():
         counted = memory_of(devices[0])
         allocated, peak = counted.allocated, counted.peak_allocated
-    return Memory(graphs=graphs, losses=losses, resident=resident, allocated=allocated, peak=peak)
-
-
-@functools.cache
-def _page_size() -> int:
-    if sys.platform == "win32":
-        return 4096
-    import resource
-
-    return resource.getpagesize()
+    return Memory(graphs=graphs, losses=losses, resident=resident_bytes(), allocated=allocated, peak=peak)
 
 
 _DDP = "DistributedDataParallel"

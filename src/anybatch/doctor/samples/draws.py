@@ -12,7 +12,7 @@ import torch
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.values import tensors_in
-from anybatch.records.draws import Drawn, Scored
+from anybatch.records.samples import Drawn, Scored
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.recordings import Recording

@@ -27,11 +27,7 @@ _DEPTH = 4
 def look(
     numbering: "Numbering", root: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[InputSample]:
-    """Looks at the tensors that a root is called with, before it runs.
-
-    Returns:
-        One entry for each tensor, without the forward.
-    """
+    """Looks at the tensors that a root is called with, before it runs; the entries do not have the forward."""
     number = numbering.root_of(root)
     with torch.no_grad():
         named = itertools.islice(_named(args, kwargs), _MOST_TENSORS)

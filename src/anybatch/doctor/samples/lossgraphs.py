@@ -23,12 +23,12 @@ _ACTIVATIONS = {
     "SoftmaxBackward0": "softmax", "LogSoftmaxBackward0": "log_softmax", "SigmoidBackward0": "sigmoid",
     "ReluBackward0": "relu", "TanhBackward0": "tanh", "LogSigmoidBackward0": "logsigmoid",
 }  # fmt: skip
-_TAKERS = {
+TAKERS = {
     "LogSoftmaxBackward0": "log_softmax", "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
     "NllLossBackward0": "nll_loss", "NllLoss2DBackward0": "nll_loss", "SigmoidBackward0": "sigmoid",
     "SoftmaxBackward0": "softmax",
 }  # fmt: skip
-_DISTANCES = {
+DISTANCES = {
     "MseLossBackward0": "mse_loss", "SmoothL1LossBackward0": "smooth_l1_loss", "HuberLossBackward0": "huber_loss",
 }  # fmt: skip
 _USUAL = frozenset(
@@ -148,27 +148,16 @@ def softmax(node: Any, rows: int) -> tuple[int, int, int, bool] | None:
     return dim, len(shape), shape[dim], shape[0] == rows
 
 
-def doubled(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
-    """Pairs of functions of which the first feeds the second directly."""
+def fed(nodes: Sequence[Any], names: Mapping[Any, str], takers: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Pairs of an activation and what it feeds directly, of ``TAKERS`` or ``DISTANCES``."""
     losses = {_fed(node, names) for node in nodes if names.get(node) in _NLLS}
     for node in nodes:
-        taker = _TAKERS.get(names.get(node, ""))
-        if taker is None:
-            continue
-        first = _ACTIVATIONS.get(names.get(_fed(node, names), ""))
+        taker = takers.get(names.get(node, ""))
+        first = None if taker is None else _ACTIVATIONS.get(names.get(_fed(node, names), ""))
         if taker == "log_softmax" and node in losses:
             taker = "cross_entropy"
-        if first is not None and (first, taker) not in _USUAL:
+        if taker is not None and first is not None and (first, taker) not in _USUAL:
             yield first, taker
-
-
-def activated(nodes: Sequence[Any], names: Mapping[Any, str]) -> Iterator[tuple[str, str]]:
-    """Pairs of an activation and the loss function between numbers that it feeds directly."""
-    for node in nodes:
-        loss = _DISTANCES.get(names.get(node, ""))
-        activation = None if loss is None else _ACTIVATIONS.get(names.get(_fed(node, names), ""))
-        if loss is not None and activation is not None:
-            yield activation, loss
 
 
 def _fed(node: Any, names: Mapping[Any, str]) -> Any:

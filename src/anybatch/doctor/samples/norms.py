@@ -85,7 +85,10 @@ class NormSampler:
                     bucket.figures["moved"] = layout.changed(bucket.after, bucket.before)
                 bucket.before_versions = _versions(bucket.parameters)
                 self._gradients(plan, bucket)
-            self._state_before(plan, optimizer)
+            tensors = self._states(plan, optimizer)
+            plan.had_state = frozenset(tensors)
+            plan.state_versions = {number: tensor._version for number, tensor in tensors.items()}
+            plan.state_norms = _norms_of(tensors, plan.still)
 
     def after(self, optimizer: Any, count: int = 0) -> Norms:
         """Compares with what was copied; what steps between have changed is not taken for a write outside of steps."""
@@ -169,12 +172,6 @@ class NormSampler:
             bucket.compared = [bucket.numbers[place] for place, _ in pairs]
             if pairs:
                 bucket.figures["equal"] = torch.stack([_rows_equal(one) for _, one in pairs]).float()
-
-    def _state_before(self, plan: _Plan, optimizer: Any) -> None:
-        tensors = self._states(plan, optimizer)
-        plan.had_state = frozenset(tensors)
-        plan.state_versions = {number: tensor._version for number, tensor in tensors.items()}
-        plan.state_norms = _norms_of(tensors, plan.still)
 
     def _states(self, plan: _Plan, optimizer: Any) -> dict[int, torch.Tensor]:
         """One tensor of the optimizer's state for each parameter that has some, the largest kind first."""

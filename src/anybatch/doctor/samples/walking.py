@@ -68,7 +68,7 @@ class Walker:
             outside=outside,
             constant_terms=sum(1 for part in parts if part is None or (len(parts) > 1 and not reach(part))),
             softmaxes=tuple(one for one in softmaxes if one is not None),
-            doubled=tuple(dict.fromkeys(lossgraphs.doubled(seen.nodes, seen.names))),
+            doubled=tuple(dict.fromkeys(lossgraphs.fed(seen.nodes, seen.names, lossgraphs.TAKERS))),
             previous=tuple(_previous(seen.old, step)),
             again=seen.again,
             hidden=sum(1 for node in seen.nodes if node not in seen.names and reentrant(node)),
@@ -85,7 +85,7 @@ class Walker:
             ),
             spread=lossgraphs.spread(loss.grad_fn, rows),
             linear=linear_layers(loss.grad_fn, seen.names),
-            activated=tuple(dict.fromkeys(lossgraphs.activated(seen.nodes, seen.names))),
+            activated=tuple(dict.fromkeys(lossgraphs.fed(seen.nodes, seen.names, lossgraphs.DISTANCES))),
         )
 
     def _reach(self, loss: torch.Tensor) -> Callable[[Any], tuple[int, ...]]:

@@ -113,10 +113,9 @@ def grown_ratio(run: Run, norms: Norms) -> float:
     return median(found) if found else 0.0
 
 
-def latest(run: Run) -> Iterator[tuple[int, list[Activations]]]:
+def latest(run: Run) -> Iterable[tuple[int, list[Activations]]]:
     """For each root its samples of activations, in order."""
-    found = grouped((one.root, one) for one in run.of(Activations))
-    yield from found.items()
+    return grouped((one.root, one) for one in run.of(Activations)).items()
 
 
 def outputs(samples: Iterable[Activations]) -> list[tuple[Activations, ModuleSample]]:
@@ -189,11 +188,7 @@ def rounded(value: float) -> float:
 
 @remembered
 def copied_shapes(run: Run) -> frozenset[tuple[int, ...]]:
-    """The shapes of parameters of which copies take part in the loss, and get their gradient.
-
-    Args:
-        run: the facts.
-    """
+    """The shapes of parameters of which copies take part in the loss, and get their gradient."""
     names = {name for _, paths in followed(run) for name, stop in paths.stopped.items() if stop.op in COPIES}
     return frozenset(one.shape for one in run.parameters.values() if names.intersection(one.names))
 

@@ -12,11 +12,10 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Course, Phase, adversarial, course, groups_of, phases, updates
 from anybatch.doctor.views.naming import by_line, optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
-from anybatch.records.draws import Scored
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed
 from anybatch.records.runs import Run, remembered
-from anybatch.records.samples import Norms
+from anybatch.records.samples import Norms, Scored
 
 Word = Literal["learning", "not learning", "undecided"]
 
