@@ -113,7 +113,7 @@ def _by_heart(run: Run, found: Outcome) -> str:
     """
     mine = [one for one in run.of(Evaluated) if found.call is not None and one.function == found.call.function]
     guesses = [one for one in mine if one.guess is not None and one.items >= _ENOUGH_EVALUATED]
-    if not guesses or not 0 <= found.last < _MOST * found.guess or any(one.better for one in mine):
+    if not guesses or not 0 <= found.last < (1 - _SOMETHING) * found.guess or any(one.better for one in mine):
         return ""
     best, guess = min(one.value for one in mine), min(one.guess or 0.0 for one in guesses)
     if best < (1 - _NEXT_TO_NOTHING) * guess:
