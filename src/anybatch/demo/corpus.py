@@ -39,7 +39,7 @@ class SourceText:
     validation_files: tuple[str, ...]  # as ``train_files``
 
     def facts(self) -> TextFacts:
-        """What is told of it."""
+        """How the demo describes it."""
         trained, held_out = (len(self.train_files), len(self.train)), (len(self.validation_files), len(self.validation))
         return TextFacts(self.root, *trained, *held_out, unigram_entropy(self.train))
 
