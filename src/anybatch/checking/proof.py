@@ -202,8 +202,8 @@ class _Prover:
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
-                if rows < 2 or self._trial.is_the_same(cut):
-                    continue  # what is no longer cut may be all the data
+                if rows < 2 or not math.isfinite(found.value_error) or self._trial.is_the_same(cut):
+                    continue  # what is no longer cut may be all the data, or need what is cut whole as well
                 evidence = {"path": path, "error_with_remedy": found.error}
                 told = worded("not per sample", label, evidence, label=label, rows=self._task.splittable.rows)
                 runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))

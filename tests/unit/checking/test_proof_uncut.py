@@ -75,6 +75,16 @@ def test_a_loss_that_runs_no_part_for_another_reason_is_not_given_it() -> None:
         anybatch.backward(net(), whole_only, batch_of(), micro_batch_size=4)
 
 
+def test_what_runs_and_is_no_number_is_not_given_it() -> None:
+    def pooled(model: Any, batch: Batch) -> torch.Tensor:
+        rows, home = len(batch["y"]), batch["home"]
+        found = torch.zeros(rows, ROWS, dtype=torch.float64).index_add(0, home, model(batch["x"]))
+        return F.cross_entropy(found / torch.bincount(home, minlength=rows)[:, None], batch["y"])
+
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        anybatch.backward(net(), pooled, batch_of(home=torch.arange(ROWS)), micro_batch_size=4)
+
+
 def test_one_sample_at_a_time_without_such_a_leaf_runs() -> None:
     def of_one(model: Any, batch: Batch) -> torch.Tensor:
         (row,) = batch["x"]
