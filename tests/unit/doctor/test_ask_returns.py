@@ -25,6 +25,15 @@ MEANT = {
     "not kept": "for r in rewards:\n  R = r + gamma * R\nprint(R)",
     "a trace": "for s, r in zip(states, rewards):\n  trace = phi(s) + gamma * lam * trace\n  traces.append(trace)",
     "an average": "for r in rewards:\n  mean = 0.1 * r + 0.9 * mean\n  means.append(mean)",
+    "an average by gamma": "for r in rewards:\n  mean = gamma * mean + (1 - gamma) * r\n  means.append(mean)",
+    "turned under another name": "rs = rewards.flip(0)\n" + LOOP.format("rs", ""),
+    "places from the end": "order = range(T - 1, -1, -1)\n"
+    "for t in order:\n  R = rewards[t] + gamma * R\n  returns[t] = R",
+    "turned by a function": "def other_way(xs):\n  return xs[::-1]\n" + LOOP.format("other_way(rewards)", ""),
+    "given the other way round": "def summed(rewards):\n  for r in rewards:\n    R = r + gamma * R\n    out.append(R)\n"
+    "  return out\nreturns = summed(torch.flip(batch['r'], [0]))",
+    "sorted": "steps.sort(key=lambda s: -s.t)\nfor s in steps:\n  R = s.reward + gamma * R\n  out.append(R)",
+    "a running scale": LOOP.format("rewards", "return_rms.update(np.array(returns))"),
     "a decayed sum of other things": "for x in signal:\n  y = x + discount * y\n  out.append(y)",
 }
 

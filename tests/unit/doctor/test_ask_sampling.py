@@ -108,6 +108,8 @@ def begun(net: nn.Module, draw: Noise, first: int = STEPS) -> None:
         (torch.randn, 1.0, torch.randn, []),
         (torch.randn, 3.0, torch.randn, []),  # data of any scale, which are gone at the last level
         (torch.randn, 1.0, lambda *shape: 0.8 * torch.randn(*shape), []),  # a low temperature
+        (torch.randn, 1.0, lambda *shape: 0.5 * torch.randn(*shape), []),
+        (lambda *shape: 20 * torch.randn(*shape), 1.0, torch.randn, ["yes"]),  # the scale was forgotten
         (torch.rand, 1.0, torch.rand, []),
         (torch.randn, 1.0, torch.zeros, []),  # a state that a solver begins with
     ],
@@ -122,6 +124,47 @@ def test_the_noise_that_sampling_begins_with_is_that_of_the_training(
 def test_noise_at_a_level_where_training_had_more_than_noise_is_told() -> None:
     found = asked(lambda: trained(lambda net: begun(net, torch.randn, 16), size=3.0), "sampling start")
     assert [one.answer for one in found] == ["yes"], found
+
+
+def chained(net: nn.Module) -> None:
+    """Langevin dynamics, whose first level is gone through until what they began with is forgotten."""
+    x = 0.1 * torch.randn(64, 4)
+    with torch.no_grad():
+        for t in range(STEPS, 0, -1):
+            for _ in range(5):
+                x = x - 0.1 * net(x, torch.full((64,), t)) + 0.4 * torch.randn_like(x)
+
+
+def asked_of(net: nn.Module) -> None:
+    """What a net says of the same rows at each level, which are no loop of sampling."""
+    x = 0.1 * torch.randn(64, 4)
+    with torch.no_grad():
+        for t in range(STEPS, 0, -1):
+            net(x, torch.full((64,), t))
+
+
+@pytest.mark.parametrize("sample", [chained, asked_of])
+def test_where_a_loop_begins_may_not_matter(sample: Callable[[nn.Module], None]) -> None:
+    assert asked(lambda: trained(sample), "sampling start") == []
+
+
+def test_the_last_levels_of_a_training_may_have_too_few_rows() -> None:
+    """Levels of a training as EDM draws them are rarely as large as the one that its sampler begins with."""
+
+    def train() -> None:
+        net = Ideal()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        for _ in range(24):
+            sigma = (1.2 * torch.randn(128) - 1.2).exp()
+            optimizer.zero_grad()
+            net(sigma[:, None] * torch.randn(128, 4), sigma).square().mean().backward()
+            optimizer.step()
+        x = 7.0 * torch.randn(64, 4)
+        with torch.no_grad():
+            for step in range(20):
+                x = 0.7 * x + 0 * net(x, torch.full((64,), 7.0 * 0.7**step))
+
+    assert asked(train, "sampling start") == []
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [(late, "no"), (cosine, "yes")])

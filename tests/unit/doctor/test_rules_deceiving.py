@@ -288,6 +288,31 @@ def test_a_net_that_is_too_sure_of_itself_knows_something_all_the_same() -> None
     assert outcome(run).word == "learning"
 
 
+def rare(count: int, share: float, seed: int) -> Pair:
+    """Two classes that are next to each other, of which one has a share of the rows."""
+    draw = torch.Generator().manual_seed(seed)
+    y = (torch.rand(count, generator=draw) < share).long()
+    return torch.randn(count, 8, generator=draw) + 0.4 * y[:, None], y
+
+
+def test_rare_classes_that_are_drawn_as_often_as_others_are_told_apart_all_the_same() -> None:
+    run = of(lambda: with_test(small(2), rare(800, 0.5, 1), rare(2000, 0.03, 2), 60, 60))
+    assert all(one.guess is None or one.value > one.guess for one in run.of(Evaluated))
+    assert outcome(run).word == "learning"
+
+
+def test_an_evaluation_before_the_training_shows_nothing_of_it() -> None:
+    def script() -> None:
+        net = small()
+        train(net, lambda step: (X, Y), 1)
+        net.eval()
+        with torch.no_grad():
+            F.cross_entropy(net(X), Y)
+        train(net, lambda step: (X, Y), 60)
+
+    assert outcome(of(script)).word == "learning"
+
+
 @pytest.fixture(scope="module")
 def fitted() -> dict[str, Run]:
     """Records of nets that fit their training data, by the loss; one prints a line at the end."""

@@ -34,6 +34,7 @@ _PARTS = frozenset({"__getitem__", "select", "narrow"})
 _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
 _SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
+_MOST_COMPARED = 16  # rows
 _LEAST = 3  # targets of a class, none of which counts
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
@@ -140,7 +141,8 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
 def shown(step: Step) -> Iterator[Probed]:
     """Whether all places whose target counts show it in the input, and all others are hidden there, at random.
 
-    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data.
+    Padding is hidden as well, but at the ends of rows; and what is drawn at each step is no gap in the data: what was
+    drawn outside of the step hides other places of the same rows later.
     """
     for operation in step.used("sub", *OF_CLASSES, *DISTANCES):
         for made, target in _both(operation.given[:2]):
@@ -165,16 +167,29 @@ def _is_hidden(step: Step, slot: Slot, target: torch.Tensor, counted: torch.Tens
     counted = counted.reshape(one.shape)
     if not torch.equal(one == target.reshape(one.shape), counted) or float((~counted).double().mean()) < _SOME:
         return False
+    drawn = (made for made in step.operations if made.drawn is not None)
+    is_drawn = any(set(made.outs) & step.made_of(slot) for made in drawn)
     if one.is_floating_point():
-        drawn = (made for made in step.operations if made.drawn is not None)
-        return any(set(made.outs) & step.made_of(slot) for made in drawn)
+        return is_drawn
     rows = counted.flatten(1)
     begun = rows.cumsum(1) > 0
     ends = (begun & ~rows)[:, :-1] & rows[:, 1:]  # of what is hidden, with something shown on both sides of it
     hidden = one[~counted].unique()
-    return (
-        len(hidden) == 1 and not bool((one[counted] == hidden).any()) and float(ends.any(0).double().mean()) > _MOSTLY
-    )
+    is_one = len(hidden) == 1 and not bool((one[counted] == hidden).any())
+    return is_one and float(ends.any(0).double().mean()) > _MOSTLY and (is_drawn or _hides_others(step, one, hidden))
+
+
+def _hides_others(step: Step, one: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Whether most rows are there once more with other places hidden, and the same ones shown else."""
+    others = [other for batches in step.kept.batches.values() for other, *_ in batches if other.dtype == one.dtype]
+    every = [row.flatten() for other in others if other.shape[1:] == one.shape[1:] for row in other]
+    if not every:
+        return False
+    table, found = torch.stack(every).to(one.device), 0
+    for row in one.flatten(1)[:_MOST_COMPARED]:
+        is_same, both = table == row, (table != hidden) & (row != hidden)
+        found += bool(((is_same | ~both).all(1) & ~is_same.all(1) & (2 * both.sum(1) > len(row))).any())
+    return found > _MOSTLY * min(len(one), _MOST_COMPARED)
 
 
 @asks("indices")

@@ -9,6 +9,7 @@ import bisect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,8 +34,11 @@ _ALIKE = 1.3
 """
 
 _MOSTLY = 0.75  # of the calls
-_BEGUN = 2.2
-"""The same for the noise that a loop begins with, where no net makes a difference, but a low temperature may."""
+_BEGUN, _COLD = 2.2, 5.0
+"""The same for the noise that a loop begins with, where no net makes a difference: larger, or smaller, since a low
+temperature, down to 0.45, is meant."""
+
+_CHAIN = 3  # calls with one level, more of which are a chain that forgets what it began with
 
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 Key = tuple[Any, tuple[int, ...]]
@@ -52,6 +56,7 @@ class Loop:
     count: int = 0
     last: float = math.nan  # level
     way: float = 0.0  # 1 where levels rise, -1 where they fall
+    again: int = 0  # how often it was called with its first level after that
     noise: float = 0.0  # the mean square of its first input where that is distributed as normal draws are
 
     def goes_on(self, step: int, level: float) -> bool:
@@ -98,6 +103,7 @@ class Sampling:
         if loop is None or not loop.goes_on(step, level):
             loop = self._going[key] = Loop(step, *user_place(6), noise=_noise(given))
         if level == loop.last:
+            loop.again += loop.count == 1
             return
         loop.way = 0.0 if math.isnan(loop.last) else level - loop.last
         loop.last, loop.count = level, loop.count + 1
@@ -111,24 +117,30 @@ class Sampling:
 def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
     """Whether inputs in the last loop of sampling are as large as those of the training at the same levels."""
     for key, loop in kept.sampling.loops.items():
-        rows = sorted(kept.sampling.trained.get(key, ()))
+        if len({size for _, size in loop.calls}) == 1:
+            continue  # what the net gives goes into none of its inputs
+        rows = sorted(kept.sampling.trained.get(key, ()), key=itemgetter(0))
         levels = [level for level, _ in rows]
         if len(set(levels)) < _LEAST_LEVELS:
             if not rows:
                 yield told("sampling", loop, answer="unknown", detail="what that was given in training was not seen")
             continue
         near = max(_FEWEST, int(_NEAR * len(rows)))
-        found, begun = list[tuple[float, float]](), 1.0
+        found, begun, is_level = list[tuple[float, float]](), 1.0, False
         for level, size in loop.calls:
             if rows[0][0] <= level <= rows[-1][0] and len(rows) >= 2 * near:
                 middle = (bisect.bisect_left(levels, level) + bisect.bisect_right(levels, level)) // 2
                 first = min(max(middle - near // 2, 0), len(rows) - near)
                 if not found:
-                    begun = sum(math.exp(one) for _, one in rows[first : first + near]) / near
+                    half = near // 2
+                    low, high = (sum(math.exp(one) for _, one in rows[at : at + half]) / half
+                                 for at in (first, first + half))  # fmt: skip
+                    begun = (low + high) / 2
+                    is_level = 1 / _BEGUN < (low / high) ** 2 < _BEGUN
                 found.append((math.exp(size - sum(one for _, one in rows[first : first + near]) / near), level))
-        if loop.noise and found and found[0][1] == loop.calls[0][0]:
+        if loop.noise and is_level and loop.again <= _CHAIN and found[0][1] == loop.calls[0][0]:
             times = loop.noise / begun
-            if not 1 / _BEGUN <= times <= _BEGUN:  # what the net gives has no part in it yet
+            if not 1 / _COLD <= times <= _BEGUN:  # what the net gives has no part in it yet
                 yield told("sampling start", loop, times=times, level=loop.calls[0][0])
         away = [one for one in found if not 1 / _ALIKE <= one[0] <= _ALIKE]
         if len(found) < _LEAST_CALLS // 2:

@@ -21,9 +21,12 @@ _MASKS = re.compile(r"^(\w+_)?(masks?|padding|sample_weights?|is_weights?|import
 _ACTIONS = re.compile(r"^(b_?|batch_?)?a(ct(ion)?s?)?(_batch)?(_?b)?$", re.I)
 _REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
 _REWARDED = re.compile(r"rewards?|rews?\b|deltas?|\brs?\b", re.I)
-_BACKWARDS = re.compile(r"revers|::\s*-|,\s*-\s*1\s*\)|flip")
-_TURNED = r"(?<![\w.]){0}(\.reverse\(|\[::\s*-|\.insert\(0|\.appendleft|\.flip)|(reversed|flip)\({0}\b"
+_BACKWARDS = re.compile(r"revers|::\s*-|range\(.*,\s*-\s*1\s*\)|flip|insert\(0|appendleft|sort|backwards", re.I)
+_SPREADS = (
+    r"(?:std|var)\([^()]*{0}|{0}\.(?:std|var)\(|welford\([^()]*{0}|(?:rms|norm|scal|stat)\w*\.\w+\(.*?(?<![\w.]){0}"
+)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
+_AVERAGES = re.compile(r"1(\.0)? - [\w.]*(gamma|discount)", re.I)
 _FIELDS = {"end": _ENDS, "mask": _MASKS, "action": _ACTIONS}
 _TRAINED = re.compile(r"^(train_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_train)$")
 _HELD_OUT = re.compile(r"^((val|valid|test)_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_(val|valid|test))$")
@@ -41,6 +44,7 @@ _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
+_COMMON = frozenset({"range", "len", "zip", "enumerate", "torch", "np", "self"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*_FUNCTIONS, ast.For, ast.While)
 
@@ -168,17 +172,29 @@ def forward_sums(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 continue
             added = ast.unparse(rest)
             is_rewarded = _REWARDED.search(f"{added} {goes}" if isinstance(loop.target, ast.Name) else added)
-            names = dict.fromkeys(re.findall(r"[A-Za-z_][\w.]*", f"{goes} {added}"))
-            is_turned = _BACKWARDS.search(goes) or any(
-                re.search(_TURNED.format(re.escape(given)), whole) for given in names
-            )
             counted = any(isinstance(node, ast.Subscript) and re.search(r"[-~]", ast.unparse(node.slice))
                           for node in ast.walk(rest))  # fmt: skip
             kept = re.escape(stored[name])
-            spreads = len(re.findall(rf"(?:std|var)\([^()]*{kept}|{kept}\.(?:std|var)\(", whole))
+            spreads = len(re.findall(_SPREADS.format(kept), whole))
             is_scale = spreads and len(re.findall(rf"(?<![\w.]){kept}\b", whole)) <= 2 + spreads
-            if is_rewarded and not is_turned and not counted and not is_scale:
+            if not is_rewarded or counted or is_scale or _AVERAGES.search(added):
+                continue
+            used = {one for one in re.findall(r"[A-Za-z_][\w.]*", f"{goes} {added}") if one.split(".")[0] not in own}
+            if not _BACKWARDS.search(goes) and not _is_turned(tree, loop, used - _COMMON):
                 yield name, one.lineno
+
+
+def _is_turned(tree: ast.AST, loop: ast.For, used: set[str]) -> bool:
+    """Whether a statement turns round something that a loop uses, or what the function that it is in is given."""
+    defined = [one for one in ast.walk(tree) if isinstance(one, _FUNCTIONS)]
+    used = used | {one.name for one in defined if any(node is loop for node in ast.walk(one))}
+    for one in ast.walk(tree):
+        is_whole = not hasattr(one, "body") or (isinstance(one, _FUNCTIONS) and one.name in used)
+        if isinstance(one, ast.stmt) and is_whole:
+            text = ast.unparse(one)
+            if _BACKWARDS.search(text) and any(re.search(rf"(?<!\w){re.escape(name)}\b", text) for name in used):
+                return True
+    return False
 
 
 def _sum(one: ast.stmt) -> tuple[str, ast.expr]:

@@ -116,7 +116,9 @@ def _by_heart(run: Run, found: Outcome) -> str:
     if not guesses or not 0 <= found.last < (1 - _SOMETHING) * found.guess or any(one.better for one in mine):
         return ""
     best, guess = min(one.value for one in mine), min(one.guess or 0.0 for one in guesses)
-    if best < (1 - _NEXT_TO_NOTHING) * guess:
+    is_early = 2 * mine[-1].at < found.call.at + run.facts[-1].at if found.call is not None else True
+    beats = any(one.value < (1 - _NEXT_TO_NOTHING) * (one.guess or 0.0) for one in guesses)
+    if best < (1 - _NEXT_TO_NOTHING) * guess or beats or is_early:
         return ""
     return (
         f"that is of its training data alone, for in evaluation it is {best:.4g} at best, and a constant guess there "
