@@ -306,8 +306,10 @@ class Examination(Case):
         state = State(self, changed)
         found = state.reason()
         if found is not None:
-            of_itself = any(one.code == "count" and "weights" in one.evidence for one in self.reasons)
-            self.reasons.insert(0 if of_itself else len(self.reasons), found)  # weights that a state makes are no count
+            # Weights that a state makes are no count, and what it divides by is not the loss's own value.
+            shown = (("count", "weights"), ("not-additive", "value"))
+            is_of_state = any(one.code == code and name in one.evidence for one in self.reasons for code, name in shown)
+            self.reasons.insert(0 if is_of_state else len(self.reasons), found)
         elif (note := state.note()) is not None:
             self.notes.append(note)
         return state.error if found is not None else 0.0

@@ -98,6 +98,20 @@ def test_a_mean_over_lengths_is_told_with_the_count_that_helps() -> None:
     assert out.proof.exact
 
 
+def test_an_average_that_begins_with_the_loss_is_told_as_a_state() -> None:
+    class Scaled:
+        def __init__(self) -> None:
+            self.average: Any = None
+
+        def __call__(self, model: Any, batch: Any) -> Any:
+            loss = F.cross_entropy(model(batch["x"]), batch["y"])
+            self.average = 0.1 * loss.detach() + 0.9 * (loss.detach() if self.average is None else self.average)
+            return loss / self.average
+
+    with pytest.raises(anybatch.NotSplittable, match=r"`self\.average` of Scaled is changed by one micro-batch"):
+        anybatch.backward(net(), Scaled(), rows(22), micro_batch_size=6)
+
+
 def test_who_draws_from_numpy_first_of_all_keeps_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     drawing = sys.modules["numpy.random"]
     monkeypatch.delitem(sys.modules, "numpy.random")  # as before anybody has drawn
