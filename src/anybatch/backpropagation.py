@@ -139,7 +139,7 @@ def run_backward(
         retries = Retries(splittable, limit, before.restore, progress, reducer)
         for parts in retries:
             with retries:
-                kept, replay = proofs.look(task, parts, parameters, optimizations)
+                kept, replay = proofs.look(task, parts, parameters, optimizations, before.snapshot)
                 outcome = _attempt(kept, parts, parameters, progress, before, optimizations)
                 if replay is not None:
                     proofs.conclude(task, replay)

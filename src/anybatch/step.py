@@ -279,7 +279,9 @@ class TrainStep:
         # First: a split that is not exact is refused before anything is counted, run or changed.
         before_proof = self._proofs.latest
         look = self._proofs.look
-        kept, replay = look(task, parts, parameters, self._optimizations, clear=boundary.zero_, update=self.updates)
+        kept, replay = look(
+            task, parts, parameters, self._optimizations, before, clear=boundary.zero_, update=self.updates
+        )
         if self._follower is not None and self._proofs.latest is not before_proof:
             release_cache()  # of blocks of other sizes than those of the plan
         carried = getattr(task.loss_fn, "carried", None)  # the state that each call of a closure starts from

@@ -5,7 +5,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from anybatch.options import Verify
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
 from anybatch.update.passes import Task
+from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
     from anybatch.checking.replaying import Replay
@@ -44,7 +45,8 @@ class Proofs:
         task: Task,
         parts: Sequence[Part],
         parameters: Sequence[torch.Tensor],
-        optimizations: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        optimizations: Callable[[], AbstractContextManager[Any]],
+        before: Snapshot,
         *,
         clear: Callable[[], None] = lambda: None,
         update: int | None = None,
@@ -73,7 +75,8 @@ class Proofs:
                 from anybatch.checking.together import prove_together
 
                 clear()
-                proof, reason = prove_together(task, parts, parameters, optimizations, update)
+                with before.weights_put_back():
+                    proof, reason = prove_together(task, parts, parameters, optimizations, update)
                 if self.verify != "off":
                     self._conclude(proof, reason, task)
                     self.latest = proof
@@ -89,7 +92,8 @@ class Proofs:
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
-        return self._proved(key, known, task, parts, parameters, optimizations, update)
+        with before.weights_put_back():
+            return self._proved(key, known, task, parts, parameters, optimizations, update)
 
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],

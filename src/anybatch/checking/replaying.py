@@ -134,8 +134,18 @@ class Replay:
             failure.release()
         if self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
-        found = prove_among_many(self._task, self._parts, self._parameters, self._optimizations)
-        return None if found is None else (replace(found[0], update=self._proof.update), found[1])
+        for parts in (*self._uneven(), self._parts):
+            found = prove_among_many(self._task, parts, self._parameters, self._optimizations)
+            if found is not None:
+                return replace(found[0], update=self._proof.update), found[1]
+        return None
+
+    def _uneven(self) -> Iterator[list[Part]]:
+        """Two micro-batches in which the model is called another number of times, as by a branch on their size."""
+        calls = [len(given) for given in self._given]
+        others = [number for number, called in enumerate(calls) if called != calls[0]]
+        if others and len(calls) == len(self._parts):
+            yield [self._parts[0], self._parts[others[0]]]
 
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""

@@ -304,7 +304,7 @@ class State:
         later = [
             effect for effect in counters[:_MOST_EFFECTS] if self._matters_elsewhere(effect, () if ahead else (0, 1))
         ]
-        if not later:
+        if not later or not math.isfinite(self._case.whole.norm):  # nothing is told apart by what is not finite
             return None
         self._case.attempt(self._parts, carries=self._changed)
         found = self._worded("later counter", later)

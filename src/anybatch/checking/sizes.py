@@ -13,6 +13,7 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Failure, is_out_of_memory
 
 _MOST = 12  # sizes that are tried
+_OF_SHAPES = (RuntimeError, ValueError, IndexError)
 
 
 def another_size(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof, Reason] | None:
@@ -24,11 +25,11 @@ def another_size(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof
     nearest = sorted(range(2, min(2 * given, rows // 2) + 1), key=lambda size: (abs(size - given), -size))
     for size in [given, *(one for one in nearest if one != given)][: _MOST + 1]:
         sizes = sizes_of(rows, size)
-        cut = Cut(splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)]), (sizes[0], sizes[-1]))
         try:
+            cut = Cut(splittable.chosen([*range(sizes[0]), *range(rows - sizes[-1], rows)]), (sizes[0], sizes[-1]))
             found = trial.difference(cut, in_single=False)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if isinstance(error, AnyBatchError) or is_out_of_memory(error):
+        except Exception as error:  # noqa: BLE001 - only what a shape may cause speaks of the size
+            if not isinstance(error, _OF_SHAPES) or isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 return None
             text = str(error).splitlines()[0] if str(error) else ""
             failed = failed or f"{type(error).__name__}: {text}"

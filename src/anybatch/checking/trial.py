@@ -25,6 +25,7 @@ from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import values_of
+from anybatch.loss.weights import FORWARD
 from anybatch.memory.meter import OverBudget, Recording
 from anybatch.memory.overwritten import Overwritten, memory_of
 from anybatch.parallel.ranks import reducer_for
@@ -176,8 +177,9 @@ class Trial:
 
     def _seeded(self, cut: Cut, numbers: StandIns | None) -> tuple[float, Sequence[str]] | None:
         """How far off a gradient is whose parts draw the same numbers, and the operations; ``None`` if none do."""
-        if self._is_shared or numbers is None or as_coupled(self._task.loss_fn) is not None:
-            return None
+        task = self._task
+        if self._is_shared or numbers is None or task.count == FORWARD or as_coupled(task.loss_fn) is not None:
+            return None  # or what counts by a forward draws its numbers again
         with numbers.drawing() as of_whole:
             whole = self.run(cut, cut.whole, numbers)
         with numbers.drawing() as of_parts:

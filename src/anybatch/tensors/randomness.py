@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_UNDRAWN = 623  # the position of NumPy's generator when it is loaded
+
 
 def seed(number: int) -> None:
     """Seeds torch's generators; ``torch.manual_seed`` keeps a stack at each call for devices that never start."""
@@ -54,7 +56,8 @@ class RandomState:
         now = RandomState(self._devices)
         pairs = [(self._cpu, now._cpu), *((state, now._devices[device]) for device, state in self._devices.items())]
         of_torch = any(_bytes(one) != _bytes(other) for one, other in pairs)
-        is_new = self._numpy is None and now._numpy is not None  # the first draw loads numpy.random
+        # The first draw loads numpy.random; so does torch's compiler, which draws nothing.
+        is_new = self._numpy is None and now._numpy is not None and now._numpy["state"].get("pos") != _UNDRAWN
         return of_torch, is_new or self._python != now._python or not _is_same(self._numpy, now._numpy)
 
     def state_dict(self) -> dict[str, Any]:

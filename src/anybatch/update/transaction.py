@@ -1,11 +1,12 @@
 """A logical batch counts once: what is put back when an attempt fails, and the next smaller attempt."""
 
+import contextlib
 import gc
 import logging
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -80,6 +81,14 @@ class Snapshot:
                 if weight is not None and not is_lazy(weight) and not weight.is_inference():
                     self._versions.append((weight, weight._version))
         self._was_told = False
+
+    @contextlib.contextmanager
+    def weights_put_back(self) -> Iterator[None]:
+        """Counts no writes to weights of a block that puts these back itself."""
+        try:
+            yield
+        finally:
+            self._versions = [(weight, weight._version) for weight, _ in self._versions]
 
     def restore(self, *, warns: bool = True) -> None:
         """Puts everything back, bitwise; can be called again.

@@ -119,13 +119,14 @@ class SetByData(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_set:
-            self.shift.data.copy_(-x.mean(0))
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
             self.is_set = True
         found: torch.Tensor = self.net(x + self.shift)
         return found
 
 
-def test_weights_that_the_forward_sets_are_as_before_once_it_is_refused() -> None:
+def test_weights_that_the_forward_sets_are_as_before_once_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     model = SetByData()
     step = anybatch.TrainStep(
         model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
@@ -135,3 +136,6 @@ def test_weights_that_the_forward_sets_are_as_before_once_it_is_refused() -> Non
         step(batch_of())
     assert not model.shift.any()
     assert not model.is_set
+    with pytest.raises(anybatch.NotSplittable, match="Nothing was changed"):
+        anybatch.backward(model, step.loss_fn, batch_of(), micro_batch_size=5)
+    assert "not put back" not in caplog.text

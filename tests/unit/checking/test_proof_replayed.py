@@ -84,6 +84,19 @@ def test_what_the_short_last_micro_batch_alone_shows() -> None:
         step(batch_of())
 
 
+def test_what_the_short_last_micro_batch_shows_that_calls_the_model_less_often() -> None:
+    def penalised_if_many(model: Any, batch: Batch) -> torch.Tensor:
+        loss = each(model, batch).mean()
+        return loss + 0.1 * model(batch["x"]).square().mean() if len(batch["x"]) >= 12 else loss
+
+    model = net()
+    step = anybatch.TrainStep(
+        model, penalised_if_many, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=27
+    )
+    with pytest.raises(anybatch.NotSplittable, match=r"as 27 \+ 10 than whole"):
+        step(batch_of())
+
+
 def of_parts(model: Any, batch: Batch) -> torch.Tensor:
     """Runs what is within the model, so that nothing stands in for it."""
     return F.cross_entropy(model[3](model[1](model[0](batch["x"]))), batch["y"])
@@ -93,6 +106,19 @@ def of_some_rows(model: Any, batch: Batch) -> Any:
     chosen = batch["y"] > 1
     losses = F.cross_entropy(model(batch["x"][chosen]), batch["y"][chosen], reduction="sum")
     return anybatch.Mean(losses, int(chosen.sum()))
+
+
+def twice_where_some_are(model: Any, batch: Batch) -> Any:
+    """Calls the model once more in some of the micro-batches."""
+    losses, chosen = each(model, batch).sum(), (batch["y"] == 1) & (batch["x"][:, 0] > 1)
+    if chosen.any():
+        losses = losses + each(model, {name: value[chosen] for name, value in batch.items()}).sum()
+    return anybatch.Mean(losses, len(batch["x"]))
+
+
+def twice_by_chance(model: Any, batch: Batch) -> torch.Tensor:
+    loss = each(model, batch).mean()
+    return loss + 0.1 * model(batch["x"]).square().mean() if torch.rand(()) < 0.5 else loss
 
 
 def with_noise(model: Any, batch: Batch) -> torch.Tensor:
@@ -124,8 +150,12 @@ def in_place(model: Any, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [of_parts, of_some_rows, with_noise, with_a_value_beside, in_another_order, in_low_precision, in_place]
-)
+    "loss_fn",
+    [
+        of_parts, of_some_rows, twice_where_some_are, twice_by_chance, with_noise, with_a_value_beside,
+        in_another_order, in_low_precision, in_place,
+    ],
+)  # fmt: skip
 def test_a_mean_over_the_samples_passes(loss_fn: Loss) -> None:
     model = net()
     step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=SIZE)

@@ -190,6 +190,15 @@ def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numpy" not in state.state_dict()
 
 
+def test_who_loads_numpy_has_drawn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    state, loaded = RandomState(), np.random.RandomState()
+    monkeypatch.setitem(sys.modules, "numpy.random", loaded)
+    assert state.moved() == (False, False)
+    loaded.rand()
+    assert state.moved() == (False, True)
+
+
 def test_a_state_holds_tensors_and_plain_values_only() -> None:
     def plain(value: Any) -> bool:
         if isinstance(value, dict):
