@@ -277,11 +277,9 @@ class TrainStep:
         """Computes the gradient in these micro-batches, and steps once."""
         boundary, reducer = self._boundary, task.settings.reducer
         # First: a split that is not exact is refused before anything is counted, run or changed.
-        before_proof = self._proofs.latest
+        before_proof, own = self._proofs.latest, self._optimizations
         look = self._proofs.look
-        kept, replay = look(
-            task, parts, parameters, self._optimizations, before, clear=boundary.zero_, update=self.updates
-        )
+        kept, replay = look(task, parts, parameters, own, before, clear=boundary.zero_, update=self.updates)
         if self._follower is not None and self._proofs.latest is not before_proof:
             release_cache()  # of blocks of other sizes than those of the plan
         carried = getattr(task.loss_fn, "carried", None)  # the state that each call of a closure starts from

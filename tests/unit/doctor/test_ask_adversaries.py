@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.diagnosing import diagnose
 from anybatch.doctor.probing import run_probes
 from anybatch.doctor.recorder import Doctor
 
@@ -107,3 +108,80 @@ def test_what_was_generated_is_told_from_data_after_the_generator_has_learned() 
             (-critic(made(torch.randn(16, 3))).mean()).backward()
             of_made.step()
     assert [one.answer for one in run_probes(doctor) if one.probe == "helped"] == ["no"]
+
+
+Kept = Callable[[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer], None]
+
+
+def of_both(critic: nn.Module, fake: torch.Tensor) -> torch.Tensor:
+    return bce(critic(torch.randn(16, 4) + 2), True) + bce(critic(fake), False)
+
+
+def left(made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer) -> None:
+    """All is cleared at the start, and the critic's loss puts a gradient on the generator."""
+    of_critic.zero_grad()
+    of_made.zero_grad()
+    of_both(critic, made(torch.randn(16, 3))).backward()
+    of_critic.step()
+    bce(critic(made(torch.randn(16, 3))), True).backward()
+    of_made.step()
+
+
+def cleared(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer
+) -> None:
+    of_critic.zero_grad()
+    of_both(critic, made(torch.randn(16, 3))).backward()
+    of_critic.step()
+    of_made.zero_grad()
+    bce(critic(made(torch.randn(16, 3))), True).backward()
+    of_made.step()
+
+
+def detached(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer
+) -> None:
+    of_critic.zero_grad()
+    of_made.zero_grad()
+    of_both(critic, made(torch.randn(16, 3)).detach()).backward()
+    of_critic.step()
+    bce(critic(made(torch.randn(16, 3))), True).backward()
+    of_made.step()
+
+
+def generator_first(
+    made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer
+) -> None:
+    of_made.zero_grad()
+    bce(critic(made(torch.randn(16, 3))), True).backward()
+    of_made.step()
+    of_critic.zero_grad()
+    of_both(critic, made(torch.randn(16, 3))).backward()
+    of_critic.step()
+
+
+def tasks(made: nn.Module, critic: nn.Module, of_made: torch.optim.Optimizer, of_critic: torch.optim.Optimizer) -> None:
+    """The lower net has the gradients of both losses, as is meant where one is a task and the other has more of it."""
+    of_critic.zero_grad()
+    of_made.zero_grad()
+    x = torch.randn(16, 3)
+    F.mse_loss(critic(made(x)), x.sum(1, keepdim=True)).backward()
+    of_critic.step()
+    (F.mse_loss(critic(made(x)), x.sum(1, keepdim=True)) + 0.1 * made(x).pow(2).mean()).backward()
+    of_made.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"), [(left, 1), (cleared, 0), (detached, 0), (generator_first, 0), (tasks, 0)]
+)
+def test_a_gradient_of_the_critic_that_its_generator_steps_with_is_told(loop: Kept, expected: int) -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    critic = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    of_made, of_critic = (torch.optim.Adam(one.parameters(), 1e-3) for one in (made, critic))
+    with Doctor() as doctor:
+        for _ in range(6):
+            loop(made, critic, of_made, of_critic)
+    for answer in run_probes(doctor):
+        doctor.emit(answer)
+    assert [one.code for one in diagnose(doctor.run)].count("AB206") == expected

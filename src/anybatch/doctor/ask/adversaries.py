@@ -1,4 +1,7 @@
-"""Does a generator work against its critic? The slopes of both losses where the critic scores what was generated."""
+"""Does a generator work against its critic? The slopes of both losses where the critic scores what was generated.
+
+And where the loss of a critic has a gradient in the generator too: is it the opposite of that of the generator's own?
+"""
 
 import contextlib
 import itertools
@@ -9,13 +12,16 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import replayed
-from anybatch.doctor.ask.tape import Slot, Tape
+from anybatch.doctor.ask.tape import Replay, Slot, Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
 
 _MOST_OPTIMIZERS = 4
 _CLEARLY = 3  # times as far
+_AGAINST = -0.5  # the cosine of gradients that undo each other; two tasks that share a net are seldom below 0 by much
 _LINES = 20  # in front of the backward of a critic, among which its target is made
 _DISCOUNTED = re.compile(r"gamma|discount|\brewards?\b", re.IGNORECASE)
 
@@ -129,19 +135,58 @@ def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
     return found
 
 
-def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tuple[list[torch.Tensor], list[float]]:
-    """The mean and the spread of what the critic is given in each call, and how the losses rise with its scores."""
+def opposed(kept: Kept, run: Run) -> Iterator[Probed]:
+    """For two optimizers: whether the loss of the first has a gradient in the nets of the second, against its loss."""
+    some = [(number, tape) for number, tape in sorted(kept.tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
+    nets = [(net, state.root) for state in kept.states.values() if (net := state.module()) is not None]
+    roots = {id(one): root for net, root in nets for one in net.parameters()}
+    for (first, before), (second, after) in itertools.permutations(some, 2):
+        groups = run.optimizers[second].groups if second in run.optimizers else ()
+        own = {run.parameters[one].root for group in groups for one in group.parameters if one in run.parameters}
+        both = [one for one in _trained(before) & _trained(after) if roots.get(one) in own]
+        if not both:
+            continue
+        with contextlib.suppress(Unknown):
+            one, other = (_gradient(tape, both, kept.initial) for tape in (before, after))
+            cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+            yield Probed(probe="opposed", root=-1, answer="yes" if cosine < _AGAINST else "no",
+                         evidence={"first": first, "optimizer": second, "cosine": cosine})  # fmt: skip
+
+
+def _gradient(tape: Tape, some: Collection[int], initial: Held) -> torch.Tensor:
+    """Of the losses of a step, in some parameters by their ``id``, in that order."""
+    _, ends, held = _at_first(tape, initial)
+    slots = {id(one): held.get(slot) for slot, one in tape.parameters.items()}
+    there = [one for number in some if (one := slots[number]) is not None]
+    if len(there) < len(some):
+        raise Unknown("what the parameters were at first is not known")
+    found = _differentiated(ends, there)
+    return torch.cat([torch.zeros_like(one).flatten() if slope is None else slope.flatten()
+                      for one, slope in zip(there, found, strict=True)])  # fmt: skip
+
+
+def _at_first(tape: Tape, initial: Held) -> tuple[Replay, torch.Tensor, dict[Slot, torch.Tensor]]:
+    """A step with the parameters as they were at first, the sum of its losses, and these parameters."""
     held = {
         slot: initial[id(one)].detach().clone().requires_grad_(one.requires_grad)
         for slot, one in tape.parameters.items()
         if id(one) in initial
     }
     run = replayed(tape, tape.losses[-1], held=held)
-    given = [run.values[one].detach().double() for one, _ in calls]
-    ends = torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum()
+    return run, torch.stack([run.values[loss.slot].sum() for loss in tape.losses]).sum(), held
+
+
+def _differentiated(ends: torch.Tensor, by: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     try:
-        found = torch.autograd.grad(ends, [run.values[score] for _, score in calls], allow_unused=True)
+        return torch.autograd.grad(ends, by, allow_unused=True)
     except FAILURES as error:
         raise Unknown(f"the losses could not be differentiated: {type(error).__name__}") from None
+
+
+def _slopes(tape: Tape, calls: Sequence[tuple[Slot, Slot]], initial: Held) -> tuple[list[torch.Tensor], list[float]]:
+    """The mean and the spread of what the critic is given in each call, and how the losses rise with its scores."""
+    run, ends, _ = _at_first(tape, initial)
+    given = [run.values[one].detach().double() for one, _ in calls]
+    found = _differentiated(ends, [run.values[score] for _, score in calls])
     slopes = [0.0 if one is None else float(one.double().sum()) for one in found]
     return [torch.cat((one.mean(0, keepdim=True), one.std(0, keepdim=True))) for one in given], slopes

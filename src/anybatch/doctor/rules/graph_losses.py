@@ -9,6 +9,7 @@ from typing import Any
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.graph import REMEDIES, followed_cuts
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
@@ -272,7 +273,7 @@ class _Seen:
 def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
     seen = _Seen(run)
     for one in optimizers(run) if len(members(run)) > 1 else ():
-        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one.own))]
+        found = [(step, *leaked) for window, step in one.stepped if (leaked := _leak(run, seen, window, one))]
         if len(found) < times:
             continue
         step, leak, other = found[0]
@@ -291,15 +292,23 @@ def _between_optimizers(run: Run, times: float) -> Iterator[Found]:
         )
 
 
-def _leak(run: Run, seen: _Seen, window: Window, own: frozenset[int]) -> tuple[Pass, int] | None:
-    """A backward in a window that belongs to another optimizer and whose gradient this one's step still used."""
+def _leak(run: Run, seen: _Seen, window: Window, view: OptimizerView) -> tuple[Pass, int] | None:
+    """A backward in a window that belongs to another optimizer and whose gradient this one's step still used.
+
+    Where the loss of the step reaches other nets as well, as that of a generator does, the two may be meant to add up,
+    unless one is the opposite of the other.
+    """
+    own, against = view.own, {one.evidence["first"] for one in answers(run, "opposed")
+                              if one.evidence["optimizer"] == view.number}  # fmt: skip
     for one in window.used[:-1]:
         last = window.used[-1]
         if one.touched is None or last.touched is None or one.spot == last.spot:
             continue
         both = one.touched & own
         others = [number for number, held in members(run).items() if held & one.touched and not held & own]
-        if not others or len(both) * 10 < 9 * len(last.touched & own) or last.touched - own:
+        if not others or len(both) * 10 < 9 * len(last.touched & own):
+            continue
+        if last.touched - own and others[0] not in against:
             continue
         begin, end = bisect(seen.stepped, one.fact.at), bisect(seen.stepped, last.fact.at)
         between = any(step.optimizer in others for step in seen.steps[begin:end])
