@@ -163,17 +163,17 @@ def forward_sums(tree: ast.Module) -> Iterator[tuple[str, int]]:
         ([('last', 2)], [])
     """
     whole = ast.unparse(tree)
-    for loop in (one for one in ast.walk(tree) if isinstance(one, ast.For)):
-        goes, own = ast.unparse(loop.iter), {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    for loop in (one for one in walked(tree) if isinstance(one, ast.For)):
+        goes, own = ast.unparse(loop.iter), {node.id for node in walked(loop.target) if isinstance(node, ast.Name)}
         stored = {ast.unparse(side): ast.unparse(to) for one in loop.body for side, to in _kept(one)}
         for one in loop.body:
             name, rest = _sum(one)
-            if name not in stored or not own & {node.id for node in ast.walk(rest) if isinstance(node, ast.Name)}:
+            if name not in stored or not own & {node.id for node in walked(rest) if isinstance(node, ast.Name)}:
                 continue
             added = ast.unparse(rest)
             is_rewarded = _REWARDED.search(f"{added} {goes}" if isinstance(loop.target, ast.Name) else added)
             counted = any(isinstance(node, ast.Subscript) and re.search(r"[-~]", ast.unparse(node.slice))
-                          for node in ast.walk(rest))  # fmt: skip
+                          for node in walked(rest))  # fmt: skip
             kept = re.escape(stored[name])
             spreads = len(re.findall(_SPREADS.format(kept), whole))
             is_scale = spreads and len(re.findall(rf"(?<![\w.]){kept}\b", whole)) <= 2 + spreads
@@ -186,9 +186,9 @@ def forward_sums(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def _is_turned(tree: ast.AST, loop: ast.For, used: set[str]) -> bool:
     """Whether a statement turns round something that a loop uses, or what the function that it is in is given."""
-    defined = [one for one in ast.walk(tree) if isinstance(one, _FUNCTIONS)]
-    used = used | {one.name for one in defined if any(node is loop for node in ast.walk(one))}
-    for one in ast.walk(tree):
+    defined = [one for one in walked(tree) if isinstance(one, _FUNCTIONS)]
+    used = used | {one.name for one in defined if any(node is loop for node in walked(one))}
+    for one in walked(tree):
         is_whole = not hasattr(one, "body") or (isinstance(one, _FUNCTIONS) and one.name in used)
         if isinstance(one, ast.stmt) and is_whole:
             text = ast.unparse(one)
@@ -203,7 +203,7 @@ def _sum(one: ast.stmt) -> tuple[str, ast.expr]:
         name, sides = ast.unparse(one.targets[0]), (one.value.left, one.value.right)
         for side, rest in (sides, sides[::-1]):
             is_own = isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mult)
-            if is_own and _DISCOUNTS.search(ast.unparse(side)) and name in map(ast.unparse, ast.walk(side)):
+            if is_own and _DISCOUNTS.search(ast.unparse(side)) and name in map(ast.unparse, walked(side)):
                 return name, rest
     return "", ast.Constant(0)
 
