@@ -10,7 +10,7 @@ from torch import nn
 
 from anybatch.doctor.recorder import Doctor
 from anybatch.records.lossfacts import Evaluated
-from test_doctor_ask import answer, nothing_was_compiled
+from test_doctor_ask import answer, asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -132,3 +132,22 @@ class Late:
 def test_an_average_that_is_first_called_late_needs_buffers_too() -> None:
     assert answer(Late(buffers=False).train, "copied buffers") == "yes"
     assert answer(Late(buffers=True).train, "copied buffers") == ""
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_targets_are_alike_where_what_is_compared_is_no_derivative(derived: bool) -> None:
+    """An equation asks that a residual be zero everywhere; of outputs themselves nobody does."""
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            x = torch.rand(16, 1, requires_grad=True)
+            made = net(x)
+            if derived:
+                (made,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+            optimizer.zero_grad()
+            F.mse_loss(made, torch.zeros_like(made)).backward()
+            optimizer.step()
+
+    assert asked(train, "related")[-1].evidence["alike"] is not derived

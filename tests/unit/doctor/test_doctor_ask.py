@@ -205,10 +205,10 @@ class Counts(nn.Module):
         return nn.functional.linear(x - self.get_buffer("mean"), self.linear.weight, self.linear.bias)
 
 
-def evaluated(net: nn.Module, scale: float = 1.0) -> None:
+def evaluated(net: nn.Module, scale: float = 1.0, *, mode: bool = False) -> None:
     """Trains, and evaluates in between."""
     steps(net, F.cross_entropy)
-    net.eval()
+    net.train(mode)
     with torch.no_grad():
         net(scale * torch.randn(ROWS, 6))
     net.train()
@@ -220,9 +220,10 @@ def test_what_an_evaluation_writes_to_is_found(always: bool) -> None:
     assert answer(lambda: evaluated(Counts(always=always)), "written in evaluation") == ("yes" if always else "")
 
 
-def test_inputs_of_another_scale_in_evaluation_are_found() -> None:
-    assert answer(lambda: evaluated(nn.Linear(6, 3), 255.0), "evaluated inputs") == "yes"
-    assert answer(lambda: evaluated(nn.Linear(6, 3)), "evaluated inputs") == ""
+@pytest.mark.parametrize("mode", [False, True])
+def test_inputs_of_another_scale_in_evaluation_are_found(mode: bool) -> None:
+    assert answer(lambda: evaluated(nn.Linear(6, 3), 255.0, mode=mode), "evaluated inputs") == "yes"
+    assert answer(lambda: evaluated(nn.Linear(6, 3), mode=mode), "evaluated inputs") == ""
 
 
 @pytest.mark.parametrize("keeps_copy", [True, False])

@@ -187,3 +187,27 @@ def test_the_last_inputs_of_a_recorder_are_asked() -> None:
     found = {one.probe: one for one in run_probes(doctor)}
     assert (found["batch"].answer, found["batch"].module) == ("yes", "1")
     assert len(doctor.run.facts) == facts
+
+
+@pytest.mark.parametrize(("batch_first", "expected"), [(False, "yes"), (True, "no")])
+def test_a_ctc_loss_shows_which_dim_has_the_samples(batch_first: bool, expected: str) -> None:
+    torch.manual_seed(0)
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.out = nn.GRU(4, 6, batch_first=batch_first), nn.Linear(6, 3)
+
+        def forward(self, sound: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.out(self.gru(sound)[0]).log_softmax(2)
+            return scores.transpose(0, 1)
+
+    net, lengths = Speech(), torch.full((8,), 11)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Doctor(net, sgd) as doctor:
+        for _ in range(3):
+            sgd.zero_grad()
+            targets = torch.randint(1, 3, (8, 4))
+            nn.functional.ctc_loss(net(torch.randn(8, 11, 4)), targets, lengths, torch.full((8,), 4)).backward()
+            sgd.step()
+    assert next(one for one in run_probes(doctor) if one.probe == "batch").answer == expected

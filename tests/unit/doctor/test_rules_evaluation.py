@@ -34,10 +34,15 @@ def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str,
     quiet(evaluated(**values), "LABELS_RENUMBERED")
 
 
-def scaled(scales: tuple[float, ...], mean: float = 0.0, std: float = 1.0) -> Run:
+def scaled(scales: tuple[float, ...], mean: float = 0.0, std: float = 1.0, items: int = 1) -> Run:
     calls = [call("mse_loss", value=0.1, target_mean=mean, target_std=std) for _ in range(4)]
-    last = Evaluated(function="l1_loss", value=9.0, scales=scales, file="train.py", line=30)
+    last = Evaluated(function="l1_loss", value=9.0, scales=scales, items=items, file="train.py", line=30)
     return Training(after=(*calls, last)).run()
+
+
+def test_targets_of_one_value_in_evaluation_fire() -> None:
+    found = fires(scaled((0.1, 0.9, 0.0, 0.0), items=150), "EVALUATION_INPUTS", "warning")
+    assert "All 150 targets" in found.message
 
 
 def test_targets_of_another_scale_in_evaluation_fire() -> None:

@@ -11,6 +11,7 @@ from anybatch.doctor.diagnosing import diagnose
 from anybatch.records.events import Crashed, Scaler
 from anybatch.records.findings import Finding
 from anybatch.records.samples import NonFinite
+from anybatch.records.tables import ParameterFacts
 from number_runs import Training, falling, fires, found, quiet, silent
 
 
@@ -237,6 +238,15 @@ def test_symmetric_init_is_quiet_where_gradient_rows_differ() -> None:
     gate = Training(parameter={"constant": 0.0, "equal_rows": True}, grad=lambda s, n: 0.0 if s < 1 else 0.1)
     silent(gate.run(), "SYMMETRIC_INIT")
     silent(Training(norms=lambda step: {"equal_grad_rows": (0,)}).run(), "SYMMETRIC_INIT")
+
+
+def test_symmetric_init_is_quiet_on_zeros_beside_a_factor_by_which_a_gradient_would_come() -> None:
+    factor = ParameterFacts(parameter=9, root=0, module="layers.0", names=("layers.0.lora_A",), shape=(4, 8), numel=32)
+    dead = Training(
+        layers=1, parameter={"constant": 0.0, "equal_rows": True}, grad=lambda s, n: 0.0, ratio=lambda s, n: 0.0
+    )
+    fires(dead.run(), "SYMMETRIC_INIT", "error")
+    silent(replace(dead, before=(factor,)).run(), "SYMMETRIC_INIT")
 
 
 def heavy(loss: Callable[[int], float] = flat, decay: float = 5.0, cls: str = "SGD") -> Training:

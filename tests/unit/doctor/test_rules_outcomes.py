@@ -189,6 +189,23 @@ def test_targets_that_are_all_alike_are_named_before_what_became_of_the_run() ->
     silent(same_for_others().run(), "TARGETS_CONSTANT")
 
 
+def of_one_value(*, alike: bool = True, std: float = 0.0) -> Training:
+    """A short training on targets of one value, as far as was looked."""
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": 0.7, "alike": alike, "apart": []}
+    probed = Probed(probe="related", root=-1, answer="no", evidence=seen, file="train.py", line=23)
+    alone = LossCall(function="l1_loss", items=32, value=0.1, target_mean=2.0, target_std=std)
+    return Training(steps=30, call=alone, after=(probed,))
+
+
+def test_targets_constant_fires_on_a_short_run_all_of_whose_targets_are_one_value() -> None:
+    assert fires(of_one_value().run(), "TARGETS_CONSTANT", "warning").place.line == 23
+
+
+def test_targets_constant_is_quiet_on_one_batch_of_one_value_and_on_derivatives() -> None:
+    silent(of_one_value(std=0.5).run(), "TARGETS_CONSTANT")
+    silent(of_one_value(alike=False).run(), "TARGETS_CONSTANT")
+
+
 def test_a_rate_whose_steps_are_longer_than_the_weights_is_why_nothing_was_learned() -> None:
     long = {"steps": 120, "ratio": lambda step, layer: 3.0 if step == 0 else 1e-3}
     wild = Training(**long, loss=stays, call=guessed()).run()  # type: ignore[arg-type]

@@ -278,7 +278,7 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
-        alike = [one for one in trained if one.same or not one.std]  # others may be an evaluation without eval()
+        alike = [one for one in trained if one.same or not one.std]
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
             value = None if any(one.std for one in alike) else alike[0].mean
             yield told("inputs alike", alike[0], root=root, value=value, calls=len(alike), rows=alike[0].rows)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,52 +18,89 @@ _STEPS = 120
 _SECONDS = 1.5  # for each rate
 _FITTED = 0.5  # of the first loss
 _LITTLE = 0.2  # of what is gained at the best rate
-_MUCH = 0.3  # of the first loss
+_NEARLY = 0.9  # of what is gained at most: a rate that is less far off is as good
+_LESS, _MUCH_LEFT = 0.5, 0.4  # of what is gained, and of the first loss
+_MUCH = 0.25  # of the first loss
 _MOST_POWERS = 4  # of ten
 _FAR, _NEAR = 2.0, 1.5  # times the loss of a constant guess
 _SMALLER = 0.1
+_BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
 _GAIN = 3.0  # by which a layer makes its input larger; He has 1.4
 
 
+class _Tried(NamedTuple):
+    """What a copy learned of a batch in some steps."""
+
+    gain: float  # by which its loss fell
+    steps: int
+    start: Mapping[Slot, torch.Tensor]  # its weights, at the end
+
+
 @asks("rate")
 def other_rate(step: Step) -> Iterator[Probed]:
-    """Whether a batch is learned at another rate and not at that of the run.
+    """Whether a batch is learned at another rate, or by Adam, and not at the rate of the run.
 
     Clips, decay and schedules are not in it: where the batch is learned at the rate of the run, that is not to blame.
     """
     facts, run = step.run.optimizers.get(step.optimizer), step.run
-    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
+    stepped = [one for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    if facts is None or kind is None or len({one.optimizer for one in run.of(Stepped)}) > 1 or not rates:
+    is_alone = not stepped or {one.optimizer for one in run.of(Stepped) if stepped[0].at < one.at < stepped[-1].at} <= {
+        step.optimizer
+    }
+    if facts is None or kind is None or not is_alone or not stepped:
         raise Unknown("the step is not of one optimizer of torch")
     if any(True for _ in run.of(Scaler)):
         raise Unknown("the loss is scaled for half precision")
     momentum = max((group.momentum for group in facts.groups), default=0.0)
     options = {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}
-    rate, gains, counts, first = max(rates), dict[float, float](), dict[float, int](), 0.0
+    rate, tried, first = max(max(one.lrs) for one in stepped), dict[float, _Tried](), 0.0
 
     def gained(factor: float) -> float:
         nonlocal first
         start = step.kept.first_of(step.tape)
-        first, last, counts[factor] = fitted(step, start, kind([*start.values()], lr=rate * factor, **options))
-        gains[factor] = first - last if math.isfinite(last) else -math.inf
-        return gains[factor]
+        is_adam = factor == _BY_ADAM
+        optimizer = (
+            torch.optim.Adam([*start.values()], lr=_OF_ADAM)
+            if is_adam
+            else kind([*start.values()], lr=rate * factor, **options)
+        )
+        first, last, steps = fitted(step, start, optimizer)
+        tried[factor] = _Tried(first - last if math.isfinite(last) else -math.inf, steps, start)
+        return tried[factor].gain
 
     if gained(1.0) < (1 - _FITTED) * first:
         toward = 10.0 if gained(10.0) > gained(0.1) else 0.1
         for power in range(2, _MOST_POWERS + 1):
-            if gained(toward**power) < max(gains.values()):
+            if gained(toward**power) < max(one.gain for one in tried.values()):
                 break
-    best = max(gains, key=lambda one: gains[one])
-    blames = gains[1.0] < _LITTLE * gains[best] and _MUCH * first < gains[best] <= first  # a loss that has a floor
+        if kind is torch.optim.SGD and max(one.gain for one in tried.values()) < (1 - _FITTED) * first:
+            gained(_BY_ADAM)
+    most = max(one.gain for one in tried.values())
+    best = next(one for one in tried if tried[one].gain >= _NEARLY * most)  # the nearest, and Adam last
+    own, other, is_adam = tried[1.0], tried[best], best == _BY_ADAM
+    elsewhere = _elsewhere(step, other.start) if own.gain < _LESS * other.gain else {}
+    knows_more = _MUCH_LEFT * abs(first) < elsewhere.get("final", 0.0) > 2 * elsewhere.get("unseen", math.inf)
+    blames = own.gain < _LITTLE * other.gain and _MUCH * first < other.gain <= first  # a loss that has a floor
     # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
-    blames = blames and (best < 1 or kind is torch.optim.SGD or counts[1.0] >= min(_STEPS, len(rates)))
-    seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "other_lr": float(f"{rate * best:.3g}"),
-            "loss": first, "after": first - gains[1.0], "other_after": first - gains[best],
-            "steps": min(counts[1.0], counts[best])}  # fmt: skip
-    yield said(answer="yes" if blames else "no", **seen)
+    blames = blames and (best < 1 or kind is torch.optim.SGD or own.steps >= min(_STEPS, len(stepped)))
+    seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "by": "Adam" if is_adam else facts.cls,
+            "other_lr": _OF_ADAM if is_adam else float(f"{rate * best:.3g}"), "loss": first, "after": first - own.gain,
+            "other_after": first - other.gain, "steps": min(own.steps, other.steps)}  # fmt: skip
+    yield said(answer="yes" if blames or knows_more else "no", **seen, **elsewhere, knows_more=knows_more)
+
+
+def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, float]:
+    """The loss of another step that was written down, with the weights of a copy and with those at the end."""
+    tape = step.kept.earlier.get(step.optimizer)
+    if tape is None or not tape.losses:
+        return {}
+    fitted, loss = {id(step.parameters[slot]): one for slot, one in start.items()}, tape.losses[-1]
+    held = {slot: fitted[id(one)] for slot, one in tape.parameters.items() if id(one) in fitted}
+    unseen, final = (float(replayed(tape, loss, held=one).values[loss.slot].sum().detach()) for one in (held, {}))
+    return {"unseen": unseen, "final": final}
 
 
 def fitted(

@@ -156,9 +156,10 @@ class Kept:
     Attributes:
         on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
+        earlier: the one before that, where there is one.
         nan: the first operation that gave NaN in one of these though it was given none.
         initial: parameters as they were before the first step that was written down, by ``id``.
-        given: by root and whether it was in training mode.
+        given: by root and whether it was trained, in training mode and with a graph.
         states: by the ``id`` of the net.
         batches: for each root what it was given, and the loss function, with its arguments, that came after it.
         written: by root: the parameters and buffers that a forward in training wrote to, and one in evaluation.
@@ -173,6 +174,7 @@ class Kept:
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
+        self.earlier: dict[int, Tape] = {}
         self.nan: Operation | None = None
         self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
@@ -245,7 +247,7 @@ class Kept:
                     state.went[step] = state.last
             if len(state.inputs) < 64 and first is not None:
                 state.inputs.setdefault(step, set()).add(mark(first))
-        key = root, mode
+        key = root, mode and torch.is_grad_enabled()
         self._looks[key] = self._looks.get(key, 0) + 1
         if given:
             self._look(given, key, step)
@@ -375,6 +377,8 @@ class Kept:
         self.leave()
         self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
+            if optimizer in self.tapes:
+                self.earlier[optimizer] = self.tapes[optimizer]
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
 
     def _look_at_all(self, step: int) -> None:

@@ -161,6 +161,9 @@ def _rows_are_samples(run: Run, inputs: Inputs) -> bool:
     rows = {one.rows for one in run.of(Forward)}
     if _from_loader(run):
         return True
+    spoken = [one.input_shape for one in run.of(LossCall) if one.function == "ctc_loss" and len(one.input_shape) == 3]
+    if any(shape[1] in rows and shape[0] not in rows for shape in spoken):  # which takes the samples along dim 1
+        return True
     longer = all(one.dim() > 1 and one.shape[1] > 1 for one in inputs.by_rows()[:1])
     return longer and any(one.target_shape in ((row,), (row, 1)) for one in run.of(LossCall) for row in rows)
 

@@ -106,9 +106,10 @@ def related(step: Step) -> Iterator[Probed]:
     # a loss of which only the gradient is used need not become small
     terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
+    derived = step.tape.opaque & step.needed or any(step.used("grad"))  # which may be meant to be zero
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": step.rows, "loss": whole.own, "others": whole.own + whole.gain,
-        "spread": whole.spread, "meetings": len(known), "alike": all(one.slot in alike for one in found),
+        "spread": whole.spread, "meetings": len(known), "alike": not derived and alike >= {one.slot for one in found},
         "apart": [_same(step.operations[one.index], term) for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
                   and terms & set(step.operations[one.index].outs)

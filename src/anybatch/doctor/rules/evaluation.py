@@ -15,6 +15,7 @@ def evaluation_inputs(
     run: Run, *, larger: float = Limit(5, "times the deviation of the targets of the training"),
     like: float = Limit(2.5, "of these deviations: predictions of the scale of the training"),
     calls: float = Limit(3, "by which the scale of the training is known"),
+    alike: float = Limit(20, "targets of one value are no accident where those of the training differ"),
 ) -> Iterator[Found]:  # fmt: skip
     """Evaluations whose inputs, or targets, have another scale than those of the training."""
     yield from say(run, "AB655")
@@ -26,6 +27,9 @@ def evaluation_inputs(
     last = {(one.file, one.line): one for one in run.of(Evaluated) if one.scales}
     for one in last.values():
         made_mean, made_std, target_mean, target_std = one.scales
+        items = max(each.items for each in run.of(Evaluated) if (each.file, each.line) == (one.file, one.line))
+        if not target_std and items >= alike:
+            yield _of_one_value(one, items, target_mean, std)
         if target_std < larger * std or abs(made_mean - mean) > like * std or made_std > like * std:
             continue
         yield Found(
@@ -38,6 +42,18 @@ def evaluation_inputs(
             where=(one.file, one.line),
             evidence={"std": std, "std_evaluated": target_std, "std_predicted": made_std},
         )
+
+
+def _of_one_value(one: Evaluated, items: int, value: float, std: float) -> Found:
+    return Found(
+        text=f"All {items} targets of {one.function} in the evaluation{near(one)} are {value:g}, and those of the "
+        f"training have a standard deviation of {std:.3g}.",
+        fix="print(y.std())  # where the targets of the evaluation are made",
+        cause="The targets of the evaluation were lost on the way: what it measures is no error.",
+        since=one,
+        where=(one.file, one.line),
+        evidence={"value": value, "items": items, "std": std},
+    )
 
 
 @rule("AB663", "LABELS_RENUMBERED", "warning", needs=(Evaluated,))

@@ -66,7 +66,7 @@ def lr_too_high(
     for one in measured(run):
         heavy, swings = _heavy(one), _swings(one)
         first = next((_Long(n.at, n.step, math.inf if (r := ratio(run, n)) is None else r) for n in one.samples), None)
-        if (asked := _other_rate(one, ENOUGH_STEPS)) is not None and asked.evidence["other_lr"] < asked.evidence["lr"]:
+        if (asked := _other_rate(one, ENOUGH_STEPS)) is not None and not _is_too_low(one, asked):
             yield _found_by_trial(one, asked)
             continue
         long = _far_too_long(one, far, row, early) or _risen(one, early)
@@ -86,27 +86,44 @@ def lr_too_high(
 
 
 def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
-    """The answer that one batch is learned at another rate, where the run was long enough and did not learn."""
-    if outcome(one.run).word == "learning" or len(one.steps) < steps or any(True for _ in one.run.of(Scored)):
+    """The answer that one batch is learned at another rate, where the run was long enough and did not learn.
+
+    A run that learned a little counts where the copy knows far more of a batch that it was not fitted to.
+    """
+    if len(one.steps) < steps or any(True for _ in one.run.of(Scored)):
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
-    return next(found, None)
+    asked = next(found, None)
+    if asked is None or outcome(one.run).word != "learning":
+        return asked
+    return asked if asked.evidence["knows_more"] else None
+
+
+def _is_too_low(one: OptimizerView, asked: Probed) -> bool:
+    """Whether larger steps learn the batch, be they those of Adam, which do not shrink with the gradient."""
+    seen = asked.evidence
+    return bool(seen["other_lr"] > seen["lr"] or seen["by"] == "Adam" != one.facts.cls)
 
 
 def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
     """What is said of a rate where a copy learned one batch with another one."""
-    seen, what = asked.evidence, "far too high"
+    seen, what, fix = asked.evidence, "far too high", one.with_rate(asked.evidence["other_lr"])
     cause = "Steps of this length throw the weights out of the region where the model computes anything."
-    if seen["other_lr"] > seen["lr"]:
+    if _is_too_low(one, asked):
         what = "so low that little is learned"
         cause = "SGD takes rates a hundred times those of Adam, whose steps do not shrink with the gradient."
         if one.facts.cls != "SGD":
             cause = "A step is about as long as the rate, whatever the gradient, and the weights have far to go."
+    by, more = "", ""
+    if seen["knows_more"]:
+        more = f"; on another batch it then has {seen['unseen']:.3g}, and the run at its end {seen['final']:.3g}"
+    if seen["by"] != one.facts.cls:
+        by, fix = f"{seen['by']} and ", f"torch.optim.{seen['by']}(model.parameters(), lr={seen['other_lr']:g})"
     return Found(
         text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that learns one batch by heart brings the "
-        f"loss from {seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {seen['other_lr']:g} "
-        f"to {seen['other_after']:.3g}.",
-        fix=one.with_rate(seen["other_lr"]),
+        f"loss from {seen['loss']:.3g} to {seen['after']:.3g} in {seen['steps']} steps, and with {by}"
+        f"{seen['other_lr']:g} to {seen['other_after']:.3g}{more}.",
+        fix=fix,
         cause=cause,
         since=asked,
         optimizer=one.number,
@@ -360,7 +377,7 @@ def lr_too_low(
     yield from _unfinished(run)
     for one in measured(run):
         losses, asked = one.losses, _other_rate(one, FEW_OF_A_RATE)
-        if asked is not None and asked.evidence["other_lr"] > asked.evidence["lr"]:
+        if asked is not None and _is_too_low(one, asked):
             yield _found_by_trial(one, asked)
             continue
         ratios = [value for norms in one.samples if (value := ratio(run, norms)) is not None]

@@ -11,7 +11,7 @@ from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
-from anybatch.records.lossfacts import LossCall
+from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
 
@@ -86,7 +86,7 @@ def targets_constant(
 
 
 def _all_alike(run: Run) -> Iterator[Found]:
-    probed = outcome(run).unrelated
+    probed = outcome(run).unrelated or _of_one_value(run)
     if probed is not None and probed.evidence.get("alike"):
         yield Found(
             text=f"All {probed.evidence['rows']} targets of a batch are the same{near(probed)}, and what was learned "
@@ -95,6 +95,14 @@ def _all_alike(run: Run) -> Iterator[Found]:
             cause="The targets were lost on the way, or the data hold one kind only.",
             since=probed,
         )
+
+
+def _of_one_value(run: Run) -> Probed | None:
+    """What was answered of the rows where every target that was looked at in a run that is long enough is the same."""
+    known = [one for one in run.of(LossCall) if one.target_mean is not None and not one.classes]
+    firm = len(known) >= _LOOKS and sum(one.items for one in known) >= _TARGETS
+    same = firm and all(not one.target_std and one.target_mean == known[0].target_mean for one in known)
+    return next(iter(answers(run, "related", "no")), None) if same else None
 
 
 def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterator[Found]:

@@ -81,9 +81,11 @@ def symmetric_init(
     """Matrices of equal rows whose gradients have equal rows."""
     for one in measured(run):
         same = [n for n, seen in _series(one).items() if _stays_equal(run.parameters[n], seen, one.samples[:10], share)]
+        pairs = _zero_pairs(run, same)
+        same = same if pairs else [number for number in same if not _has_factor(run, run.parameters[number])]
         if not same:
             continue
-        pairs, first = _zero_pairs(run, same), run.parameters[same[0]]
+        first = run.parameters[same[0]]
         text = f"All {first.shape[0]} rows of {first.name}"
         text += f" ({first.constant:g})" if first.constant is not None else ""
         text += " are equal, and so are the rows of its gradient"
@@ -140,6 +142,12 @@ def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], first: 
     if begins and rows >= 2 and rows >= share * min(len(first), len(seen)):
         return True
     return facts.constant == 0 and len(seen) >= 5 and all(one.grad == 0 and one.update == 0 for _, one in seen)
+
+
+def _has_factor(run: Run, facts: ParameterFacts) -> bool:
+    """Whether a matrix of zeros stands beside one that is not: by that it would get a gradient, were there any."""
+    beside = [one for one in run.parameters.values() if (one.root, one.module) == (facts.root, facts.module)]
+    return facts.constant == 0 and any(len(one.shape) > 1 and one.constant is None for one in beside)
 
 
 def _code(run: Run, facts: ParameterFacts) -> str:

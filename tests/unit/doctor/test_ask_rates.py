@@ -1,0 +1,105 @@
+"""Rates under which a batch is not learned: told where a copy knows more of another batch, too, and quiet on noise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from anybatch.records.lossfacts import LossCall, Probed
+from number_runs import Training, falling, fires, quiet
+from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Labels = Callable[[torch.Tensor], torch.Tensor]
+
+
+def linear(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :3].argmax(1)
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 3, (len(x),))
+
+
+def trains(net: nn.Module, kind: Any, rate: float, labels: Labels = linear, rows: int = ROWS, times: int = 12) -> None:
+    optimizer = kind(net.parameters(), lr=rate)
+    for _ in range(times):
+        x = torch.randn(rows, 6)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), labels(x)).backward()
+        optimizer.step()
+
+
+def shallow() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def deep() -> nn.Module:
+    """Layers that begin so small that plain descent stays on a plateau, at any rate that does not blow it up."""
+    net = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 3))
+    for one in net.parameters():
+        one.data.mul_(0.1)
+    return net
+
+
+@pytest.mark.parametrize(("labels", "expected"), [(linear, True), (noise, False)])
+def test_what_a_copy_knows_of_another_batch_tells_a_low_rate_from_labels_that_are_noise(
+    labels: Labels, expected: bool
+) -> None:
+    found = asked(lambda: trains(shallow(), torch.optim.SGD, 1e-3, labels, rows=64), "rate")[-1]
+    assert found.evidence["knows_more"] is expected
+    assert found.evidence["unseen"] < 0.5 * found.evidence["final"] or not expected
+
+
+def test_adam_is_tried_where_plain_descent_learns_a_batch_at_no_rate() -> None:
+    found = asked(lambda: trains(deep(), torch.optim.SGD, 1e-3), "rate")[-1]
+    assert (found.answer, found.evidence["by"], found.evidence["other_lr"]) == ("yes", "Adam", 3e-3)
+
+
+def test_the_second_of_two_trainings_is_asked_and_optimizers_that_take_turns_are_not() -> None:
+    def one_after_the_other() -> None:
+        trains(shallow(), torch.optim.Adam, 1e-2)
+        trains(shallow(), torch.optim.SGD, 1e-5)
+
+    def in_turns() -> None:
+        net, other = shallow(), shallow()
+        optimizers = [torch.optim.SGD(one.parameters(), lr=1e-5) for one in (net, other)]
+        for _ in range(12):
+            x = torch.randn(ROWS, 6)
+            (F.cross_entropy(net(x), linear(x)) + F.cross_entropy(other(x), linear(x))).backward()
+            for one in optimizers:
+                one.step()
+
+    assert [one.answer for one in asked(one_after_the_other, "rate")] == ["no", "yes"]
+    assert answer(in_turns, "rate") == "unknown"
+
+
+def tried(**seen: Any) -> Training:
+    """A training that learns, of which one batch is learned better at another rate."""
+    evidence = {"optimizer": 0, "lr": 0.01, "by": "AdamW", "other_lr": 0.1, "loss": 2.3, "after": 1.9,
+                "other_after": 0.01, "steps": 120, "knows_more": True, "unseen": 0.2, "final": 1.5} | seen  # fmt: skip
+    call = LossCall(function="cross_entropy", items=32, input_shape=(32, 10), guess=2.3, classes=10)
+    return Training(
+        steps=120, loss=lambda step: max(falling(step), 1.5), call=call, after=(Probed(probe="rate", root=-1,
+        answer="yes", evidence=evidence),)
+    )  # fmt: skip
+
+
+def test_lr_too_low_fires_on_a_run_that_learns_little_where_a_copy_knows_more() -> None:
+    one = fires(tried().run(), "LR_TOO_LOW", "warning")
+    assert "on another batch it then has 0.2, and the run at its end 1.5" in one.message
+    quiet(tried().run(), "LR_TOO_HIGH")
+    by_adam = fires(tried(lr=0.5, by="Adam", other_lr=3e-3).run(), "LR_TOO_LOW", "warning")
+    assert by_adam.fix == "torch.optim.Adam(model.parameters(), lr=0.003)"
+
+
+def test_lr_too_high_fires_where_it_is_a_lower_rate_that_learns() -> None:
+    fires(tried(other_lr=1e-3).run(), "LR_TOO_HIGH", "warning")
+
+
+def test_lr_too_low_is_quiet_on_a_run_that_learns_where_a_copy_learns_by_heart_only() -> None:
+    quiet(tried(knows_more=False).run(), "LR_TOO_LOW")
