@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 
 from anybatch.doctor.recorder import Doctor
@@ -151,3 +152,21 @@ def test_targets_are_alike_where_what_is_compared_is_no_derivative(derived: bool
             optimizer.step()
 
     assert asked(train, "related")[-1].evidence["alike"] is not derived
+
+
+@pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
+def test_labels_of_pictures_whose_edge_is_nearly_empty_are_asked_for(related: bool, expected: str) -> None:
+    """Entries that hardly a sample has go with one class or another by chance."""
+    pictures, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(pictures / 16).float(), torch.tensor(digits)
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+        optimizer = torch.optim.Adam(net.parameters())
+        given = y if related else y[torch.randperm(len(y))]
+        for pick in torch.randperm(len(y)).split(100):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[pick]), given[pick]).backward()
+            optimizer.step()
+
+    assert answer(train, "labels") == expected

@@ -240,6 +240,13 @@ def test_symmetric_init_is_quiet_where_gradient_rows_differ() -> None:
     silent(Training(norms=lambda step: {"equal_grad_rows": (0,)}).run(), "SYMMETRIC_INIT")
 
 
+def test_symmetric_init_fires_on_a_table_all_of_whose_columns_are_equal() -> None:
+    table = {"constant": 0.1, "role": "embedding"}
+    one = fires(Training(parameter=table, norms=lambda s: {"equal_grad_rows": (0,)}).run(), "SYMMETRIC_INIT", "error")
+    assert "columns of layers.0.weight (0.1) are equal" in one.message
+    silent(Training(parameter=table).run(), "SYMMETRIC_INIT")  # layers behind it tell the columns apart
+
+
 def test_symmetric_init_is_quiet_on_zeros_beside_a_factor_by_which_a_gradient_would_come() -> None:
     factor = ParameterFacts(parameter=9, root=0, module="layers.0", names=("layers.0.lora_A",), shape=(4, 8), numel=32)
     dead = Training(

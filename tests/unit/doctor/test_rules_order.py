@@ -3,7 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from anybatch.doctor.diagnosing import diagnose
+from anybatch.doctor.recorder import Doctor
 from anybatch.records.events import Cleared
 from rule_runs import LINES, RunBuilder, findings, simple
 
@@ -197,6 +202,23 @@ def test_step_without_gradient_fires_where_only_the_loss_of_another_optimizer_re
     assert one.place.optimizer == "optimizer_d" or one.message.startswith("optimizer_d")
     assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
     assert findings(adversaries(late=True), "STEP_WITHOUT_GRADIENT")
+
+
+def test_step_without_gradient_names_the_loss_whose_backward_is_missing_and_no_detach() -> None:
+    net, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_net, of_critic = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, critic))
+    with Doctor() as doctor:
+        for _ in range(8):
+            made = net(torch.randn(8, 2))
+            of_critic.zero_grad()
+            F.mse_loss(critic(made.detach()), torch.ones(8, 1)).backward()
+            of_critic.step()
+            of_net.zero_grad()
+            F.l1_loss(critic(made), torch.zeros(8, 1))  # and no backward
+            of_net.step()
+    (one,) = (each for each in diagnose(doctor.run) if each.severity == "error")
+    assert one.name == "STEP_WITHOUT_GRADIENT"
+    assert "no backward was called between l1_loss" in one.message
 
 
 def test_step_without_gradient_is_quiet_beside_another_optimizer() -> None:

@@ -22,8 +22,7 @@ _REPEATED = 0.05  # of the samples that came again, at least
 _STEPS = 120
 _SECONDS = 6.0
 _NEIGHBOURS = 7
-_SURELY = 0.75
-_SPREADS = 3.0
+_ORDERS = 39  # of the labels, none of which may tell as much
 _LITTLE = 0.03  # of the loss of those who know how frequent the labels of the held-out part are
 
 
@@ -118,13 +117,17 @@ def _correlated(inputs: torch.Tensor, labels: torch.Tensor, classes: int) -> boo
     flat, marks = inputs.reshape(len(inputs), -1).double(), nn.functional.one_hot(labels, classes).double()
     one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (flat, marks))
     count, width = one.shape
-    if width * 3 > count:
-        largest = float((one.T @ other).abs().max()) / count**0.5
-        return bool(largest > math.sqrt(2 * math.log(width * classes)) + _SURELY)
-    rest = other - one @ torch.linalg.lstsq(one, other, driver="gelsd").solution
-    share = 1 - float((rest.square().sum(0) / other.square().sum(0).clamp_min(1e-9)).min())  # of the variance
-    ratio = share / width / max((1 - share) / (count - width - 1), 1e-12)  # 1 by chance, as F is distributed
-    return bool(ratio > 1 + _SPREADS * math.sqrt(2 / width + 2 / (count - width)))
+    basis = torch.linalg.qr(one).Q if width * 3 <= count else None
+
+    def found(order: torch.Tensor) -> float:
+        if basis is None:
+            return float((one.T @ other[order]).abs().max())
+        return float((basis.T @ other[order]).square().sum(0).max())
+
+    # As much would be found of labels in another order, also where few samples have a value at all in some entries.
+    generator = torch.Generator().manual_seed(5)
+    by_chance = [found(torch.randperm(count, generator=generator)) for _ in range(_ORDERS)]
+    return found(torch.arange(count)) > max(by_chance)
 
 
 def _fitted(

@@ -103,7 +103,7 @@ def _same_value(run: Run, least: float) -> Iterator[Found]:
 @rule(
     "AB606", "LOSS_SIGN", "warning",
     explains=("EXPLODING", "LR_TOO_HIGH", "NAN_IN_FORWARD", "SATURATED", "DEAD_UNITS", "CANNOT_FIT_BATCH",
-              "INPUT_IGNORED"),
+              "INPUT_IGNORED", "LABELS_UNRELATED"),
 )  # fmt: skip
 def loss_sign(
     run: Run, *, faster: float = Limit(100, "times its first value, for one that falls faster and faster"),

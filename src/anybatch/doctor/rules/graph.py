@@ -21,6 +21,7 @@ from anybatch.doctor.views.naming import (
     qualified,
     root_variable,
 )
+from anybatch.doctor.views.optimizing import left_out, optimizers
 from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Forward, Stepped, Warned
@@ -89,6 +90,9 @@ def graph_cut(run: Run, *, backwards: float = Limit(3, "the first ones may leave
     yield from say(run, "AB201")
     hidden = _roots_without_graph(run)
     lost = {number for number in _without_gradient(run) if run.parameters[number].root not in hidden}
+    lost -= {
+        each for one in optimizers(run) if one.number in left_out(run) for each in one.own
+    }  # no backward was called
     count = len(passes(run))
     if not lost or count < backwards or (_checkpoint_warning(run) and not any(run.of(Followed))):
         return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
-from anybatch.doctor.views.optimizing import OptimizerView, optimizers
+from anybatch.doctor.views.optimizing import OptimizerView, left_out, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
 from anybatch.records.events import Backward, Cleared, Clipped, Forward, Scaler, Stepped
 from anybatch.records.lossfacts import Followed
@@ -188,17 +188,23 @@ def step_without_gradient(run: Run, *, steps: float = Limit(5, "the first ones m
         spots = Counter(back.spot for back in passes(run))
         common = spots.most_common(1)[0][0] if spots else None
         back = next((back.fact for back in passes(run) if back.spot == common), None)
+        call = left_out(run).get(one.number)
+        between = f" between {call.function}{near(call)} and its step" if call is not None else ""
         followed = max((look.at for look in run.of(Followed) if look.why == "no gradient"), default=0)
         yield Found(
             text=f"{one} stepped {len(one.steps)} times and never saw a gradient: "
-            + ("no backward was called." if back is None else f"no backward{near(back)} reaches its parameters."),
+            + (
+                f"no backward was called{between}."
+                if back is None or between
+                else f"no backward{near(back)} reaches its parameters."
+            ),
             fix=f"loss.backward()  # before {one}.step(){near(first)}"
-            if back is None
+            if back is None or between
             else f"anybatch.why(loss, model)  # shows what the loss reaches, before the backward{near(back)}",
             cause="A step passes over parameters whose gradient is None.",
             since=max(first.at, followed),
             step=one.steps[min(4, len(one.steps) - 1)].number,
-            where=back or first,
+            where=call or back or first,
             parameters=one.own,
             optimizer=one.number,
             evidence={"steps": len(one.steps), "backwards": sum(spots.values())},

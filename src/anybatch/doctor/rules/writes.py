@@ -86,9 +86,10 @@ def symmetric_init(
         if not same:
             continue
         first = run.parameters[same[0]]
-        text = f"All {first.shape[0]} rows of {first.name}"
+        what, count = ("columns", first.shape[1]) if first.role == "embedding" else ("rows", first.shape[0])
+        text = f"All {count} {what} of {first.name}"
         text += f" ({first.constant:g})" if first.constant is not None else ""
-        text += " are equal, and so are the rows of its gradient"
+        text += f" are equal, and so are the {what} of its gradient"
         text += f"; {len(same) - 1} more matrices too." if len(same) > 1 else "."
         fix = f"nn.init.kaiming_normal_({_code(run, first)})"
         cause = "Units with the same weights get the same gradient and stay the same for ever."
@@ -108,7 +109,7 @@ def symmetric_init(
             step=one.samples[min(1, len(one.samples) - 1)].step,
             parameters=tuple(parameter_name(run, run.parameters[number]) for number in same),
             module=(first.root, first.module),
-            evidence=({} if pairs else {"rows": first.shape[0]}) | {"matrices": len(same)},
+            evidence=({} if pairs else {what: count}) | {"matrices": len(same)},
         )
 
 
@@ -137,7 +138,7 @@ def _random(run: Run, pairs: list[tuple[ParameterFacts, ParameterFacts]]) -> str
 def _stays_equal(facts: ParameterFacts, seen: list[tuple[Norms, Entry]], first: list[Norms], share: float) -> bool:
     if len(facts.shape) < 2 or facts.shape[0] < 2:
         return False
-    begins = facts.role in ("weight", "other") and (facts.equal_rows or facts.constant is not None)
+    begins = facts.role in ("weight", "other", "embedding") and (facts.equal_rows or facts.constant is not None)
     rows = sum(facts.parameter in norms.equal_grad_rows for norms in first)
     if begins and rows >= 2 and rows >= share * min(len(first), len(seen)):
         return True

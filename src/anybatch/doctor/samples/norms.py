@@ -144,16 +144,17 @@ class NormSampler:
         for pairs in kinds.values():
             numbers = [self._numbering.parameter(tensor) for tensor, _ in pairs]
             views = [view for _, view in pairs]
-            embeds = [self._numbering.facts(number).role == "embedding" for number in numbers]
+            embeds = [self._is_table(number) for number in numbers]
             layout = Layout(views, strides(views, embeds, self._entries))
             begins = [place for place, number in enumerate(numbers) if self._begins_equal(number)]
             found.append(_Bucket(numbers, [weakref.ref(tensor) for tensor, _ in pairs], layout, begins))
         return found
 
     def _begins_equal(self, number: int) -> bool:
-        """Whether a parameter is a matrix that began with equal rows, which then may stay equal."""
+        """Whether a parameter is a matrix that began with equal rows, or a table with equal columns, which may stay."""
         facts = self._numbering.facts(number)
-        return len(facts.shape) > 1 and facts.shape[0] > 1 and (facts.equal_rows or facts.constant is not None)
+        is_one = len(facts.shape) < 2 or min(facts.shape[:2] if self._is_table(number) else facts.shape[:1]) < 2
+        return not is_one and (facts.equal_rows or facts.constant is not None)
 
     def _gradients(self, plan: _Plan, bucket: _Bucket) -> None:
         layout = bucket.layout
@@ -171,7 +172,12 @@ class NormSampler:
             pairs = [(place, one) for place in bucket.begins_equal if (one := dense[place]) is not None]
             bucket.compared = [bucket.numbers[place] for place, _ in pairs]
             if pairs:
-                bucket.figures["equal"] = torch.stack([_rows_equal(one) for _, one in pairs]).float()
+                bucket.figures["equal"] = torch.stack(
+                    [_rows_equal(one.t() if self._is_table(bucket.numbers[place]) else one) for place, one in pairs]
+                ).float()
+
+    def _is_table(self, number: int) -> bool:
+        return self._numbering.facts(number).role == "embedding"
 
     def _states(self, plan: _Plan, optimizer: Any) -> dict[int, torch.Tensor]:
         """One tensor of the optimizer's state for each parameter that has some, the largest kind first."""

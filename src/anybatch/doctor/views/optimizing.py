@@ -9,7 +9,8 @@ from anybatch.doctor.views.courses import Course, course, groups_of
 from anybatch.doctor.views.measures import FAR_TOO_LONG, Entry, constant_since, entries, ratio
 from anybatch.doctor.views.naming import at_line, optimizer_variable
 from anybatch.doctor.views.windows import MANY, Window, by_closure, members, stepping, windows_of
-from anybatch.records.events import Stepped
+from anybatch.records.events import Backward, Stepped
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, NonFinite, Norms
 from anybatch.records.tables import GroupFacts, OptimizerFacts
@@ -257,6 +258,18 @@ class OptimizerView:
     def with_rate(self, lr: float) -> str:
         """Code that gives it another learning rate, and leaves its other settings what the user made them."""
         return f"for group in {self}.param_groups: group['lr'] = {lr:g}"
+
+
+@remembered
+def left_out(run: Run) -> dict[int, LossCall]:
+    """For optimizers each of whose steps follows a call of a loss, with no backward between: the first such call."""
+    last: LossCall | None = None
+    found: dict[int, list[LossCall | None]] = {}
+    for one in run.of(LossCall, Backward, Stepped):
+        if isinstance(one, Stepped):
+            found.setdefault(one.optimizer, []).append(last)
+        last = one if isinstance(one, LossCall) else None
+    return {number: calls[0] for number, calls in found.items() if calls[0] is not None and all(calls)}
 
 
 @remembered
