@@ -314,6 +314,7 @@ class Calls:
         model = models[number].module() if 0 <= number < len(models) else None
         if model is None or model.training:
             return
+        self._keep(number, name, {"target": others[0]})
         value = result.item() if result.device.type == "cpu" else result.detach()
         if self._evaluation and self._evaluation[0] != name:
             self.end_evaluation()
