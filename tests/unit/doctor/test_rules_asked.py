@@ -447,7 +447,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("flat scores", "OUTPUT_RANGE", "warning"),
         *(
             (one, "GRAPH_CUT", "warning")
-            for one in ("forgotten", "not carried", "constant derivative", "unused update", "quantised")
+            for one in ("forgotten", "not carried", "constant derivative", "flat derivative", "unused update", "quantised")
         ),
         ("small value", "LOSS_SIGN", "warning"),
         ("evaluated scores", "DOUBLE_ACTIVATION", "error"),

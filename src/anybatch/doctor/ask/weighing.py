@@ -140,9 +140,14 @@ def rewarded(step: Step) -> Iterator[Probed]:
     for operation in step.operations:
         text, given = _right(operation), operation.given
         is_product = operation.kind == "mul" and operation.grad and operation.outs and len(given) == 2
-        if not is_product or not _SCORED.search(text) or not _REWARD.search(text):
+        if not is_product or len({step.values[one].requires_grad for one in given}) < 2:
             continue
-        if len({step.values[one].requires_grad for one in given}) < 2 or step.values[operation.outs[0]].numel() < 2:
+        if step.values[operation.outs[0]].numel() < 2:
+            continue
+        if (of_ratio := _of_ratio(step, operation)) is not None:
+            found.append((of_ratio, operation))
+            continue
+        if not _SCORED.search(text) or not _REWARD.search(text):
             continue
         (slope,) = step.slopes(operation.outs[0])
         if slope is not None and bool(slope.any()):
@@ -244,6 +249,24 @@ def _product(step: Step, slot: Slot) -> Operation | None:
         if operation.kind not in _SCALING | _FILLING or any(step.values[one].requires_grad for one in operation.given[1:]):
             return None
     return None
+
+
+def _of_ratio(step: Step, product: Operation) -> float | None:
+    """How the loss rises with log-probabilities times what a ratio of them to fixed ones is weighed with.
+
+    A ratio is the exponential of a difference, of which one side alone is trained.
+    """
+    (trained,), (fixed,) = ([one for one in product.given if step.values[one].requires_grad is grad] for grad in (True, False))
+    made = next(step.path(trained), None)
+    minus = next(step.path(made.given[0]), None) if made is not None and made.kind == "exp" else None
+    if minus is None or minus.kind != "sub" or len(minus.given) != 2:
+        return None
+    scores = [one for one in minus.given if step.values[one].requires_grad]
+    weights = step.values[fixed].detach()
+    if len(scores) != 1 or step.values[scores[0]].shape != weights.shape or not bool((weights > 0).any() and (weights < 0).any()):
+        return None
+    (slope,) = step.slopes(scores[0])
+    return None if slope is None else float((slope * weights).sum()) * _sign(step, fixed)
 
 
 def _right(operation: Operation) -> str:

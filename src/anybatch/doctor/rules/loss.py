@@ -342,6 +342,7 @@ def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Foun
     shifted = [(one, one.shift) for one in run.of(LossCall) if one.shift is not None]
     twice = [(one, shift) for one, shift in shifted if shift >= 2]
     if not twice or len(twice) < min(batches, max(run.steps, 1)) or any(shift == 1 for _, shift in shifted):
+        yield from say(run, "AB604")
         return
     call, shift = twice[0]
     yield Found(

@@ -244,6 +244,8 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("undecided", terms[0].said, steps=steps)
     if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
         return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
+    if any(answers(run, "rewarded", word) for word in ("yes", "no")):
+        return _moved(run, part, steps, "a loss that weighs log-probabilities with rewards need not fall")
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if any(True for _ in run.of(Scored)):
