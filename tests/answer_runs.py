@@ -69,6 +69,8 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "tokens": {"apart": 0.3, "alike": 0.02, "symbols": 35},
     "flat derivative": {"rows": 128},
     "far ahead": {"op": "cross_entropy", "shift": 2},
+    "far positives": {"share": 0.9, "rows": 64},
+    "torn edges": {"edges": 400, "alike": 30.0},
     "past sums": {"op": "mul", "discount": 0.98},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},

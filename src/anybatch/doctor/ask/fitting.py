@@ -13,6 +13,7 @@ from anybatch.doctor.ask.tape import Loss, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
 
 _STEPS = 120
 _SECONDS = 1.5  # for each rate
@@ -34,9 +35,9 @@ def other_rate(step: Step) -> Iterator[Probed]:
     Clips, decay and schedules are not in it: where the batch is learned at the rate of the run, that is not to blame.
     """
     facts, run = step.run.optimizers.get(step.optimizer), step.run
-    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs]
+    rates = [max(one.lrs) for one in run.of(Stepped) if one.lrs and one.optimizer == step.optimizer]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    if facts is None or kind is None or len({one.optimizer for one in run.of(Stepped)}) > 1 or not rates:
+    if facts is None or kind is None or not rates or not _is_alone(run, step.optimizer):
         raise Unknown("the step is not of one optimizer of torch")
     if any(True for _ in run.of(Scaler)):
         raise Unknown("the loss is scaled for half precision")
@@ -64,6 +65,12 @@ def other_rate(step: Step) -> Iterator[Probed]:
             "loss": first, "after": first - gains[1.0], "other_after": first - gains[best],
             "steps": min(counts[1.0], counts[best])}  # fmt: skip
     yield said(answer="yes" if blames else "no", **seen)
+
+
+def _is_alone(run: Run, optimizer: int) -> bool:
+    """Whether no other optimizer steps between two steps of one."""
+    order = [one.optimizer == optimizer for one in run.of(Stepped)]
+    return all(order[order.index(True) : len(order) - order[::-1].index(True)])
 
 
 def fitted(
