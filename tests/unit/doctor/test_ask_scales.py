@@ -53,11 +53,11 @@ def test_a_scale_that_is_learned_and_scores_of_any_size_are_not() -> None:
         F.normalize(net(torch.randn(32, 8)), dim=1) @ F.normalize(torch.randn(6, 32), dim=0) * net.scale,
         torch.arange(32),
     ))  # fmt: skip
-    plain = nn.Linear(8, 6)
-    loss: Callable[[], torch.Tensor] = lambda: F.cross_entropy(0.01 * plain(torch.randn(32, 8)), torch.arange(32) % 6)
-    assert answer(lambda: stepped(plain, loss), "flat scores") == "no"
-    assert answer(lambda: stepped(net, lambda: F.cross_entropy(net.scale * F.normalize(net(torch.randn(32, 8))),
-                                                               torch.arange(32) % 6)), "flat scores") == "no"  # fmt: skip
+    plain, y = nn.Linear(8, 6), torch.arange(32) % 6
+    small = lambda: F.cross_entropy(0.01 * plain(torch.randn(32, 8)), y)  # noqa: E731
+    learned = lambda: F.cross_entropy(net.scale * F.normalize(net(torch.randn(32, 8))), y)  # noqa: E731
+    assert answer(lambda: stepped(plain, small), "flat scores") == "no"
+    assert answer(lambda: stepped(net, learned), "flat scores") == "no"
 
 
 def by_list(prediction: torch.Tensor, y: torch.Tensor, quantiles: list[float], sign: int) -> torch.Tensor:

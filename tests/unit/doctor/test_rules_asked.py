@@ -443,11 +443,20 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("unlikely", "LOSS_SIGN", "warning"),
         ("turned quantiles", "LOSS_SIGN", "warning"),
         ("columns", "TARGET_GIVEN", "warning"),
+        ("torn edges", "EDGES_NOT_OFFSET", "warning"),
+        ("far ahead", "LABEL_SHIFT", "error"),
         ("tokens", "EVALUATION_INPUTS", "warning"),
         ("flat scores", "OUTPUT_RANGE", "warning"),
         *(
             (one, "GRAPH_CUT", "warning")
-            for one in ("forgotten", "not carried", "constant derivative", "flat derivative", "unused update", "quantised")
+            for one in (
+                "forgotten",
+                "not carried",
+                "constant derivative",
+                "unused update",
+                "quantised",
+                "flat derivative",
+            )
         ),
         ("small value", "LOSS_SIGN", "warning"),
         ("evaluated scores", "DOUBLE_ACTIVATION", "error"),

@@ -23,7 +23,7 @@ _LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose
 _PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
 _MOST_AXES = 5
 _LEAST_LINKED = 50  # nodes, and edges between them
-_BY_CHANCE, _SURELY = 4.0, 12.0  # standard errors
+_BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
 _MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
 _EXACT, _ROOT = 1e-4, 0.4  # of a logarithm, and a power that is a square root's or more
@@ -299,4 +299,5 @@ def _likeness(table: torch.Tensor, edges: torch.Tensor) -> float:
     first, second = edges[:, edges[0] != edges[1]]
     columns = (table.double() - table.double().mean(0)) / table.double().std(0).clamp_min(1e-9)
     products = (columns[first] * columns[second]).mean(1)
-    return float(products.mean() / (products.std() / len(products) ** 0.5).clamp_min(1e-12)) if len(products) > 1 else 0.0
+    error = products.std() / len(products) ** 0.5 if len(products) > 1 else torch.tensor(torch.inf)
+    return float(products.sum() / max(len(products), 1) / error.clamp_min(1e-12))

@@ -281,7 +281,7 @@ class Kept:
     def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:
         """Adds how often each number of a vocabulary was given."""
         is_text = tokens.dtype == torch.int64 and tokens.dim() == 2 and tokens.is_cpu and tokens.numel() > 0
-        if is_text and 0 <= int(tokens.min()) and int(tokens.max()) < _MOST_TOKENS:
+        if is_text and int(tokens.min()) >= 0 and int(tokens.max()) < _MOST_TOKENS:
             known = self.tokens.get(key, tokens.new_zeros(_MOST_TOKENS))
             if int(known.sum()) < _ENOUGH_TOKENS:
                 self.tokens[key] = known + tokens.flatten().bincount(minlength=_MOST_TOKENS)

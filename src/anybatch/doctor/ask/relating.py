@@ -214,7 +214,8 @@ def meetings_of(step: Step) -> list[Meeting]:
         given = set(operation.given) & follows
         made = [one for one in given if values[one].requires_grad]
         writes = operation.name.endswith("_") and not operation.name.endswith("__")
-        if not made or operation.name == "grad" or not operation.grad or not step.needed & set(operation.outs) or writes:
+        writes = writes or operation.name == "grad"  # whose numbers of one say of what, and are no targets
+        if not made or not operation.grad or not step.needed & set(operation.outs) or writes:
             continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]

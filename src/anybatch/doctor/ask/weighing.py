@@ -199,18 +199,20 @@ def turned_quantiles(step: Step) -> Iterator[Probed]:
         if len(sides) == 2 and sides[0].requires_grad and not sides[1].requires_grad:
             (slope,) = step.slopes(operation.outs[0])
             errors = step.values[operation.outs[0]].detach()
-            wide = errors.dim() > 1 and errors.shape[-1] <= _FEW and sides[1].shape != errors.shape
-            for one in zip(errors.unbind(-1), slope.unbind(-1), strict=True) if wide and slope is not None else [(errors, slope)]:
-                found += [(operation, share) for share in _quantile(*one)]
+            if slope is None:
+                continue
+            is_wide = errors.dim() > 1 and errors.shape[-1] <= _FEW and sides[1].shape != errors.shape
+            columns = zip(errors.unbind(-1), slope.unbind(-1), strict=True) if is_wide else [(errors, slope)]
+            found += [(operation, share) for one in columns for share in _quantile(*one)]
     shares = [share for _, share in found]
     turned = len(shares) > 1 and all(after < before - _UNIT for before, after in pairwise(shares))
     if turned:
         yield said(found[0][0], quantiles=[round(one, 4) for one in shares], first=shares[0], last=shares[-1])
 
 
-def _quantile(errors: torch.Tensor, slope: torch.Tensor | None) -> Iterator[float]:
+def _quantile(errors: torch.Tensor, slope: torch.Tensor) -> Iterator[float]:
     """The quantile that a loss is least at, if it has one slope above it and one below."""
-    above, below = (slope[errors > 0], slope[errors < 0]) if slope is not None else (errors, errors)
+    above, below = slope[errors > 0], slope[errors < 0]
     is_even = all(len(one) > 1 and bool(((one - one[0]).abs() <= _UNIT * one[0].abs()).all()) for one in (above, below))
     if is_even and bool(above[0] > 0 > below[0]):
         yield float(-below[0] / (above[0] - below[0]))
@@ -246,7 +248,8 @@ def _product(step: Step, slot: Slot) -> Operation | None:
             units = [any(bool(((one.norm(dim=dim) - 1).abs() < _UNIT).all()) for dim in (0, -1)) for one in sides]
             is_of_units = operation.kind == "cosine_similarity" or (len(units) == 2 and all(units))
             return operation if is_of_units and min(one.dim() for one in sides) > 1 else None
-        if operation.kind not in _SCALING | _FILLING or any(step.values[one].requires_grad for one in operation.given[1:]):
+        is_learned = any(step.values[one].requires_grad for one in operation.given[1:])
+        if operation.kind not in _SCALING | _FILLING or is_learned:
             return None
     return None
 
@@ -256,14 +259,15 @@ def _of_ratio(step: Step, product: Operation) -> float | None:
 
     A ratio is the exponential of a difference, of which one side alone is trained.
     """
-    (trained,), (fixed,) = ([one for one in product.given if step.values[one].requires_grad is grad] for grad in (True, False))
+    fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
     made = next(step.path(trained), None)
     minus = next(step.path(made.given[0]), None) if made is not None and made.kind == "exp" else None
     if minus is None or minus.kind != "sub" or len(minus.given) != 2:
         return None
     scores = [one for one in minus.given if step.values[one].requires_grad]
     weights = step.values[fixed].detach()
-    if len(scores) != 1 or step.values[scores[0]].shape != weights.shape or not bool((weights > 0).any() and (weights < 0).any()):
+    is_signed = bool((weights > 0).any() and (weights < 0).any())
+    if len(scores) != 1 or step.values[scores[0]].shape != weights.shape or not is_signed:
         return None
     (slope,) = step.slopes(scores[0])
     return None if slope is None else float((slope * weights).sum()) * _sign(step, fixed)
