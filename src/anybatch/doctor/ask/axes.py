@@ -22,6 +22,7 @@ _ALIKE = frozenset({"contiguous", "clone", "float", "to", "log_softmax", "softma
 _LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose") for dims in (1, 2, 3)}}
 _PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
 _MOST_AXES = 5
+_MOST_ENDS = 4
 _LEAST_LINKED = 50  # nodes, and edges between them
 _BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
@@ -285,7 +286,10 @@ def torn_edges(step: Step) -> Iterator[Probed]:
     """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins as they are alike."""
     given = [step.leaves[slot] for slot in sorted(step.inputs)]
     tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
-    pairs = [one for one in given if one.dtype == torch.int64 and one.dim() == 2 and len(one) == 2]
+    numbers = [one for one in given if one.dtype == torch.int64]
+    ends = itertools.permutations([one for one in numbers if one.dim() == 1][:_MOST_ENDS], 2)
+    pairs = [one for one in numbers if one.dim() == 2 and len(one) == 2]
+    pairs += [torch.stack(both) for both in ends if both[0].shape == both[1].shape]
     for edges, table in itertools.product(pairs, tables):
         if edges.shape[1] < _LEAST_LINKED or not 0 <= int(edges.min()) <= int(edges.max()) < len(table):
             continue
