@@ -73,7 +73,8 @@ class Bag(nn.Module):
         self.table, self.head = nn.Embedding(60, 8), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(x).mean(1))
+        scores: torch.Tensor = self.head(self.table(x).mean(1))
+        return scores
 
 
 USUAL = 1 / torch.arange(2.0, 62.0)

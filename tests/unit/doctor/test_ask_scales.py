@@ -48,14 +48,14 @@ def test_cosines_divided_by_one_are_not(times: float) -> None:
 
 def test_a_scale_that_is_learned_and_scores_of_any_size_are_not() -> None:
     net = nn.Linear(8, 6)
-    net.scale = nn.Parameter(torch.tensor(0.1))
+    net.scale = scale = nn.Parameter(torch.tensor(0.1))
     stepped(net, lambda: F.cross_entropy(
-        F.normalize(net(torch.randn(32, 8)), dim=1) @ F.normalize(torch.randn(6, 32), dim=0) * net.scale,
+        F.normalize(net(torch.randn(32, 8)), dim=1) @ F.normalize(torch.randn(6, 32), dim=0) * scale,
         torch.arange(32),
     ))  # fmt: skip
     plain, y = nn.Linear(8, 6), torch.arange(32) % 6
     small = lambda: F.cross_entropy(0.01 * plain(torch.randn(32, 8)), y)  # noqa: E731
-    learned = lambda: F.cross_entropy(net.scale * F.normalize(net(torch.randn(32, 8))), y)  # noqa: E731
+    learned = lambda: F.cross_entropy(scale * F.normalize(net(torch.randn(32, 8))), y)  # noqa: E731
     assert answer(lambda: stepped(plain, small), "flat scores") == "no"
     assert answer(lambda: stepped(net, learned), "flat scores") == "no"
 
@@ -102,3 +102,30 @@ def test_other_losses_of_differences_are_not() -> None:
     x = torch.randn(64, 6)
     stepped(net, lambda: (net(x) - x[:, :3]).square().mean() + (net(x) - x[:, 3:]).abs().mean())
     assert answer(lambda: stepped(net, lambda: (net(x) - x[:, :3]).abs().mean()), "turned quantiles") == "no"
+
+
+def focal(weight: Callable[[torch.Tensor], torch.Tensor], sign: int = 1) -> None:
+    net = nn.Linear(6, 1)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 6)
+        each = F.binary_cross_entropy_with_logits(net(x)[:, 0], (x[:, 0] > 0).float(), reduction="none")
+        return sign * (weight((-each).exp()) * each).mean()
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize(
+    ("weight", "sign", "expected"),
+    [
+        (lambda p: p**4, 1, "yes"),
+        (lambda p: (1 - p) ** 4, 1, "no"),
+        (torch.ones_like, 1, "no"),
+        (lambda p: p.detach(), 1, "no"),
+        (torch.ones_like, -1, "no"),  # which is of another kind: right ones are pushed away, too
+    ],
+)
+def test_what_is_clearly_wrong_and_pushed_farther_is_told(
+    weight: Callable[[torch.Tensor], torch.Tensor], sign: int, expected: str
+) -> None:
+    assert answer(lambda: focal(weight, sign), "worse preferred") == expected

@@ -34,8 +34,10 @@ def clipped(turned: bool, negated: bool) -> None:
         now = Categorical(logits=net(x)).log_prob(taken)
         ratio = (before - now).exp() if turned else (now - before).exp()
         if negated:
-            return torch.max(-weight * ratio, -weight * ratio.clamp(0.8, 1.2)).mean()
-        return -torch.min(weight * ratio, weight * ratio.clamp(0.8, 1.2)).mean()
+            worse: torch.Tensor = torch.max(-weight * ratio, -weight * ratio.clamp(0.8, 1.2))
+            return worse.mean()
+        better: torch.Tensor = torch.min(weight * ratio, weight * ratio.clamp(0.8, 1.2))
+        return -better.mean()
 
     stepped(net, loss)
 
@@ -79,7 +81,8 @@ def test_labels_that_a_model_shifts_again_are_told(ahead: int, expected: str) ->
 
     def loss() -> torch.Tensor:
         tokens = torch.randint(0, 20, (8, 16))
-        return net(tokens[:, :-1], tokens[:, ahead : ahead + 15])
+        found: torch.Tensor = net(tokens[:, :-1], tokens[:, ahead : ahead + 15])
+        return found
 
     assert answer(lambda: stepped(net, loss), "far ahead") == expected
 
@@ -89,7 +92,8 @@ def test_labels_two_ahead_beside_those_of_the_next_token_are_not_told() -> None:
 
     def loss() -> torch.Tensor:
         tokens = torch.randint(0, 20, (8, 16))
-        return net(tokens[:, :-1], tokens[:, :-1]) + net(tokens[:, :-1], tokens[:, 1:])
+        found: torch.Tensor = net(tokens[:, :-1], tokens[:, :-1]) + net(tokens[:, :-1], tokens[:, 1:])
+        return found
 
     assert answer(lambda: stepped(net, loss), "far ahead") == "no"
 
@@ -122,7 +126,8 @@ def equation(activation: nn.Module, order: int) -> None:
         u = net(x)
         for _ in range(order):
             (u,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
-        return (u + net(x) - torch.sin(x)).square().mean()
+        rest: torch.Tensor = u + net(x) - torch.sin(x)
+        return rest.square().mean()
 
     stepped(net, loss)
 

@@ -442,6 +442,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
         ("turned quantiles", "LOSS_SIGN", "warning"),
+        ("worse preferred", "LOSS_SIGN", "warning"),
         ("columns", "TARGET_GIVEN", "warning"),
         ("torn edges", "EDGES_NOT_OFFSET", "warning"),
         ("far ahead", "LABEL_SHIFT", "error"),

@@ -160,7 +160,7 @@ def given_away(step: Step) -> Iterator[Probed]:
                     continue
                 place = _column(leaf.reshape(step.rows, -1), target.reshape(step.rows, -1))
                 if place >= 0:
-                    yield said(operation, place=place, of=leaf[0].numel())
+                    yield said(operation, place=place + 1, of=leaf[0].numel())
 
 
 def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
