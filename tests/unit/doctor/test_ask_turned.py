@@ -48,6 +48,27 @@ def test_a_ratio_of_probabilities_that_is_turned_round_is_told(turned: bool, neg
     assert answer(lambda: clipped(turned, negated), "rewarded") == ("yes" if turned else "no")
 
 
+def weighed(turned: bool, scaled: bool) -> None:
+    net, value = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 4)
+        policy, v = Categorical(logits=net(x)), value(x)[:, 0]
+        taken = policy.sample()
+        gained = (taken == 0).float() + 0.1 * torch.randn(64)
+        ahead = v.detach() - gained if turned else gained - v.detach()
+        ahead = (ahead - ahead.mean()) / ahead.std() if scaled else ahead
+        return (v - gained).square().mean() - (policy.log_prob(taken) * ahead).mean()
+
+    stepped(nn.ModuleList([net, value]), loss)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_value_minus_what_it_is_to_become_is_told(turned: bool, scaled: bool) -> None:
+    assert answer(lambda: weighed(turned, scaled), "rewarded") == ("yes" if turned else "no")
+
+
 def triplets(turned: bool) -> None:
     net = nn.Linear(6, 4)
 

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.steps import PRODUCTS, Step, asks, said
+from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -147,11 +147,13 @@ def rewarded(step: Step) -> Iterator[Probed]:
         if (of_ratio := _of_ratio(step, operation)) is not None:
             found.append((of_ratio, operation))
             continue
-        if not _SCORED.search(text) or not _REWARD.search(text):
+        toward = _toward_rewards(step, operation)
+        if not toward and (not _SCORED.search(text) or not _REWARD.search(text)):
             continue
         (slope,) = step.slopes(operation.outs[0])
         if slope is not None and bool(slope.any()):
-            found.append((float(slope.sum()) * _sign(step, given[0]) * _sign(step, given[1]), operation))
+            sign = (toward or 1) * _sign(step, given[0]) * _sign(step, given[1])
+            found.append((float(slope.sum()) * sign, operation))
     if not found:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
@@ -252,6 +254,27 @@ def _product(step: Step, slot: Slot) -> Operation | None:
         if operation.kind not in _SCALING | _FILLING or is_learned:
             return None
     return None
+
+
+def _toward_rewards(step: Step, product: Operation) -> int:
+    """1 where log-probabilities are weighed with what a value is to become minus another number, -1 for the other way.
+
+    What a value is to become is what the same step compares one with that it trains. 0 where none of it is there.
+    """
+    fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
+    if not any(True for _ in step.run.of(Scored)) or step.values[fixed].shape != step.values[trained].shape:
+        return 0
+    wanted = set[Slot]()
+    for one in step.used("sub", *DISTANCES):
+        still = [slot for slot in one.given if not step.values[slot].requires_grad]
+        wanted |= {*still} if len(one.given) == 2 and len(still) == 1 else set()
+    for one in step.path(fixed):
+        sides = [slot in wanted for slot in one.given]
+        if one.kind == "sub" and len(sides) == 2 and sides[0] is not sides[1]:
+            return 1 if sides[0] else -1
+        if one.kind not in _TURNED | {"div", "mul", "add", "detach"}:
+            return 0
+    return 0
 
 
 def _of_ratio(step: Step, product: Operation) -> float | None:
