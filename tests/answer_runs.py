@@ -72,6 +72,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "far positives": {"share": 0.9, "rows": 64},
     "torn edges": {"edges": 400, "alike": 30.0},
     "worse preferred": {"op": "binary_cross_entropy_with_logits", "share": 1.0, "score": 4.0},
+    "mirrored": {"pairs": 40, "across": "width"},
     "past sums": {"op": "mul", "discount": 0.98},
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},

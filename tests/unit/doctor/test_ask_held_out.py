@@ -92,3 +92,26 @@ USUAL = 1 / torch.arange(2.0, 62.0)
 )
 def test_tokens_that_are_numbered_anew_are_told(data: Data, expected: str) -> None:
     assert answer(lambda: evaluated(Bag(), data, F.cross_entropy), "tokens") == expected
+
+
+def pictures(flipped: str) -> Data:
+    every = torch.randn(96, 1, 6, 6)
+    points = torch.rand(96, 2)
+
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randperm(96)[:64]
+        x, y = every[rows], points[rows].clone()
+        turn = torch.rand(64) < 0.5
+        if flipped:
+            x = torch.where(turn[:, None, None, None], x.flip(-1), x)
+        if flipped == "both":
+            y[turn, 0] = 1 - y[turn, 0]
+        return x, y[:, :1] if flipped == "a number" else y
+
+    return data
+
+
+@pytest.mark.parametrize(("flipped", "expected"), [("alone", "yes"), ("both", ""), ("a number", ""), ("", "")])
+def test_pictures_that_are_flipped_without_their_points_are_told(flipped: str, expected: str) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 1 if flipped == "a number" else 2))
+    assert answer(lambda: evaluated(net, pictures(flipped), F.mse_loss), "mirrored") == expected

@@ -26,6 +26,7 @@ _LEAST_BATCHES = 3
 _LEAST_SEVERAL = 0.2  # of the rows
 _LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no chance
 _LEAST_PADDED = 0.1  # of the tokens
+_DIGITS, _LEAST_FLIPPED = 6, 8  # of a sum that tells pictures apart, and pairs
 _FEWEST = 100  # targets that were kept
 _TELLS, _LESS = 0.5, 0.3  # a correlation, and by how much one is less
 _LEAST_TOKENS = 2000
@@ -37,6 +38,27 @@ def about_collates(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether parts of a batch are in the order of their samples, and others in another one."""
     for dataset, collate in kept.collates:
         yield _paired(dataset, collate)
+
+
+def about_mirrored(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether pictures come as they are and flipped, with the same numbers of several as their targets both times."""
+    for root, batches in kept.batches.items():
+        shape = batches[0][0].shape[1:]
+        pairs = [(x, given["target"]) for x, _, given in batches if x.dim() == 4 and x.shape[1:] == shape]
+        found = [(x, y) for x, y in pairs
+                 if y.is_floating_point() and y.dim() == 2 and y.shape[1] > 1 and len(x) == len(y)]  # fmt: skip
+        if not found:
+            continue
+        pictures, targets = (torch.cat(both) for both in zip(*found, strict=True))
+        weights = torch.randn(pictures[0].numel(), generator=torch.Generator().manual_seed(5), dtype=torch.double)
+        for dim in (-1, -2):
+            own, flipped = ((one.double().flatten(1) @ weights) for one in (pictures, pictures.flip(dim)))
+            at = {round(float(key), _DIGITS): row for row, key in enumerate(own)}
+            both = [(row, at[key]) for row, one in enumerate(flipped) if (key := round(float(one), _DIGITS)) in at]
+            both = [(row, other) for row, other in both if not torch.equal(pictures[row], pictures[other])]
+            same = sum(torch.equal(targets[row], targets[other]) for row, other in both)
+            if same >= _LEAST_FLIPPED and same == len(both):
+                yield told("mirrored", root=root, pairs=same, across="width" if dim == -1 else "height")
 
 
 def about_columns(kept: Kept, run: Run) -> Iterator[Probed]:
