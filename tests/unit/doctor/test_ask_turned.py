@@ -58,7 +58,8 @@ def weighed(turned: bool, scaled: bool) -> None:
         gained = (taken == 0).float() + 0.1 * torch.randn(64)
         ahead = v.detach() - gained if turned else gained - v.detach()
         ahead = (ahead - ahead.mean()) / ahead.std() if scaled else ahead
-        return (v - gained).square().mean() - (policy.log_prob(taken) * ahead).mean()
+        found: torch.Tensor = (v - gained).square().mean() - (policy.log_prob(taken) * ahead).mean()
+        return found
 
     stepped(nn.ModuleList([net, value]), loss)
 

@@ -304,8 +304,10 @@ class Kept:
             self.sampling.sample(self._step(), module, args, kwargs)
         first = None if module.training else next((one for one in _numbers((args, kwargs)) if one.dim()), None)
         if first is not None:
-            self._last[root] = first
             self._count(first, (root, False))
+            self._last.pop(root, None)
+            if first.is_cpu and first.dim() == 2 and first.is_floating_point():  # a table
+                self._last[root] = first
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -435,14 +437,14 @@ class Kept:
     def evaluated(self, root: int, target: Any) -> None:
         """Is given the targets of a loss without a gradient, of a net in evaluation."""
         first, step = self._last.get(root), self._step()
-        is_table = first is not None and first.dim() == 2 and first.is_floating_point() and torch.is_tensor(target)
         kept = self.held_out.setdefault(root, [])
-        if not self.on or not is_table or self._evaluated.setdefault(root, step) != step or len(kept) >= _MOST_BATCHES:
+        if not self.on or first is None or not torch.is_tensor(target) or len(kept) >= _MOST_BATCHES:
             return
-        size = first.numel() * first.element_size()  # type: ignore[union-attr]
-        if len(first) == target.shape[:1].numel() and self._bytes + size <= _MOST_BYTES:  # type: ignore[arg-type]
+        size = first.numel() * first.element_size()
+        fits = self._bytes + size <= _MOST_BYTES and target.shape[:1] == first.shape[:1]
+        if fits and self._evaluated.setdefault(root, step) == step:
             self._bytes += size
-            kept.append((first.detach().clone(), target.detach().clone()))  # type: ignore[union-attr]
+            kept.append((first.detach().clone(), target.detach().clone()))
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
         """Is given what a root was called with, and a loss function that was called after it.
