@@ -1,48 +1,70 @@
-"""Returns that are summed up from the first reward on are told, and sums that are meant so are not."""
+"""Returns that are summed up from the first reward on are told, and those of what is to come are not."""
 
-import ast
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical
 
-from anybatch.doctor.ask.source import forward_sums
+from test_doctor_ask import answer, nothing_was_compiled
 
-LOOP = "for r in {}:\n    R = r + self.gamma * R\n    returns.append(R)\n{}"
-TOLD = {
-    "rewards": LOOP.format("self.policy.rewards", "returns = (returns - returns.mean()) / returns.std()"),
-    "episodes of several": "for r, m in zip(rewards, masks):\n  ret = r + gamma * ret * m\n  out.append(ret)",
-    "advantages": "for t in range(n - 1):\n  gae = deltas[t] + gamma * lam * gae\n  adv[t] = gae",
-    "the other order": "for i, r in enumerate(rewards):\n  G = gamma * G + r\n  targets[i] = G",
-}
-MEANT = {
-    "reversed": LOOP.format("reversed(rewards)", ""),
-    "turned before": "rewards = rewards[::-1]\n" + LOOP.format("rewards", "returns.reverse()"),
-    "turned in place": "rewards.reverse()\n" + LOOP.format("rewards", ""),
-    "from the end": "for t in range(T - 1, -1, -1):\n  R = rewards[t] + gamma * R\n  returns[t] = R",
-    "counted from the end": "for t in range(T):\n  R = rewards[T - 1 - t] + gamma * R\n  returns.append(R)",
-    "negative places": "for t in range(T):\n  R = rewards[~t] + gamma * R\n  returns.append(R)",
-    "its last first": "episode.insert(0, step)\nfor r in episode:\n  R = rewards(r) + gamma * R\n  returns.append(R)",
-    "the spread alone": LOOP.format("rewards", "scale = np.std(returns)"),
-    "not kept": "for r in rewards:\n  R = r + gamma * R\nprint(R)",
-    "a trace": "for s, r in zip(states, rewards):\n  trace = phi(s) + gamma * lam * trace\n  traces.append(trace)",
-    "an average": "for r in rewards:\n  mean = 0.1 * r + 0.9 * mean\n  means.append(mean)",
-    "an average by gamma": "for r in rewards:\n  mean = gamma * mean + (1 - gamma) * r\n  means.append(mean)",
-    "turned under another name": "rs = rewards.flip(0)\n" + LOOP.format("rs", ""),
-    "places from the end": "order = range(T - 1, -1, -1)\n"
-    "for t in order:\n  R = rewards[t] + gamma * R\n  returns[t] = R",
-    "turned by a function": "def other_way(xs):\n  return xs[::-1]\n" + LOOP.format("other_way(rewards)", ""),
-    "given the other way round": "def summed(rewards):\n  for r in rewards:\n    R = r + gamma * R\n    out.append(R)\n"
-    "  return out\nreturns = summed(torch.flip(batch['r'], [0]))",
-    "sorted": "steps.sort(key=lambda s: -s.t)\nfor s in steps:\n  R = s.reward + gamma * R\n  out.append(R)",
-    "a running scale": LOOP.format("rewards", "return_rms.update(np.array(returns))"),
-    "a decayed sum of other things": "for x in signal:\n  y = x + discount * y\n  out.append(y)",
-}
+__all__ = ["nothing_was_compiled"]
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_returns_of_the_past_are_told(name: str) -> None:
-    assert len(list(forward_sums(ast.parse(TOLD[name])))) == 1
+def summed(rewards: list[float], gamma: float) -> list[float]:
+    total, found = 0.0, list[float]()
+    for one in rewards:
+        total = one + gamma * total
+        found.append(total)
+    return found
 
 
-@pytest.mark.parametrize("name", MEANT)
-def test_sums_that_begin_at_the_end_or_are_no_returns_are_not(name: str) -> None:
-    assert list(forward_sums(ast.parse(MEANT[name]))) == []
+def past(rewards: list[float]) -> torch.Tensor:
+    return torch.tensor(summed(rewards, 0.97))
+
+
+def to_come(rewards: list[float]) -> torch.Tensor:
+    return past(rewards[::-1]).flip(0)
+
+
+def scaled(returns: torch.Tensor) -> torch.Tensor:
+    return (returns - returns.mean()) / (returns.std() + 1e-8)
+
+
+def played(weights: Callable[[list[float]], torch.Tensor], reward: float = 1.0) -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for episode in range(30):
+        policy = Categorical(logits=net(torch.randn(10 + episode % 7, 4)))
+        scores = policy.log_prob(policy.sample())
+        optimizer.zero_grad()
+        (-scores * weights([reward] * len(scores))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        past,
+        lambda rewards: scaled(past(rewards)),
+        lambda rewards: torch.tensor(summed(rewards, 1.0)),
+        lambda rewards: torch.cat([past(rewards[:6]), past(rewards[6:])]),
+    ],
+)
+def test_returns_of_the_past_are_told(weights: Callable[[list[float]], torch.Tensor]) -> None:
+    assert answer(lambda: played(weights), "past sums") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("weights", "reward"),
+    [
+        (to_come, 1.0),
+        (lambda rewards: scaled(to_come(rewards)), -1.0),
+        (lambda rewards: torch.tensor(summed(rewards, 1.0)).flip(0), -1.0),
+        (lambda rewards: 0.97 ** torch.arange(len(rewards)), 1.0),
+        (lambda rewards: past([*rewards[::3], 0.5, *rewards]).flip(0)[: len(rewards)], 1.0),
+    ],
+)
+def test_sums_of_what_is_to_come_are_not(weights: Callable[[list[float]], torch.Tensor], reward: float) -> None:
+    assert answer(lambda: played(weights, reward), "past sums") == "no"

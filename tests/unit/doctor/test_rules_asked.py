@@ -283,8 +283,11 @@ def test_entries_pass_is_quiet_without_an_answer() -> None:
 
 def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
     assert "returns.reverse()" in fires(asked("turned list", "yes").run(), "ROWS_TORN", "warning").fix
-    forwards = asked("turned list", "yes", {"kind": "forwards"}).run()
-    assert "reversed(rewards)" in fires(forwards, "ROWS_TORN", "warning").fix
+
+
+def test_rows_torn_fires_where_rewards_are_summed_up_from_the_first_on() -> None:
+    assert "reversed(rewards)" in fires(asked("past sums", "yes").run(), "ROWS_TORN", "warning").fix
+    both("past sums", "ROWS_TORN")
 
 
 def test_rows_torn_says_how_often_rows_are_repeated() -> None:
@@ -438,9 +441,24 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("helped", "LOSS_SIGN", "warning"),
         ("misplaced", "LOSS_SIGN", "warning"),
         ("unlikely", "LOSS_SIGN", "warning"),
+        ("turned quantiles", "LOSS_SIGN", "warning"),
+        ("worse preferred", "LOSS_SIGN", "warning"),
+        ("columns", "TARGET_GIVEN", "warning"),
+        ("mirrored", "MASKS_APART", "warning"),
+        ("torn edges", "EDGES_NOT_OFFSET", "warning"),
+        ("far ahead", "LABEL_SHIFT", "error"),
+        ("tokens", "EVALUATION_INPUTS", "warning"),
+        ("flat scores", "OUTPUT_RANGE", "warning"),
         *(
             (one, "GRAPH_CUT", "warning")
-            for one in ("forgotten", "not carried", "constant derivative", "unused update", "quantised")
+            for one in (
+                "forgotten",
+                "not carried",
+                "constant derivative",
+                "unused update",
+                "quantised",
+                "flat derivative",
+            )
         ),
         ("small value", "LOSS_SIGN", "warning"),
         ("evaluated scores", "DOUBLE_ACTIVATION", "error"),

@@ -9,7 +9,9 @@ from anybatch.doctor.ask.sampling import is_normal
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown, told
+from anybatch.doctor.samples.losscalls import ahead_of
 from anybatch.records.lossfacts import Probed
+from anybatch.records.samples import Scored
 
 _RATES = frozenset({"softplus", "exp", "relu"})
 _SHAPING = frozenset({"squeeze", "view", "reshape", "flatten", "unsqueeze", "contiguous", "to", "float"})
@@ -18,6 +20,7 @@ _ORDER = {
     "poisson_nll_loss": ("input", "target", "log_input"),
     **dict.fromkeys(OF_CLASSES, ("input", "target", "weight")),
 }
+_TWICE = 2
 _RARE = 3.0  # times as many targets of one class as of another
 _HEAVY = 2.0  # times the weight of another class
 _ENOUGH = 32  # targets
@@ -51,6 +54,23 @@ def rates(step: Step) -> Iterator[Probed]:
                 yield said(operation, op=made.name)
 
 
+@asks("far ahead")
+def far_ahead(step: Step) -> Iterator[Probed]:
+    """Whether all targets are tokens that stand two places or more behind those that the net looks up."""
+    found = list[tuple[int, Operation]]()
+    tokens = {one.given[0] for one in step.used("embedding") if one.given[0] in step.inputs}
+    looked_up = [step.leaves[one] for one in tokens if step.leaves[one].dim() == 2 and step.leaves[one].numel()]
+    for operation in step.used(*OF_CLASSES):
+        target = step.values[operation.given[1]] if len(operation.given) > 1 else None
+        if target is None or target.is_floating_point():
+            continue
+        ignored = int(operation.kwargs.get("ignore_index", -100))
+        found += [(ahead["shift"], operation) for one in looked_up if (ahead := ahead_of(target, ignored, one))]
+    if found and min(shift for shift, _ in found) >= _TWICE:
+        shift, operation = found[0]
+        yield said(operation, op=operation.name, shift=shift)
+
+
 @asks("class weights")
 def class_weights(step: Step) -> Iterator[Probed]:
     """Whether classes weigh the more, the more targets they have."""
@@ -78,10 +98,11 @@ def class_weights(step: Step) -> Iterator[Probed]:
 @asks("drawn targets", of_rows=False)
 def drawn_targets(step: Step) -> Iterator[Probed]:
     """Whether a net has to predict normal random numbers that none of its inputs was made with."""
+    is_scored = any(True for _ in step.run.of(Scored))  # of a density, what was drawn from it is asked
     measured = {one for operation in step.tape.operations if operation.kind in _LENGTHS for one in operation.given}
     for number, operation in enumerate(step.operations):
         given = operation.given
-        is_difference = operation.kind == "sub" and measured & set(operation.outs)
+        is_difference = operation.kind == "sub" and measured & set(operation.outs) and not is_scored
         for target, predicted in _both(given) if is_difference or operation.name in DISTANCES else ():
             made_of = step.made_of(predicted, number)
             draw, noise = _source(step, target)

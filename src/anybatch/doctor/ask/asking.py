@@ -34,7 +34,8 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
     copies.about_copies, copies.about_evaluation, copies.about_inputs, source.about_fields, source.about_splits,
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states, schedules.about_nan,
     functions.about_functions, batches.about_padding, batches.about_several, batches.about_given,
-    batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates, source.about_seeds,
+    batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates,
+    batches.about_columns, batches.about_mirrored, batches.about_tokens, source.about_seeds,
     schedules.about_resumed, sampling.about_sampling, states.about_states, adversaries.opposed,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""

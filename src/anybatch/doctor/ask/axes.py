@@ -22,6 +22,9 @@ _ALIKE = frozenset({"contiguous", "clone", "float", "to", "log_softmax", "softma
 _LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose") for dims in (1, 2, 3)}}
 _PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
 _MOST_AXES = 5
+_MOST_ENDS = 4
+_LEAST_LINKED = 50  # nodes, and edges between them
+_BY_CHANCE, _SURELY = 4.0, 8.0  # standard errors
 _LEAST_GRAPHS = 4
 _MOST_NODES, _LEAST_NODES, _LEAST_DEGREE = 4096, 16, 8
 _EXACT, _ROOT = 1e-4, 0.4  # of a logarithm, and a power that is a square root's or more
@@ -157,7 +160,7 @@ def given_away(step: Step) -> Iterator[Probed]:
                     continue
                 place = _column(leaf.reshape(step.rows, -1), target.reshape(step.rows, -1))
                 if place >= 0:
-                    yield said(operation, place=place, of=leaf[0].numel())
+                    yield said(operation, place=place + 1, of=leaf[0].numel())
 
 
 def _column(inputs: torch.Tensor, target: torch.Tensor) -> int:
@@ -276,3 +279,29 @@ def _multiplied(matrix: torch.Tensor) -> int:
     off = (known @ powers - entries.log()[:, None]).abs().max()
     is_product = off < _EXACT and powers.max() > _ROOT and powers.min() > -_EXACT
     return int(degrees.max()) if is_product else 0
+
+
+@asks("torn edges", of_rows=False)
+def torn_edges(step: Step) -> Iterator[Probed]:
+    """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins as they are alike."""
+    given = [step.leaves[slot] for slot in sorted(step.inputs)]
+    tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
+    numbers = [one for one in given if one.dtype == torch.int64]
+    ends = itertools.permutations([one for one in numbers if one.dim() == 1][:_MOST_ENDS], 2)
+    pairs = [one for one in numbers if one.dim() == 2 and len(one) == 2]
+    pairs += [torch.stack(both) for both in ends if both[0].shape == both[1].shape]
+    for edges, table in itertools.product(pairs, tables):
+        if edges.shape[1] < _LEAST_LINKED or not 0 <= int(edges.min()) <= int(edges.max()) < len(table):
+            continue
+        other = edges[0][: edges.shape[1] // 2 * 2].view(-1, 2).t()
+        if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
+            yield said(step.loss, edges=edges.shape[1], alike=alike)
+
+
+def _likeness(table: torch.Tensor, edges: torch.Tensor) -> float:
+    """By how many standard errors the nodes of edges are more alike than two nodes by chance."""
+    first, second = edges[:, edges[0] != edges[1]]
+    columns = (table.double() - table.double().mean(0)) / table.double().std(0).clamp_min(1e-9)
+    products = (columns[first] * columns[second]).mean(1)
+    error = products.std() / len(products) ** 0.5 if len(products) > 1 else torch.tensor(torch.inf)
+    return float(products.sum() / max(len(products), 1) / error.clamp_min(1e-12))

@@ -26,7 +26,11 @@ _LEAST_BATCHES = 3
 _LEAST_SEVERAL = 0.2  # of the rows
 _LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no chance
 _LEAST_PADDED = 0.1  # of the tokens
+_DIGITS, _LEAST_FLIPPED = 6, 8  # of a sum that tells pictures apart, and pairs
 _FEWEST = 100  # targets that were kept
+_TELLS, _LESS = 0.5, 0.3  # a correlation, and by how much one is less
+_LEAST_TOKENS = 2000
+_RENAMED, _TIMES = 0.1, 4.0  # of the tokens, and how many times more differ by number than by how frequent they are
 _BATCHES = 5  # that have to agree
 
 
@@ -34,6 +38,76 @@ def about_collates(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether parts of a batch are in the order of their samples, and others in another one."""
     for dataset, collate in kept.collates:
         yield _paired(dataset, collate)
+
+
+def about_mirrored(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether pictures come as they are and flipped, with the same numbers of several as their targets both times."""
+    for root, batches in kept.batches.items():
+        shape = batches[0][0].shape[1:]
+        pairs = [(x, given["target"]) for x, _, given in batches if x.dim() == 4 and x.shape[1:] == shape]
+        found = [(x, y) for x, y in pairs
+                 if y.is_floating_point() and y.dim() == 2 and y.shape[1] > 1 and len(x) == len(y)]  # fmt: skip
+        if not found:
+            continue
+        pictures, targets = (torch.cat(both) for both in zip(*found, strict=True))
+        weights = torch.randn(pictures[0].numel(), generator=torch.Generator().manual_seed(5), dtype=torch.double)
+        for dim in (-1, -2):
+            own, flipped = ((one.double().flatten(1) @ weights) for one in (pictures, pictures.flip(dim)))
+            at = {round(float(key), _DIGITS): row for row, key in enumerate(own)}
+            both = [(row, at[key]) for row, one in enumerate(flipped) if (key := round(float(one), _DIGITS)) in at]
+            both = [(row, other) for row, other in both if not torch.equal(pictures[row], pictures[other])]
+            same = sum(torch.equal(targets[row], targets[other]) for row, other in both)
+            if same >= _LEAST_FLIPPED and same == len(both):
+                yield told("mirrored", root=root, pairs=same, across="width" if dim == -1 else "height")
+
+
+def about_columns(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a column of a table tells the targets in training, and much less of them in the first evaluation."""
+    for root, pairs in kept.held_out.items():
+        tables = [(first, given["target"]) for first, _, given in kept.batches.get(root, ())
+                  if first.dim() == 2 and first.is_floating_point()]  # fmt: skip
+        both = [_columns(one) for one in (tables, pairs)]
+        if any(one is None for one in both):
+            continue
+        (rows, trained), (others, evaluated) = both  # type: ignore[misc]
+        if trained.shape != evaluated.shape:
+            continue
+        less = trained.abs() - (evaluated * trained.sign())
+        sure = (trained.atanh() - evaluated.atanh()).abs() > _ERRORS * (1 / rows + 1 / others) ** 0.5
+        leaks = less.where(sure & (trained.abs() > _TELLS), less.new_zeros(())).amax(1)
+        place = int(leaks.argmax())
+        if float(leaks[place]) > _LESS:
+            at = int(less[place].argmax())
+            seen: dict[str, Any] = {"trained": float(trained[place, at]), "evaluated": float(evaluated[place, at])}
+            yield told("columns", root=root, place=place + 1, of=len(leaks), rows=rows, **seen)
+
+
+def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch.Tensor] | None:
+    """Rows, and how each column of a table is correlated with the targets, or with each of their classes."""
+    same = [(x, y) for x, y in pairs if x.shape[1] == pairs[0][0].shape[1] and y.numel() == len(x)]
+    if sum(len(x) for x, _ in same) < _FEWEST:
+        return None
+    table, target = torch.cat([x for x, _ in same]).double(), torch.cat([y.flatten() for _, y in same])
+    if not target.is_floating_point() and not 0 <= int(target.min()) <= int(target.max()) < _MOST_CLASSES:
+        return None
+    is_wide = not target.is_floating_point() and int(target.max()) > 1
+    marks = torch.nn.functional.one_hot(target) if is_wide else target[:, None]
+    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (table, marks.double()))
+    return len(table), (one.T @ other / len(table)).clamp(-0.999, 0.999)
+
+
+def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether numbers of a vocabulary are as frequent in evaluation as others are in training."""
+    for root in {root for root, _ in kept.tokens}:
+        counts = [kept.tokens[key].double() for training in (True, False) if (key := (root, training)) in kept.tokens]
+        if len(counts) < 2 or min(float(one.sum()) for one in counts) < _LEAST_TOKENS:
+            continue
+        (one, other), shared = [each / each.sum() for each in counts], (counts[0] > 0) & (counts[1] > 0)
+        apart = float((one - other).abs().sum()) / 2
+        alike = float((one.sort()[0] - other.sort()[0]).abs().sum()) / 2
+        is_of_both = min(float(each[shared].sum()) for each in (one, other)) > 1 - _RENAMED / 2
+        if is_of_both and apart > max(_RENAMED, _TIMES * alike):
+            yield told("tokens", root=root, apart=apart, alike=alike, symbols=int(shared.sum()))
 
 
 def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:

@@ -13,6 +13,7 @@ from anybatch.doctor.ask.tape import Loss, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.runs import Run
 
 _STEPS = 120
 _SECONDS = 1.5  # for each rate
@@ -47,10 +48,7 @@ def other_rate(step: Step) -> Iterator[Probed]:
     facts, run = step.run.optimizers.get(step.optimizer), step.run
     stepped = [one for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
     kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    is_alone = not stepped or {one.optimizer for one in run.of(Stepped) if stepped[0].at < one.at < stepped[-1].at} <= {
-        step.optimizer
-    }
-    if facts is None or kind is None or not is_alone or not stepped:
+    if facts is None or kind is None or not stepped or not _is_alone(run, step.optimizer):
         raise Unknown("the step is not of one optimizer of torch")
     if any(True for _ in run.of(Scaler)):
         raise Unknown("the loss is scaled for half precision")
@@ -101,6 +99,12 @@ def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, floa
     held = {slot: fitted[id(one)] for slot, one in tape.parameters.items() if id(one) in fitted}
     unseen, final = (float(replayed(tape, loss, held=one).values[loss.slot].sum().detach()) for one in (held, {}))
     return {"unseen": unseen, "final": final}
+
+
+def _is_alone(run: Run, optimizer: int) -> bool:
+    """Whether no other optimizer steps between two steps of one."""
+    order = [one.optimizer == optimizer for one in run.of(Stepped)]
+    return all(order[order.index(True) : len(order) - order[::-1].index(True)])
 
 
 def fitted(

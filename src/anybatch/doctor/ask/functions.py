@@ -200,6 +200,18 @@ def constant_derivative(step: Step) -> Iterator[Probed]:
                 yield said(one, op=later.kind)
 
 
+@asks("flat derivative")
+def flat_derivative(step: Step) -> Iterator[Probed]:
+    """Whether a derivative of a derivative is 0 in all rows, as that of a net of straight pieces is."""
+    derived = set[Slot]()
+    for one in step.used("grad"):
+        of = step.made_of(next(iter(slots(one.args[:1])), Slot(-1)))
+        found = [step.values[out] for out in one.outs]
+        if of & derived and found and all(len(value) > 1 and not bool(value.detach().any()) for value in found):
+            yield said(one, rows=len(found[0]))
+        derived |= set(one.outs)
+
+
 @asks("unused update", of_rows=False)
 def unused_update(step: Step) -> Iterator[Probed]:
     """Whether weights that gradients with a graph were subtracted from meet no data, and reach no loss."""

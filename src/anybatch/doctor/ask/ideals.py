@@ -20,6 +20,8 @@ _MOST_MADE = 4
 _LEAST_ROWS = 8
 _NEARLY = 0.01  # of their deviation: how far from targets what is nearly right is
 _MOSTLY = 0.5  # of the rows
+_MARKED = frozenset({"binary_cross_entropy_with_logits"})
+_CLEAR = 4.0  # a score that is clearly right or wrong
 
 
 @asks("unseen errors")
@@ -47,6 +49,41 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
             at = next(one for one in step.tape.operations[index + 1 :] if set(made.outs) & {*one.given})
             seen: dict[str, Any] = {"share": share, "rows": rows, "turned": turned, "boxes": turned > 0}
             yield said(at, shape=list(target.shape), **seen)
+
+
+@asks("worse preferred")
+def worse_preferred(step: Step) -> Iterator[Probed]:
+    """Whether a loss pushes scores that are clearly wrong farther from their targets, and right ones toward them.
+
+    As a weight does that is small where a model is wrong. One that is maximised pushes both away.
+    """
+    for index, operation in enumerate(step.operations):
+        if operation.name not in _MARKED or not step.needed & set(operation.outs) or len(operation.given) < 2:
+            continue
+        scores, target = operation.given[:2]
+        marks = step.values[target].detach()
+        if not step.values[scores].requires_grad or not bool(((marks == 0) | (marks == 1)).all()):
+            continue
+        if step.values[scores].shape != marks.shape or operation.kwargs.get("reduction", "mean") != "none":
+            continue
+        signs = 2 * marks.double() - 1
+        made = next((at for at in reversed(range(index)) if scores in step.operations[at].outs), -1)
+        pushes = [_pushed(step, made, scores, _CLEAR * side * signs) for side in (-1, 1)] if made >= 0 else []
+        away = [float(((push * signs) > 0).double().mean()) for push in pushes if push is not None]
+        if len(away) == 2 and away[0] > _MOSTLY and away[1] < 1 - _MOSTLY:
+            yield said(operation, op=operation.name, share=away[0], score=_CLEAR)
+
+
+def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.Tensor | None:
+    """How the loss rises with some scores, where an operation gives others."""
+    one, other = step.operations[made], Tape()
+    if len(one.outs) != 1:
+        return None
+    live = given.to(step.values[scores]).requires_grad_()
+    other.leaves, other.parameters, other.operations = step.leaves, step.parameters, [*step.tape.operations]
+    other.operations[made] = replace(one, name="scores", func=lambda: live, args=(), kwargs={}, drawn=None)
+    (slope,) = torch.autograd.grad(replayed(other, step.loss).values[step.loss.slot].sum(), live, allow_unused=True)
+    return slope
 
 
 def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:

@@ -34,6 +34,7 @@ _SOME = 16  # rows that are looked for
 _LEAST_TABLE, _MOST_TABLE, _ROUNDED = 20, 1 << 22, 1e-4  # rows and entries of a table, and how exact its numbers are
 _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
+_MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
 _MOST_COLLATES = 2
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
@@ -162,6 +163,8 @@ class Kept:
         given: by root and whether it was trained, in training mode and with a graph.
         states: by the ``id`` of the net.
         batches: for each root what it was given, and the loss function, with its arguments, that came after it.
+        held_out: for each root tables that it was given in its first evaluation, and the targets of a loss.
+        tokens: by root and whether it was in training mode, how often it was given each number of a vocabulary.
         written: by root: the parameters and buffers that a forward in training wrote to, and one in evaluation.
         plateaus: by the ``id`` of the scheduler.
         own: states that were loaded into the module that they belong to.
@@ -181,6 +184,10 @@ class Kept:
         self.states: dict[int, State] = {}
         self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
         self._given: dict[int, set[int]] = {}  # ids of what each root was given since the last backward
+        self.held_out: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.tokens: dict[tuple[int, bool], torch.Tensor] = {}
+        self._last: dict[int, torch.Tensor] = {}  # what each root was given last in an evaluation
+        self._evaluated: dict[int, int] = {}  # in which step each was evaluated first
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
         self.plateaus: dict[int, Plateau] = {}
         self.own: list[Own] = []
@@ -260,6 +267,8 @@ class Kept:
     def _look(self, given: Sequence[torch.Tensor], key: tuple[int, bool], step: int) -> None:
         first = given[0]
         found = self.given.setdefault(key, [])
+        if key[1]:
+            self._count(first, key)
         is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
         if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and is_batch:
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
@@ -269,6 +278,15 @@ class Kept:
             scaled = _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
             found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), scaled, known))
+
+    @unseen
+    def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:
+        """Adds how often each number of a vocabulary was given."""
+        is_text = tokens.dtype == torch.int64 and tokens.dim() == 2 and tokens.is_cpu and tokens.numel() > 0
+        if is_text and int(tokens.min()) >= 0 and int(tokens.max()) < _MOST_TOKENS:
+            known = self.tokens.get(key, tokens.new_zeros(_MOST_TOKENS))
+            if int(known.sum()) < _ENOUGH_TOKENS:
+                self.tokens[key] = known + tokens.flatten().bincount(minlength=_MOST_TOKENS)
 
     def _state(self, module: torch.nn.Module, root: int, name: str, step: int) -> State:
         methods = {
@@ -280,10 +298,18 @@ class Kept:
         buffers = {name for name, _ in module.named_buffers()}
         return State(weakref.ref(module), root, name, values, values, buffers, methods, steps=step)
 
-    def samples(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def samples(self, module: torch.nn.Module, root: int, args: Any, kwargs: Any) -> None:
         """Is shown any call without a gradient, also where nothing else is looked at."""
-        if self.on and self._step() and not is_transformed():
+        if not self.on or is_transformed():
+            return
+        if self._step():
             self.sampling.sample(self._step(), module, args, kwargs)
+        first = None if module.training else next((one for one in _numbers((args, kwargs)) if one.dim()), None)
+        if first is not None:
+            self._count(first, (root, False))
+            self._last.pop(root, None)
+            if first.is_cpu and first.dim() == 2 and first.is_floating_point():  # a table
+                self._last[root] = first
 
     def forwarded(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
@@ -411,6 +437,18 @@ class Kept:
         """Ends what could not be ended before, such as within a backward."""
         if self._left:
             self._left = [tape for tape in self._left if not tape.stop()]
+
+    def evaluated(self, root: int, target: Any) -> None:
+        """Is given the targets of a loss without a gradient, of a net in evaluation."""
+        first, step = self._last.get(root), self._step()
+        kept = self.held_out.setdefault(root, [])
+        if not self.on or first is None or not torch.is_tensor(target) or len(kept) >= _MOST_BATCHES:
+            return
+        size = first.numel() * first.element_size()
+        fits = self._bytes + size <= _MOST_BYTES and target.shape[:1] == first.shape[:1]
+        if fits and self._evaluated.setdefault(root, step) == step:
+            self._bytes += size
+            kept.append((first.detach().clone(), target.detach().clone()))
 
     def loss(self, arguments: Any, root: int, name: str, given: Mapping[str, Any]) -> None:
         """Is given what a root was called with, and a loss function that was called after it.

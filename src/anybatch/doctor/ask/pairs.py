@@ -235,6 +235,7 @@ def _chosen_by_row(operation: Operation) -> bool:
 _LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist": -1}
 _LEAST_VIEWS = 16
 _MOST_INPUTS = 3
+_SURE = 4.0  # standard errors
 _MOST_OF_IT = 0.4  # of a change: half of it is in the row and half in the column of one set with itself
 _BY_CHANCE, _SURELY = 0.65, 0.85
 """Shares of the other rows that are less alike: of a pair by chance it is a half."""
@@ -354,6 +355,24 @@ def _share(alike: torch.Tensor, pairs: torch.Tensor) -> float:
     less.fill_diagonal_(0)
     own = pairs == torch.arange(len(pairs), device=pairs.device)
     return float((less.sum(1) / (len(pairs) - 2 + own.double())).mean())
+
+
+@asks("far positives")
+def far_positives(step: Step) -> Iterator[Probed]:
+    """Whether what a loss of triplets should bring near is less like the anchor than what it should drive away.
+
+    As they are given to the net, row by row.
+    """
+    for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
+        found = [step.made_of(slot) & step.inputs for slot in operation.given[:3]]
+        leaves = [step.leaves[next(iter(one))].double().flatten(1) for one in found if len(one) == 1]
+        if len(leaves) < 3 or len({one.shape for one in leaves}) > 1 or len(leaves[0]) < _LEAST_VIEWS:
+            continue
+        anchor, positive, negative = leaves
+        closer = (anchor - negative).norm(dim=1) - (anchor - positive).norm(dim=1)
+        surely = float(closer.mean() / (closer.std() / len(closer) ** 0.5).clamp_min(1e-12))
+        share = float((closer < 0).double().mean())
+        yield said(operation, answer="yes" if surely < -_SURE else "no", share=share, rows=len(closer))
 
 
 _EDGES = frozenset({"__getitem__", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape", "stack", "cat", "add",

@@ -215,6 +215,7 @@ def meetings_of(step: Step) -> list[Meeting]:
         given = set(operation.given) & follows
         made = [one for one in given if values[one].requires_grad]
         writes = operation.name.endswith("_") and not operation.name.endswith("__")
+        writes = writes or operation.name == "grad"  # whose numbers of one say of what, and are no targets
         if not made or not operation.grad or not step.needed & set(operation.outs) or writes:
             continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]

@@ -20,13 +20,7 @@ _ENDS = re.compile(
 _MASKS = re.compile(r"^(\w+_)?(masks?|padding|sample_weights?|is_weights?|importance_weights?)(_?b)?$", re.I)
 _ACTIONS = re.compile(r"^(b_?|batch_?)?a(ct(ion)?s?)?(_batch)?(_?b)?$", re.I)
 _REWARDS = re.compile(r"^(b_?|batch_?)?r(ew|ewards?)?(s|_batch)?(_?b)?$", re.I)
-_REWARDED = re.compile(r"rewards?|rews?\b|deltas?|\brs?\b", re.I)
-_BACKWARDS = re.compile(r"revers|::\s*-|range\(.*,\s*-\s*1\s*\)|flip|insert\(0|appendleft|sort|backwards", re.I)
-_SPREADS = (
-    r"(?:std|var)\([^()]*{0}|{0}\.(?:std|var)\(|welford\([^()]*{0}|(?:rms|norm|scal|stat)\w*\.\w+\(.*?(?<![\w.]){0}"
-)
 _DISCOUNTS = re.compile(r"gamma|discount", re.I)
-_AVERAGES = re.compile(r"1(\.0)? - [\w.]*(gamma|discount)", re.I)
 _FIELDS = {"end": _ENDS, "mask": _MASKS, "action": _ACTIONS}
 _TRAINED = re.compile(r"^(train_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_train)$")
 _HELD_OUT = re.compile(r"^((val|valid|test)_(mask|idx|index|indices|ids|nodes)|(mask|idx|index)_(val|valid|test))$")
@@ -44,7 +38,6 @@ _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
-_COMMON = frozenset({"range", "len", "zip", "enumerate", "torch", "np", "self"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*_FUNCTIONS, ast.For, ast.While)
 
@@ -113,12 +106,10 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a list is turned round in the loop that fills it, or returns are summed up from the first reward on."""
+    """Whether a list is turned round in the loop that fills it."""
     for file, tree in scripts(run):
-        for kind, found in (("turned", turned_lists(tree)), ("forwards", forward_sums(tree))):
-            for name, line in found:
-                evidence = {"name": name, "kind": kind}
-                yield Probed(probe="turned list", root=-1, answer="yes", file=file, line=line, evidence=evidence)
+        for name, line in turned_lists(tree):
+            yield Probed(probe="turned list", root=-1, answer="yes", file=file, line=line, evidence={"name": name})
 
 
 def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -143,77 +134,6 @@ def turned_lists(tree: ast.Module) -> Iterator[tuple[str, int]]:
         fresh = {ast.unparse(target) for one in loop.body if isinstance(one, ast.Assign) for target in one.targets}
         if not isinstance(loop.body[-1], (ast.Break, ast.Return)):
             yield from ((name, line) for method, name, line in done if method == "reverse" and name in filled - fresh)
-
-
-def forward_sums(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Discounted sums of rewards that a loop keeps though it goes from the first reward to the last.
-
-    Those that were turned round before come last first, and what scales rewards needs no more than how far sums spread.
-
-    Example:
-        >>> text = "for r in rewards{}:\\n  R = r + gamma * R\\n  returns.append(R)"
-        >>> list(forward_sums(ast.parse(text.format(""))))
-        [('R', 2)]
-        >>> list(forward_sums(ast.parse(text.format("[::-1]"))))
-        []
-        >>> list(forward_sums(ast.parse("rewards.reverse()\\n" + text.format(""))))
-        []
-        >>> text = "for t in range({}):\\n  last = delta[t] + gamma * lam * last\\n  adv[t] = last"
-        >>> list(forward_sums(ast.parse(text.format("n")))), list(forward_sums(ast.parse(text.format("n, -1, -1"))))
-        ([('last', 2)], [])
-    """
-    whole = ast.unparse(tree)
-    for loop in (one for one in walked(tree) if isinstance(one, ast.For)):
-        goes, own = ast.unparse(loop.iter), {node.id for node in walked(loop.target) if isinstance(node, ast.Name)}
-        stored = {ast.unparse(side): ast.unparse(to) for one in loop.body for side, to in _kept(one)}
-        for one in loop.body:
-            name, rest = _sum(one)
-            if name not in stored or not own & {node.id for node in walked(rest) if isinstance(node, ast.Name)}:
-                continue
-            added = ast.unparse(rest)
-            is_rewarded = _REWARDED.search(f"{added} {goes}" if isinstance(loop.target, ast.Name) else added)
-            counted = any(isinstance(node, ast.Subscript) and re.search(r"[-~]", ast.unparse(node.slice))
-                          for node in walked(rest))  # fmt: skip
-            kept = re.escape(stored[name])
-            spreads = len(re.findall(_SPREADS.format(kept), whole))
-            is_scale = spreads and len(re.findall(rf"(?<![\w.]){kept}\b", whole)) <= 2 + spreads
-            if not is_rewarded or counted or is_scale or _AVERAGES.search(added):
-                continue
-            used = {one for one in re.findall(r"[A-Za-z_][\w.]*", f"{goes} {added}") if one.split(".")[0] not in own}
-            if not _BACKWARDS.search(goes) and not _is_turned(tree, loop, used - _COMMON):
-                yield name, one.lineno
-
-
-def _is_turned(tree: ast.AST, loop: ast.For, used: set[str]) -> bool:
-    """Whether a statement turns round something that a loop uses, or what the function that it is in is given."""
-    defined = [one for one in walked(tree) if isinstance(one, _FUNCTIONS)]
-    used = used | {one.name for one in defined if any(node is loop for node in walked(one))}
-    for one in walked(tree):
-        is_whole = not hasattr(one, "body") or (isinstance(one, _FUNCTIONS) and one.name in used)
-        if isinstance(one, ast.stmt) and is_whole:
-            text = ast.unparse(one)
-            if _BACKWARDS.search(text) and any(re.search(rf"(?<!\w){re.escape(name)}\b", text) for name in used):
-                return True
-    return False
-
-
-def _sum(one: ast.stmt) -> tuple[str, ast.expr]:
-    """The name of what a statement makes a discount of itself and something else, and that."""
-    if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp) and isinstance(one.value.op, ast.Add):
-        name, sides = ast.unparse(one.targets[0]), (one.value.left, one.value.right)
-        for side, rest in (sides, sides[::-1]):
-            is_own = isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mult)
-            if is_own and _DISCOUNTS.search(ast.unparse(side)) and name in map(ast.unparse, walked(side)):
-                return name, rest
-    return "", ast.Constant(0)
-
-
-def _kept(one: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What a statement appends to a list, or writes to an entry, and that list."""
-    if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and isinstance(one.value.func, ast.Attribute):
-        yield from ((given, one.value.func.value) for given in one.value.args if one.value.func.attr == "append")
-    elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript):
-        yield one.value, one.targets[0].value
 
 
 def about_splits(kept: Kept, run: Run) -> Iterator[Probed]:

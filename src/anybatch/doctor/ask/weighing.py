@@ -4,17 +4,19 @@ And which way the loss goes with what it should make large: what was rewarded, w
 """
 
 import linecache
+import math
 import re
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 import torch.nn.functional as F
 
-from anybatch.doctor.ask.steps import PRODUCTS, Step, asks, said
+from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
+from anybatch.records.samples import Scored
 
 _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"})
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
@@ -45,6 +47,9 @@ _UNIT = 1e-3  # by how much the length of a row of a normalised tensor may diffe
 _CLEAR = 0.55  # the share of the label of a mixed row that counts more
 _FEWEST = 8  # mixed rows whose labels differ
 _SURE = 4.0  # standard errors
+_FILLING = frozenset({"fill_diagonal_", "__getitem__", "view", "reshape", "clone", "sub"})
+_NOTHING_TOLD = 0.9  # of the loss of a guess: what is left of it with the best directions
+_HALF = 0.5  # a discount that is less sums up next to nothing
 
 
 @asks("weighed away")
@@ -135,17 +140,160 @@ def rewarded(step: Step) -> Iterator[Probed]:
     for operation in step.operations:
         text, given = _right(operation), operation.given
         is_product = operation.kind == "mul" and operation.grad and operation.outs and len(given) == 2
-        if not is_product or not _SCORED.search(text) or not _REWARD.search(text):
+        if not is_product or len({step.values[one].requires_grad for one in given}) < 2:
             continue
-        if len({step.values[one].requires_grad for one in given}) < 2 or step.values[operation.outs[0]].numel() < 2:
+        if step.values[operation.outs[0]].numel() < 2:
+            continue
+        if (of_ratio := _of_ratio(step, operation)) is not None:
+            found.append((of_ratio, operation))
+            continue
+        toward = _toward_rewards(step, operation)
+        if not toward and (not _SCORED.search(text) or not _REWARD.search(text)):
             continue
         (slope,) = step.slopes(operation.outs[0])
         if slope is not None and bool(slope.any()):
-            found.append((float(slope.sum()) * _sign(step, given[0]) * _sign(step, given[1]), operation))
+            sign = (toward or 1) * _sign(step, given[0]) * _sign(step, given[1])
+            found.append((float(slope.sum()) * sign, operation))
     if not found:
         raise Unknown("no product of a log-probability and a reward was seen")
     rises, operation = max(found, key=lambda one: abs(one[0]))
     yield said(operation, answer="yes" if rises > 0 else "no", slope=rises, products=len(found))
+
+
+@asks("past sums", of_rows=False)
+def past_sums(step: Step) -> Iterator[Probed]:
+    """Whether log-probabilities are weighed with discounted sums of equal rewards, summed up from the first on.
+
+    Each sum is then the one before it, discounted, and a constant; those of what is to come grow by the discount.
+    """
+    for operation in step.used("mul") if any(True for _ in step.run.of(Scored)) else ():
+        fixed = [slot for slot in operation.given if not step.values[slot].requires_grad]
+        trained = [slot for slot in operation.given if step.values[slot].requires_grad]
+        if len(fixed) == 1 and len(trained) == 1 and step.values[fixed[0]].is_floating_point():
+            discount = _discount(step.values[fixed[0]].detach().double().flatten())
+            if discount:
+                yield said(operation, op=operation.name, discount=discount)
+
+
+def _discount(sums: torch.Tensor) -> float:
+    """By what each sum takes over the one before it, where all begin with a reward; 0 for other numbers."""
+    if len(sums) < _FEWEST or not bool(sums[1] != sums[0]):
+        return 0.0
+    discount = float((sums[2] - sums[1]) / (sums[1] - sums[0]))
+    reward, near = sums[1] - discount * sums[0], _UNIT * (sums.max() - sums.min())
+    follows = (sums[1:] - discount * sums[:-1] - reward).abs() < near
+    again = (sums[1:] - sums[0]).abs() < near  # at the start of another episode
+    is_sum = _HALF < discount <= 1 + _UNIT and bool((follows | again).all()) and bool(reward.abs() > near)
+    # rewards that are not discounted count up, as those that are left of a constant cost do: to the first of them
+    return discount if is_sum and (discount < 1 - _UNIT or bool((reward - sums[0]).abs() < near)) else 0.0
+
+
+@asks("turned quantiles")
+def turned_quantiles(step: Step) -> Iterator[Probed]:
+    """Whether a loss asks later columns of a prediction for lower quantiles, by predictions minus targets.
+
+    The loss of a quantile falls with each prediction below its target by that share, and rises with each above it by
+    the rest. With the error turned round it is that of one minus the quantile, and the columns come in another order.
+    """
+    found: list[tuple[Operation, float]] = []
+    for operation in step.used("sub"):
+        sides = [step.values[one] for one in operation.given]
+        if len(sides) == 2 and sides[0].requires_grad and not sides[1].requires_grad:
+            (slope,) = step.slopes(operation.outs[0])
+            errors = step.values[operation.outs[0]].detach()
+            if slope is None:
+                continue
+            is_wide = errors.dim() > 1 and errors.shape[-1] <= _FEW and sides[1].shape != errors.shape
+            columns = zip(errors.unbind(-1), slope.unbind(-1), strict=True) if is_wide else [(errors, slope)]
+            found += [(operation, share) for one in columns for share in _quantile(*one)]
+    shares = [share for _, share in found]
+    turned = len(shares) > 1 and all(after < before - _UNIT for before, after in pairwise(shares))
+    if turned:
+        yield said(found[0][0], quantiles=[round(one, 4) for one in shares], first=shares[0], last=shares[-1])
+
+
+def _quantile(errors: torch.Tensor, slope: torch.Tensor) -> Iterator[float]:
+    """The quantile that a loss is least at, if it has one slope above it and one below."""
+    above, below = slope[errors > 0], slope[errors < 0]
+    is_even = all(len(one) > 1 and bool(((one - one[0]).abs() <= _UNIT * one[0].abs()).all()) for one in (above, below))
+    if is_even and bool(above[0] > 0 > below[0]):
+        yield float(-below[0] / (above[0] - below[0]))
+
+
+@asks("flat scores")
+def flat_scores(step: Step) -> Iterator[Probed]:
+    """Whether scores that are products of directions are too small for a softmax to tell any of them from the others.
+
+    With the best directions, those of a simplex, a row's own score is as far above the others as their scale.
+    """
+    for operation in step.used("cross_entropy", "log_softmax"):
+        scores = step.values[operation.given[0]].detach()
+        product = _product(step, operation.given[0])
+        if product is None or scores.dim() != 2 or step.values[product.outs[0]].numel() != scores.numel():
+            continue
+        likeness = step.values[product.outs[0]].detach().reshape(scores.shape)
+        counted = (scores.abs() < -_HIDDEN) & (likeness.abs() < -_HIDDEN)
+        one, other = (each[counted].double() - each[counted].double().mean() for each in (likeness, scores))
+        if len(one) < _FEW or not bool(one.any()) or not bool((likeness[counted].abs() <= 1 + _UNIT).all()):
+            continue
+        scale, width = float((one * other).sum() / (one * one).sum()), scores.shape[1]
+        guess, best = math.log(width), math.log1p((width - 1) * math.exp(-abs(scale) * width / (width - 1)))
+        if best > _NOTHING_TOLD * guess:
+            yield said(operation, op=operation.name, scale=scale, guess=guess, best=best, width=width)
+
+
+def _product(step: Step, slot: Slot) -> Operation | None:
+    """The product of directions that scores are made of by fixed numbers alone."""
+    for operation in step.path(slot):
+        if operation.kind in _SCORES | {"linear"}:
+            sides = [step.values[one].detach() for one in operation.given[:2]]
+            units = [any(bool(((one.norm(dim=dim) - 1).abs() < _UNIT).all()) for dim in (0, -1)) for one in sides]
+            is_of_units = operation.kind == "cosine_similarity" or (len(units) == 2 and all(units))
+            return operation if is_of_units and min(one.dim() for one in sides) > 1 else None
+        is_learned = any(step.values[one].requires_grad for one in operation.given[1:])
+        if operation.kind not in _SCALING | _FILLING or is_learned:
+            return None
+    return None
+
+
+def _toward_rewards(step: Step, product: Operation) -> int:
+    """1 where log-probabilities are weighed with what a value is to become minus another number, -1 for the other way.
+
+    What a value is to become is what the same step compares one with that it trains. 0 where none of it is there.
+    """
+    fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
+    if not any(True for _ in step.run.of(Scored)) or step.values[fixed].shape != step.values[trained].shape:
+        return 0
+    wanted = set[Slot]()
+    for one in step.used("sub", *DISTANCES):
+        still = [slot for slot in one.given if not step.values[slot].requires_grad]
+        wanted |= {*still} if len(one.given) == 2 and len(still) == 1 else set()
+    for one in step.path(fixed):
+        sides = [slot in wanted for slot in one.given]
+        if one.kind == "sub" and len(sides) == 2 and sides[0] is not sides[1]:
+            return 1 if sides[0] else -1
+        if one.kind not in _TURNED | {"div", "mul", "add", "detach"}:
+            return 0
+    return 0
+
+
+def _of_ratio(step: Step, product: Operation) -> float | None:
+    """How the loss rises with log-probabilities times what a ratio of them to fixed ones is weighed with.
+
+    A ratio is the exponential of a difference, of which one side alone is trained.
+    """
+    fixed, trained = sorted(product.given, key=lambda one: step.values[one].requires_grad)
+    made = next(step.path(trained), None)
+    minus = next(step.path(made.given[0]), None) if made is not None and made.kind == "exp" else None
+    if minus is None or minus.kind != "sub" or len(minus.given) != 2:
+        return None
+    scores = [one for one in minus.given if step.values[one].requires_grad]
+    weights = step.values[fixed].detach()
+    is_signed = bool((weights > 0).any() and (weights < 0).any())
+    if len(scores) != 1 or step.values[scores[0]].shape != weights.shape or not is_signed:
+        return None
+    (slope,) = step.slopes(scores[0])
+    return None if slope is None else float((slope * weights).sum()) * _sign(step, fixed)
 
 
 def _right(operation: Operation) -> str:

@@ -92,7 +92,7 @@ class Samplers:
 
     def without_gradient(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Is shown a call of a net without a gradient."""
-        self._safely("kept", self.kept.samples, module, args, kwargs)
+        self._safely("kept", self.kept.samples, module, self._recording.root, args, kwargs)
 
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
@@ -211,7 +211,9 @@ class Samplers:
             self._measure("watching", self.watcher.results)
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
-        if root in self.last_inputs:
+        if not torch.is_grad_enabled():
+            self._safely("kept", self.kept.evaluated, root, arguments["target"])
+        elif root in self.last_inputs:
             self._safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
             values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
             first = tuple(list(values)[:2])

@@ -21,7 +21,7 @@ from anybatch.doctor.views.naming import (
     optimizer_variable,
     root_variable,
 )
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, learned_well, outcome
 from anybatch.records.events import Forward
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -35,6 +35,7 @@ _OWN = frozenset({"name", "severity", "explains", "slows", "to", "answer", "answ
 
 _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not learning": lambda run, probed: outcome(run).word != "learning",
+    "not well": lambda run, probed: not learned_well(run),
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad

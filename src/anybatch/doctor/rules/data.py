@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
+from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.measures import latest
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
@@ -34,6 +35,8 @@ def input_scale(
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
     losses = course(run)
     learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
+    longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in answers(run, "rate"))
+    learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
     found = [*_inputs(run, far, share), *_tiny_inputs(run, nothing), *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:

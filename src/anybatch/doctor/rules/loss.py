@@ -342,6 +342,7 @@ def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Foun
     shifted = [(one, one.shift) for one in run.of(LossCall) if one.shift is not None]
     twice = [(one, shift) for one, shift in shifted if shift >= 2]
     if not twice or len(twice) < min(batches, max(run.steps, 1)) or any(shift == 1 for _, shift in shifted):
+        yield from say(run, "AB604")
         return
     call, shift = twice[0]
     yield Found(
@@ -380,13 +381,14 @@ _RANGES = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0)
 
 
 @rule(
-    "AB608", "OUTPUT_RANGE", "warning", needs=(LossCall, Walk),
+    "AB608", "OUTPUT_RANGE", "warning",
     explains=("LR_TOO_LOW", "DEAD_UNITS", "VANISHING", "SATURATED", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "INPUT_SCALE"),
 )  # fmt: skip
 def output_range(
     run: Run, *, outside: float = Limit(0.25, "standard deviations of the targets; less may be noise")
 ) -> Iterator[Found]:
     """Outputs that can't be what the targets are."""
+    yield from say(run, "AB608")
     walks = [{pair[1]: pair[0] for pair in (*walk.doubled, *walk.activated)} for walk in run.of(Walk) if walk.nodes]
     for (_, _, function), calls in by_line(run).items():
         made = {pairs.get(function, "") for pairs in walks}

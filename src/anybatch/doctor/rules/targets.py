@@ -6,6 +6,7 @@ from statistics import fmean
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
+from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
@@ -82,7 +83,7 @@ def targets_constant(
 ) -> Iterator[Found]:  # fmt: skip
     """Predictions that are all compared with one value."""
     yield from _told_one_thing(run, steps)
-    yield from list(_of_one_class(run, steps, classes, gone)) or _all_alike(run)
+    yield from [*_of_one_class(run, steps, classes, gone), *_of_one_mark(run, steps, gone)] or _all_alike(run)
 
 
 def _all_alike(run: Run) -> Iterator[Found]:
@@ -119,6 +120,26 @@ def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterat
                 fix="print(y.unique(return_counts=True))  # where the labels are made",
                 cause="The labels were lost on the way, or the data hold one class only.",
                 since=first,
+                evidence={"calls": len(known)},
+            )
+
+
+def _of_one_mark(run: Run, steps: float, gone: float) -> Iterator[Found]:
+    """Of the one loss of a run, that compares scores with marks of 0 and 1."""
+    lines = by_line(run)
+    for (_, _, function), same in lines.items() if len(lines) == 1 and not adversarial(run) else ():
+        known = [(one, one.value) for one in same if one.target_low is not None and one.value is not None]
+        if not function.startswith("binary") or len(same) < steps or len(known) < _LOOKS:
+            continue
+        mark, enough = known[0][0].target_low, sum(one.items for one, _ in known) >= _TARGETS
+        is_one = all(one.target_low == one.target_high == mark for one, _ in known)
+        if mark in (0, 1) and is_one and enough and known[-1][1] < (1 - gone) * known[0][1]:
+            yield Found(
+                text=f"All targets of {function} in the run are {mark:g}: with that in place of every prediction it "
+                "is 0, whatever the input.",
+                fix="labels = torch.cat([torch.ones(n), torch.zeros(k * n)])  # with pairs that were drawn as others",
+                cause="The data hold what was seen, such as clicks, and nothing that was not.",
+                since=known[0][0],
                 evidence={"calls": len(known)},
             )
 

@@ -148,12 +148,12 @@ def _shift(target: torch.Tensor, ignore: int, args: tuple[Any, ...], kwargs: Map
     found = [
         ahead | {"shifted": place}
         for place, tokens in enumerate(tokens_of((args, kwargs)))
-        if tokens is not None and (ahead := _ahead(target, ignore, tokens))
+        if tokens is not None and (ahead := ahead_of(target, ignore, tokens))
     ]
     return min(found, key=lambda one: (one["shift"] != 1, one["shifted"]), default={})
 
 
-def _ahead(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> dict[str, Any]:
+def ahead_of(target: torch.Tensor, ignore: int, tokens: torch.Tensor) -> dict[str, Any]:
     """How many places the targets are ahead of tokens; predictions are cut at the end, or to the last of a row."""
     for time_first in (False, True) if tokens.device == target.device else ():
         rows, length = reversed(tokens.shape) if time_first else tokens.shape
@@ -314,6 +314,7 @@ class Calls:
         model = models[number].module() if 0 <= number < len(models) else None
         if model is None or model.training:
             return
+        self._keep(number, name, {"target": others[0]})
         value = result.item() if result.device.type == "cpu" else result.detach()
         if self._evaluation and self._evaluation[0] != name:
             self.end_evaluation()

@@ -54,6 +54,9 @@ _FAR_BELOW = 0.7
 """Of the share that is right in the training data: what an evaluation has where little of it carries over."""
 
 _RIGHT = frozenset({"acc", "accuracy", "correct", "right"})
+_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_OVERLAPS = frozenset({"iou", "miou", "giou", "dice", "ap", "map", "r"})
+_NEARLY_ALL, _HALF = 0.1, 0.5  # of the loss of a constant guess, and the share of an overlap that is found by then
 _TRAINED = frozenset({"train", "training", "trn"})
 
 _ENOUGH_EVALUATED = 100
@@ -135,10 +138,14 @@ def _printed_worse(run: Run, found: Outcome) -> str:
         shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
         value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
         is_far, such = value < _FAR_BELOW * right, f"such a loss is one of about {right:.0%} right answers"
-    elif found.call.function == "mse_loss":
+    elif found.call.function in _DISTANCES:
         errors = [(value, one) for value, words, one in ends if "mse" in words]
         value, one = min(errors, key=lambda pair: pair[0], default=(0.0, None))
-        is_far, such = value > found.guess, "it is far below a constant guess"
+        is_far, such = found.call.function == "mse_loss" and value > found.guess, "it is far below a constant guess"
+        if not is_far and found.last < _NEARLY_ALL * found.guess:
+            shares = [(value, one) for value, words, one in ends if words & _OVERLAPS and 0 <= value <= 1]
+            value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
+            is_far, such = value < _HALF, f"it is {found.last / found.guess:.1%} of a constant guess"
     else:
         return ""
     if one is None or not is_far:
@@ -244,6 +251,8 @@ def _of_phase(run: Run, part: Phase) -> Outcome:
         return Outcome("undecided", terms[0].said, steps=steps)
     if any("drawn" in one.evidence for one in answers(run, "related", "unknown")):
         return _moved(run, part, steps, "a loss of what the model itself draws need not fall")
+    if any(answers(run, "rewarded", word) for word in ("yes", "no")):
+        return _moved(run, part, steps, "a loss that weighs log-probabilities with rewards need not fall")
     if went.fell:
         return Outcome("learning", f"the loss fell from {went.first:.4g} to {went.last:.4g}", steps=steps)
     if any(True for _ in run.of(Scored)):

@@ -1,0 +1,117 @@
+"""Columns that tell the target in training alone, and tokens that are numbered anew in evaluation: yes and no."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+Data = Callable[[bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def evaluated(net: nn.Module, data: Data, loss: Callable[..., torch.Tensor]) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(3):
+        net.train()
+        for _ in range(10):
+            x, y = data(True)
+            optimizer.zero_grad()
+            loss(net(x), y).backward()
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            for _ in range(10):
+                x, y = data(False)
+                loss(net(x), y)
+
+
+def table(of_training: float, of_evaluation: float, classes: int) -> Data:
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, 6)
+        y = torch.bucketize(x[:, 0] + 0.5 * torch.randn(64), torch.linspace(-0.5, 0.5, classes - 1))
+        x[:, 4] += (of_training if training else of_evaluation) * y
+        return x, y
+
+    return data
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_column_that_tells_the_target_in_training_alone_is_told(classes: int) -> None:
+    loss = F.cross_entropy
+    assert answer(lambda: evaluated(nn.Linear(6, classes), table(2.5, 0.0, classes), loss), "columns") == "yes"
+
+
+def test_a_column_that_tells_targets_that_are_numbers_is_told() -> None:
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, 6)
+        return x, x[:, :1] if training else x[:, 1:2]
+
+    assert answer(lambda: evaluated(nn.Linear(6, 1), data, F.mse_loss), "columns") == "yes"
+
+
+@pytest.mark.parametrize("both", [(2.5, 2.5), (0.0, 0.0), (2.5, 1.5), (0.0, 2.5)])
+def test_columns_that_tell_it_in_evaluation_too_are_not(both: tuple[float, float]) -> None:
+    assert answer(lambda: evaluated(nn.Linear(6, 2), table(*both, 2), F.cross_entropy), "columns") == ""
+
+
+def texts(numbers: torch.Tensor, share: torch.Tensor, other: torch.Tensor | None = None) -> Data:
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        words = torch.multinomial(share if training or other is None else other, 64 * 12, replacement=True)
+        words = words.view(64, 12)
+        return words if training else numbers[words], (words < 5).sum(1) % 2
+
+    return data
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(60, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.table(x).mean(1))
+        return scores
+
+
+USUAL = 1 / torch.arange(2.0, 62.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (texts(torch.randperm(60), USUAL), "yes"),
+        (texts(torch.arange(60), USUAL), ""),
+        (texts(torch.arange(60), USUAL, torch.ones(60)), ""),  # all of a catalogue, of which some are bought often
+        (texts(torch.arange(60), torch.ones(60)), ""),
+        (texts(torch.arange(60), USUAL * (torch.arange(60) < 30), USUAL.flip(0) * (torch.arange(60) >= 30)), ""),
+    ],
+)
+def test_tokens_that_are_numbered_anew_are_told(data: Data, expected: str) -> None:
+    assert answer(lambda: evaluated(Bag(), data, F.cross_entropy), "tokens") == expected
+
+
+def pictures(flipped: str) -> Data:
+    every = torch.randn(96, 1, 6, 6)
+    points = torch.rand(96, 2)
+
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randperm(96)[:64]
+        x, y = every[rows], points[rows].clone()
+        turn = torch.rand(64) < 0.5
+        if flipped:
+            x = torch.where(turn[:, None, None, None], x.flip(-1), x)
+        if flipped == "both":
+            y[turn, 0] = 1 - y[turn, 0]
+        return x, y[:, :1] if flipped == "a number" else y
+
+    return data
+
+
+@pytest.mark.parametrize(("flipped", "expected"), [("alone", "yes"), ("both", ""), ("a number", ""), ("", "")])
+def test_pictures_that_are_flipped_without_their_points_are_told(flipped: str, expected: str) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 1 if flipped == "a number" else 2))
+    assert answer(lambda: evaluated(net, pictures(flipped), F.mse_loss), "mirrored") == expected

@@ -1,0 +1,131 @@
+"""Scores that are too flat for a softmax, and quantiles whose error is turned round: yes, and no beside them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def stepped(net: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def contrast(times: float, *, masked: bool = False) -> None:
+    net = nn.Linear(8, 6)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(32, 8)
+        one, other = (F.normalize(net(x + 0.1 * torch.randn(32, 8)), dim=1) for _ in range(2))
+        scores = one @ other.t() * times
+        if not masked:
+            return F.cross_entropy(scores, torch.arange(32))
+        own = (one @ one.t() * times).fill_diagonal_(-1e9)
+        return F.cross_entropy(own, torch.arange(32).roll(1))
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cosines_times_a_temperature_are_told(masked: bool) -> None:
+    assert answer(lambda: contrast(0.1, masked=masked), "flat scores") == "yes"
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0, 14.0])
+def test_cosines_divided_by_one_are_not(times: float) -> None:
+    assert answer(lambda: contrast(times), "flat scores") == "no"
+
+
+def test_a_scale_that_is_learned_and_scores_of_any_size_are_not() -> None:
+    net = nn.Linear(8, 6)
+    net.scale = scale = nn.Parameter(torch.tensor(0.1))
+    stepped(net, lambda: F.cross_entropy(
+        F.normalize(net(torch.randn(32, 8)), dim=1) @ F.normalize(torch.randn(6, 32), dim=0) * scale,
+        torch.arange(32),
+    ))  # fmt: skip
+    plain, y = nn.Linear(8, 6), torch.arange(32) % 6
+    small = lambda: F.cross_entropy(0.01 * plain(torch.randn(32, 8)), y)  # noqa: E731
+    learned = lambda: F.cross_entropy(scale * F.normalize(net(torch.randn(32, 8))), y)  # noqa: E731
+    assert answer(lambda: stepped(plain, small), "flat scores") == "no"
+    assert answer(lambda: stepped(net, learned), "flat scores") == "no"
+
+
+def by_list(prediction: torch.Tensor, y: torch.Tensor, quantiles: list[float], sign: int) -> torch.Tensor:
+    losses = []
+    for column, q in enumerate(quantiles):
+        error = y - prediction[:, column] if sign > 0 else prediction[:, column] - y
+        losses.append(torch.max(q * error, (q - 1) * error).mean())
+    return torch.stack(losses).sum()
+
+
+def at_once(prediction: torch.Tensor, y: torch.Tensor, quantiles: list[float], sign: int) -> torch.Tensor:
+    q = torch.tensor(quantiles)
+    error = y[:, None] - prediction if sign > 0 else prediction - y[:, None]
+    return torch.where(error >= 0, q * error, (q - 1) * error).mean()
+
+
+def forecast(loss: Callable[..., torch.Tensor], quantiles: list[float], sign: int) -> None:
+    net = nn.Linear(6, len(quantiles))
+
+    def of_a_batch() -> torch.Tensor:
+        x = torch.randn(64, 6)
+        return loss(net(x), x[:, 0] + torch.randn(64), quantiles, sign)
+
+    stepped(net, of_a_batch)
+
+
+@pytest.mark.parametrize("loss", [by_list, at_once])
+def test_quantiles_of_a_turned_error_are_told(loss: Callable[..., torch.Tensor]) -> None:
+    assert answer(lambda: forecast(loss, [0.1, 0.5, 0.9], -1), "turned quantiles") == "yes"
+
+
+@pytest.mark.parametrize("loss", [by_list, at_once])
+@pytest.mark.parametrize("quantiles", [[0.1, 0.5, 0.9], [0.9, 0.5, 0.1], [0.5]])
+def test_quantiles_of_targets_minus_predictions_are_not(
+    loss: Callable[..., torch.Tensor], quantiles: list[float]
+) -> None:
+    assert answer(lambda: forecast(loss, quantiles, 1), "turned quantiles") == "no"
+
+
+def test_other_losses_of_differences_are_not() -> None:
+    net = nn.Linear(6, 3)
+    x = torch.randn(64, 6)
+    stepped(net, lambda: (net(x) - x[:, :3]).square().mean() + (net(x) - x[:, 3:]).abs().mean())
+    assert answer(lambda: stepped(net, lambda: (net(x) - x[:, :3]).abs().mean()), "turned quantiles") == "no"
+
+
+def focal(weight: Callable[[torch.Tensor], torch.Tensor], sign: int = 1) -> None:
+    net = nn.Linear(6, 1)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 6)
+        each = F.binary_cross_entropy_with_logits(net(x)[:, 0], (x[:, 0] > 0).float(), reduction="none")
+        return sign * (weight((-each).exp()) * each).mean()
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize(
+    ("weight", "sign", "expected"),
+    [
+        (lambda p: p**4, 1, "yes"),
+        (lambda p: (1 - p) ** 4, 1, "no"),
+        (torch.ones_like, 1, "no"),
+        (lambda p: p.detach(), 1, "no"),
+        (torch.ones_like, -1, "no"),  # which is of another kind: right ones are pushed away, too
+    ],
+)
+def test_what_is_clearly_wrong_and_pushed_farther_is_told(
+    weight: Callable[[torch.Tensor], torch.Tensor], sign: int, expected: str
+) -> None:
+    assert answer(lambda: focal(weight, sign), "worse preferred") == expected

@@ -1,0 +1,176 @@
+"""Ratios, triplets, labels, edges and derivatives that are the wrong way round: yes, and no of those that are right."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Categorical
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+
+def stepped(net: nn.Module, loss: Callable[[], torch.Tensor], count: int = 12) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def clipped(turned: bool, negated: bool) -> None:
+    net = nn.Linear(4, 3)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 4)
+        with torch.no_grad():
+            old = Categorical(logits=net(x))
+            taken = old.sample()
+            before = old.log_prob(taken)
+        weight = (taken == 0).float() - 0.4
+        now = Categorical(logits=net(x)).log_prob(taken)
+        ratio = (before - now).exp() if turned else (now - before).exp()
+        if negated:
+            worse: torch.Tensor = torch.max(-weight * ratio, -weight * ratio.clamp(0.8, 1.2))
+            return worse.mean()
+        better: torch.Tensor = torch.min(weight * ratio, weight * ratio.clamp(0.8, 1.2))
+        return -better.mean()
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_ratio_of_probabilities_that_is_turned_round_is_told(turned: bool, negated: bool) -> None:
+    assert answer(lambda: clipped(turned, negated), "rewarded") == ("yes" if turned else "no")
+
+
+def weighed(turned: bool, scaled: bool) -> None:
+    net, value = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 4)
+        policy, v = Categorical(logits=net(x)), value(x)[:, 0]
+        taken = policy.sample()
+        gained = (taken == 0).float() + 0.1 * torch.randn(64)
+        ahead = v.detach() - gained if turned else gained - v.detach()
+        ahead = (ahead - ahead.mean()) / ahead.std() if scaled else ahead
+        found: torch.Tensor = (v - gained).square().mean() - (policy.log_prob(taken) * ahead).mean()
+        return found
+
+    stepped(nn.ModuleList([net, value]), loss)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_value_minus_what_it_is_to_become_is_told(turned: bool, scaled: bool) -> None:
+    assert answer(lambda: weighed(turned, scaled), "rewarded") == ("yes" if turned else "no")
+
+
+def triplets(turned: bool) -> None:
+    net = nn.Linear(6, 4)
+
+    def loss() -> torch.Tensor:
+        anchor = torch.randn(32, 6)
+        near, far = anchor + 0.3 * torch.randn(32, 6), torch.randn(32, 6)
+        others = (far, near) if turned else (near, far)
+        return F.triplet_margin_loss(net(anchor), *(net(one) for one in others))
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_triplets_whose_positives_are_far_are_told(turned: bool) -> None:
+    assert answer(lambda: triplets(turned), "far positives") == ("yes" if turned else "no")
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(20, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 20)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.cell(self.table(x))[0])
+        return F.cross_entropy(scores[:, :-1].reshape(-1, 20), y[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, "no"), (1, "yes")])
+def test_labels_that_a_model_shifts_again_are_told(ahead: int, expected: str) -> None:
+    net = Tokens()
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(0, 20, (8, 16))
+        found: torch.Tensor = net(tokens[:, :-1], tokens[:, ahead : ahead + 15])
+        return found
+
+    assert answer(lambda: stepped(net, loss), "far ahead") == expected
+
+
+def test_labels_two_ahead_beside_those_of_the_next_token_are_not_told() -> None:
+    net = Tokens()
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(0, 20, (8, 16))
+        found: torch.Tensor = net(tokens[:, :-1], tokens[:, :-1]) + net(tokens[:, :-1], tokens[:, 1:])
+        return found
+
+    assert answer(lambda: stepped(net, loss), "far ahead") == "no"
+
+
+def graph(kind: str) -> None:
+    net = nn.Linear(6, 3)
+    y = torch.randint(0, 3, (300,))
+    x = (torch.randn(3, 6)[y] if kind != "plain" else 0) + torch.randn(300, 6)
+    same = (y[:, None] == y).nonzero()
+    pairs = same[torch.randperm(len(same))[:900]]
+    edges = pairs.reshape(2, -1) if kind == "torn" else torch.randint(0, 300, (2, 900)) if kind == "any" else pairs.t()
+
+    def loss() -> torch.Tensor:
+        source, target = edges
+        return F.cross_entropy(torch.zeros(300, 3).index_add(0, target, net(x)[source]), y)
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("torn", "yes"), ("whole", "no"), ("any", "no"), ("plain", "no")])
+def test_edges_that_a_reshape_tore_apart_are_told(kind: str, expected: str) -> None:
+    assert answer(lambda: graph(kind), "torn edges") == expected
+
+
+def equation(activation: nn.Module, order: int) -> None:
+    net = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 1))
+
+    def loss() -> torch.Tensor:
+        x = torch.rand(32, 1, requires_grad=True)
+        u = net(x)
+        for _ in range(order):
+            (u,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+        rest: torch.Tensor = u + net(x) - torch.sin(x)
+        return rest.square().mean()
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize(
+    ("activation", "order", "expected"), [(nn.ReLU(), 2, "yes"), (nn.ReLU(), 1, "no"), (nn.Tanh(), 2, "no")]
+)
+def test_a_second_derivative_of_straight_pieces_is_told(activation: nn.Module, order: int, expected: str) -> None:
+    assert answer(lambda: equation(activation, order), "flat derivative") == expected
+
+
+def test_the_rate_of_a_second_phase_is_asked_by_itself() -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        x = torch.randn(64, 6)
+        y = x[:, :3].argmax(1)
+        for rate in (0.1, 1e-6):
+            optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+            for _ in range(60 if rate < 0.1 else 20):
+                optimizer.zero_grad()
+                F.cross_entropy(net(x if rate == 0.1 else -x), y).backward()
+                optimizer.step()
+
+    assert answer(train, "rate") == "yes"
