@@ -318,6 +318,42 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
+    "counting buffer": Cause(
+        "buffer",
+        "The forward counts in the buffer {buffers!l}: once with the whole batch, and once for each of several "
+        "micro-batches, of which the next computes with what it finds there. Count once for each step, after it.",
+        (
+            "step(batch)\n    {owner}.{name}.add_(1)  # once, here, and not in the forward",
+            'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"]',
+        ),
+    ),
+    "first forward": Cause(
+        "weight",
+        "The first forward sets {weights!l} by the samples that it is given: with the whole batch by all of them, in a "
+        "split by those of the first micro-batch. Later ones leave them alone. Let the whole batch set them before the "
+        "first step.",
+        ("with torch.no_grad():\n        loss_fn(model, batch)  # once, before the first step", WHOLE),
+    ),
+    "later flag": Cause(
+        "buffer",
+        "The forward or the loss reads the flag {buffers!l}, a buffer. As it is, micro-batches give the whole batch's "
+        "gradient; turned, they do not.",
+        ("anybatch.check(model, loss_fn, batch)  # once it is turned: says why, and what helps", WHOLE),
+    ),
+    "later buffer": Cause(
+        "buffer",
+        "The forward moves the buffer {buffers!l}. It makes no difference to the gradient at the values that it has "
+        "now, but does at others, such as in a queue that is full or an average that has begun: then the next micro-batch "
+        " of the same batch computes with what it finds there. Leave it as it is in the forward, "
+        "return what moves it as a metric, and move it once, after the step.",
+        (
+            (
+                'return loss, {{"values": values}}  # a row for each sample; the buffers are left as they are\n'
+                '    model.update(step(batch).metrics["values"])  # once, with those of all samples, as the forward did'
+            ),
+            WHOLE,
+        ),
+    ),
     "weight": Cause(
         "weight",
         "The forward or the loss writes into {weights!l}: once with the whole batch, and once for each of several "
@@ -366,6 +402,20 @@ CAUSES: dict[str, Cause] = {
         "{shown}. It makes no difference to the gradient at the value that it has now, but does at others: a schedule "
         "by it runs that many times as fast. Give it as data, or move it once after the step.",
         _COUNTED,
+    ),
+    "later list": Cause(
+        "state",
+        "{shown}. It makes no difference to the gradient at the length that it has now, but does at others, as a queue "
+        "that is full: then micro-batches find samples of their own batch in it. Give it as data, and extend it once "
+        "after the step.",
+        (
+            (
+                'batch["{name}"] = [{kept}]  # before the step; the loss reads batch["{name}"][0], and adds nothing\n'
+                '    return loss, {{"{name}": rows}}  # a row for each sample: what it added\n'
+                '    {list}.extend(step(batch).metrics["{name}"])  # once, after the step'
+            ),
+            WHOLE,
+        ),
     ),
     "moves": Cause(
         "state",

@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from anybatch.tensors.sideeffects import defaults_of, names_in
 
 _DEPTH = 4
+_MOST = 16  # of what a container holds
 _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 
 
@@ -74,6 +76,10 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             if inner in value.__globals__:
                 yield inner, value.__globals__[inner]
         yield from defaults_of(value)
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", held) for key, held in islice(value.items(), _MOST))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{position}]", held) for position, held in enumerate(value[:_MOST]))
     elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
         yield from ((f"{name}.{inner}", held) for inner, held in getattr(value, "__dict__", {}).items())
         if callable(value):
