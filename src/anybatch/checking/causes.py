@@ -343,8 +343,8 @@ CAUSES: dict[str, Cause] = {
     "later buffer": Cause(
         "buffer",
         "The forward moves the buffer {buffers!l}. It makes no difference to the gradient at the values that it has "
-        "now, but does at others, such as in a queue that is full or an average that has begun: then the next micro-batch "
-        " of the same batch computes with what it finds there. Leave it as it is in the forward, "
+        "now, but does at others, such as in a queue that is full or an average that has begun: then the next "
+        "micro-batch of the same batch computes with what it finds there. Leave it as it is in the forward, "
         "return what moves it as a metric, and move it once, after the step.",
         (
             (
@@ -405,12 +405,12 @@ CAUSES: dict[str, Cause] = {
     ),
     "later list": Cause(
         "state",
-        "{shown}. It makes no difference to the gradient at the length that it has now, but does at others, as a queue "
-        "that is full: then micro-batches find samples of their own batch in it. Give it as data, and extend it once "
-        "after the step.",
+        "{shown}. It makes no difference to the gradient at the length that it has now, but does at others: a schedule "
+        "by it runs that many times as fast, and a queue has samples of the very same batch in it. Give it as data, and "
+        "extend it once after the step.",
         (
             (
-                'batch["{name}"] = [{kept}]  # before the step; the loss reads batch["{name}"][0], and adds nothing\n'
+                'batch["{name}"] = {kept}  # before the step, with broadcast=("{name}",); only read there\n'
                 '    return loss, {{"{name}": rows}}  # a row for each sample: what it added\n'
                 '    {list}.extend(step(batch).metrics["{name}"])  # once, after the step'
             ),

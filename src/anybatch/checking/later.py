@@ -25,7 +25,7 @@ class Buffers:
         own = {id(one) for module in rig.modules.values() for one in power_iteration(module)}
         names = {
             (id(module._buffers), inner): f"{name}.{inner}".strip(".")
-            for name, module in rig.modules.items()
+            for name, module in reversed(rig.modules.items())  # the model's own name counts
             for inner in module._buffers
         }
         self._moved: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with values before and after
@@ -35,7 +35,8 @@ class Buffers:
             if id(buffer) in own or now is None or now.shape != before.shape:
                 continue
             if is_flag(buffer):
-                self._flags.append((name, buffer))
+                if not before.any():  # one that is set says that something was done, which would be done again
+                    self._flags.append((name, buffer))
             elif not torch.equal(now, before):
                 self._moved.append((name, buffer, before, now.detach().clone()))
 
@@ -80,6 +81,6 @@ class Buffers:
                     is_count = not after.dtype.is_floating_point or after.numel() == 1
                     buffer.copy_(before + (after - before) * ahead if is_count else after)
                 for _, flag in self._flags if turned else ():
-                    flag.copy_(flag == 0)
+                    flag.fill_(1)
 
         return announced(self._rig.task.loss_fn, begin, lambda: None, in_pieces=True)

@@ -36,6 +36,7 @@ class Proofs:
 
     def __init__(self, verify: Verify) -> None:
         self.verify = verify
+        self.is_of_part = False  # whether a batch is one part of a logical one, and split even as it is
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
@@ -61,7 +62,7 @@ class Proofs:
         """
         reducer = task.settings.reducer
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
-        splits = self.verify != "off" and (len(parts) > 1 or cuts_time)
+        splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
         key = layout_key(task.splittable)
