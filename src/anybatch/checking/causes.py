@@ -190,6 +190,22 @@ CAUSES: dict[str, Cause] = {
         "hardest, or a number that a micro-batch may lack.",
         (WHOLE, _COUPLED),
     ),
+    "full mask": Cause(
+        "count",
+        "All of {labels!l} is 1 in this batch. Where it is not, micro-batches give another gradient than the whole "
+        "batch: the loss is a mean over what the mask takes, of which each has another number.",
+        (
+            "count=lambda batch: {labels[0]}.sum()  # if the loss is divided by that",
+            "return anybatch.Mean(total, items)  # and not total / items",
+        ),
+    ),
+    "other outputs": Cause(
+        "not-additive",
+        "Micro-batches give the whole batch's gradient now, and another one once the model gives other numbers, such "
+        "as more certain ones: the loss takes those samples only that are above a threshold or active, and divides by "
+        "how many these are, or bounds what they give together.",
+        ("return anybatch.Mean(taken.sum(), number)  # and not taken.sum() / number", WHOLE, _COUPLED),
+    ),
     "time": Cause(
         "time",
         "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
@@ -406,8 +422,8 @@ CAUSES: dict[str, Cause] = {
     "later list": Cause(
         "state",
         "{shown}. It makes no difference to the gradient at the length that it has now, but does at others: a schedule "
-        "by it runs that many times as fast, and a queue has samples of the very same batch in it. Give it as data, and "
-        "extend it once after the step.",
+        "by it runs that many times as fast, and a queue has samples of the very same batch in it. Give it as data, "
+        "and extend it once after the step.",
         (
             (
                 'batch["{name}"] = {kept}  # before the step, with broadcast=("{name}",); only read there\n'

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.batches import Part
+from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
+from anybatch.checking.elsewhere import moved, thinned
 from anybatch.checking.proof import Found, prove_among_many
-from anybatch.checking.trial import Optimizations, Trial, surroundings
+from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
@@ -127,7 +128,7 @@ class Replay:
         try:
             with surroundings():
                 if calls := self._joined():
-                    return self._compared(calls)
+                    return self._compared(calls) or self._elsewhere(calls)
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
         if failure is not None:
@@ -156,19 +157,42 @@ class Replay:
         return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
-        task, rows = self._task, self._task.splittable.rows
-        cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(calls, task)
-        limit = _LOSS_BYTES * self._bytes + _LOSS_ROOM
-        with player.playing(), Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
-            difference = trial.difference(cut, in_single=False)
-        least = (_APART_IN_LOW if player.is_low else _APART) if difference.is_single else _IN_DOUBT
-        if difference.draws or not math.isfinite(difference.error) or difference.error < least:
+        rows, difference = self._task.splittable.rows, self._difference(calls)
+        if difference is None:
             return None
         told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
-        dtype = str(difference.dtype).removeprefix("torch.")
-        found = Proof("not exact", "losses", rows, cut.sizes, difference.error, difference.tolerance, dtype)
+        dtype, sizes = str(difference.dtype).removeprefix("torch."), tuple(len(part.samples) for part in self._parts)
+        found = Proof("not exact", "losses", rows, sizes, difference.error, difference.tolerance, dtype)
         return replace(found, update=self._proof.update), told
+
+    def _elsewhere(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
+        """What the loss shows where the model gives something else, and where masks that are full are not."""
+        if not self._proof.exact or self._proof.group > 1:
+            return None
+        labels, thin = thinned(self._task.splittable)
+        others = [call._replace(outputs=moved(call.outputs)) for call in calls]
+        if self._difference(others, thin) is None:
+            return None
+        masks = [one for one in labels if self._difference(calls, thinned(self._task.splittable, one)[1]) is not None]
+        if not masks and self._difference(others) is None:
+            return None
+        told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
+        note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
+        return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
+
+    def _difference(self, calls: list["_Call"], splittable: Splittable | None = None) -> Difference | None:
+        """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
+
+        Args:
+            splittable: another batch, for which the model gives the same.
+        """
+        task, player = self._task, _Player(calls, self._task, is_same=splittable is None)
+        cut = Cut(splittable or task.splittable, tuple(len(part.samples) for part in self._parts))
+        with player.playing(), Recording(limit=_LOSS_BYTES * self._bytes + _LOSS_ROOM):
+            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
+            found = trial.difference(cut, in_single=False)
+        least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
+        return None if found.draws or not math.isfinite(found.error) or found.error < least else found
 
 
 class _Kept:
@@ -247,8 +271,8 @@ def _joined(own: Sequence[Any]) -> Any:
 class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    def __init__(self, calls: list[_Call], task: Task) -> None:
-        self._of_calls, self._task = calls, task
+    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool) -> None:
+        self._of_calls, self._task, self._is_same = calls, task, is_same
         self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
@@ -273,7 +297,7 @@ class _Player:
     def _play(self, *args: Any, **kwargs: Any) -> Any:
         call = self._of_calls[self._calls]
         self._calls += 1
-        if not call.is_of(flat((args, kwargs)), self._rows):
+        if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
             raise ValueError("the model is called with other inputs, or with the samples in another order")
         return call.output(self._rows)
 
