@@ -26,7 +26,7 @@ class Buffers:
         names = {
             (id(module._buffers), inner): f"{name}.{inner}".strip(".")
             for name, module in reversed(rig.modules.items())  # the model's own name counts
-            for inner in module._buffers
+            for inner, _ in module.named_buffers(recurse=False)
         }
         self._moved: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # with values before and after
         self._flags: list[tuple[str, torch.Tensor]] = []

@@ -148,20 +148,25 @@ class Replay:
         if others and len(calls) == len(self._parts):
             yield [self._parts[0], self._parts[others[0]]]
 
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(len(part.samples) for part in self._parts)
+
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""
-        sizes = [len(part.samples) for part in self._parts]
+        sizes = self._sizes
         if len(self._given) != len(sizes) or len({len(given) for given in self._given}) != 1:
             return []
         given, self._given = self._given, []
         return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
-        rows, difference = self._task.splittable.rows, self._difference(calls)
+        rows, sizes = self._task.splittable.rows, self._sizes
+        difference = self._difference(calls, sizes)
         if difference is None:
             return None
         told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
-        dtype, sizes = str(difference.dtype).removeprefix("torch."), tuple(len(part.samples) for part in self._parts)
+        dtype = str(difference.dtype).removeprefix("torch.")
         found = Proof("not exact", "losses", rows, sizes, difference.error, difference.tolerance, dtype)
         return replace(found, update=self._proof.update), told
 
@@ -169,30 +174,41 @@ class Replay:
         """What the loss shows where the model gives something else, and where masks that are full are not."""
         if not self._proof.exact or self._proof.group > 1:
             return None
-        labels, thin = thinned(self._task.splittable)
+        splittable, sizes = self._task.splittable, _few(self._sizes)
+        labels, thin = thinned(splittable)
         others = [call._replace(outputs=moved(call.outputs)) for call in calls]
-        if self._difference(others, thin) is None:
+        if self._difference(others, sizes, thin) is None:
             return None
-        masks = [one for one in labels if self._difference(calls, thinned(self._task.splittable, one)[1]) is not None]
-        if not masks and self._difference(others) is None:
+        masks = [one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None]
+        if not masks and self._difference(others, sizes) is None:
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
         return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
 
-    def _difference(self, calls: list["_Call"], splittable: Splittable | None = None) -> Difference | None:
+    def _difference(
+        self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None
+    ) -> Difference | None:
         """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
 
         Args:
+            sizes: of the parts, each of whole micro-batches.
             splittable: another batch, for which the model gives the same.
         """
         task, player = self._task, _Player(calls, self._task, is_same=splittable is None)
-        cut = Cut(splittable or task.splittable, tuple(len(part.samples) for part in self._parts))
-        with player.playing(), Recording(limit=_LOSS_BYTES * self._bytes + _LOSS_ROOM):
+        cut, limit = Cut(splittable or task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
+        with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
             found = trial.difference(cut, in_single=False)
         least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
         return None if found.draws or not math.isfinite(found.error) or found.error < least else found
+
+
+def _few(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The first micro-batch, and the others in two parts at most."""
+    half = 1 + len(sizes) // 2
+    return tuple(sum(own) for own in (sizes[:1], sizes[1:half], sizes[half:]) if own)
 
 
 class _Kept:

@@ -400,7 +400,8 @@ class Trial:
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
-            with _Hooks(self._changers), written or bounds or numbers or contextlib.nullcontext():
+            seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
+            with seen, written or bounds or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:

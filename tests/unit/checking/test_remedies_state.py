@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -392,3 +393,48 @@ def test_of_a_list_that_matters_later() -> None:
         return [one.detach() for one in model.parameters()]
 
     assert_same(made)
+
+
+@follows("full mask")
+def test_of_a_mask_that_is_full() -> None:
+    def masked(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    def totals(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return Mean((losses * batch["mask"]).sum(), batch["mask"].sum())
+
+    full = {**vectors(), "mask": torch.ones(12)}
+    with pytest.warns(UserWarning, match=r"count=lambda batch: batch\['mask'\].sum\(\)(.|\n)*Mean\(total, items\)"):
+        trained(linear(), masked, full, steps=1, micro_batch_size=4)
+    few = {**full, "mask": torch.arange(12) % 3 * 1.0}
+    assert check(linear(), masked, few, count=lambda batch: batch["mask"].sum()).exact
+    for loss_fn, options in ((masked, {"count": lambda batch: batch["mask"].sum()}), (totals, {})):
+        assert_same(partial(_in_turn, loss_fn, (full, few), options))
+
+
+def _in_turn(loss_fn: Loss, batches: Any, options: dict[str, Any], size: int | None) -> list[Any]:
+    model, of = linear(), iter(batches)
+    return trained(model, loss_fn, lambda _: next(of), steps=len(batches), micro_batch_size=size, **options)
+
+
+@follows("other outputs")
+def test_of_samples_that_are_taken_by_what_the_model_gives() -> None:
+    def taken(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(batch["louder"][:, None] * model(batch["x"]), batch["y"], reduction="none")
+        return losses * (losses > 0.05), (losses > 0.05).sum()
+
+    def divided(model: Any, batch: Batch) -> Any:
+        total, number = taken(model, batch)
+        return total.sum() / number
+
+    first, later = ({**vectors(), "louder": torch.full((12,), by)} for by in (1.0, 30.0))
+    lines = r"anybatch.Mean\(taken.sum\(\), number\)(.|\n)*TrainStep(.|\n)*Coupled"
+    with pytest.warns(UserWarning, match=lines):
+        trained(linear(), divided, first, steps=1, micro_batch_size=4)
+    assert not check(linear(), divided, later).exact
+    of_all = Coupled(lambda m, b: m(b["x"]), lambda m, out, b: divided(lambda _: out, b))
+    for loss_fn in (lambda m, b: Mean((made := taken(m, b))[0].sum(), made[1]), of_all):
+        assert_same(partial(_in_turn, loss_fn, (first, later), {}))
+    assert_same(lambda size: _in_turn(divided, (first, later), {}, None))
