@@ -12,7 +12,7 @@ import torch
 from anybatch.batch.batches import Splittable
 from anybatch.batch.trees import flat, leaves, like
 
-_FACTORS = (0.1, 1.0, 30.0)
+_FACTORS = (0.3, 30.0)
 _NOISE = 0.5  # of what a sample has
 
 

@@ -258,12 +258,14 @@ class Examination(Case):
         """Whether only the first forward writes to weights, as one that sets them by the samples that it is given."""
         own, begun = [one for name, one in self._weights().items() if name in names], list[list[torch.Tensor]]()
         self.rig.run()
-        told = announced(
-            self.task.loss_fn, lambda: begun.append([w.detach().clone() for w in own]), int, in_pieces=True
-        )
+
+        def begin() -> None:
+            begun.append([one.detach().clone() for one in own])
+
+        told = announced(self.task.loss_fn, begin, lambda: None, in_pieces=True)
         carried = self.rig.effects.found()
         self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=told)
-        return len(begun) > 1 and all(map(torch.equal, begun[1], [w.detach() for w in own]))
+        return len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in own]))
 
     def _written_weights(self) -> list[str]:
         """The weights that the forward or the loss writes to, which other micro-batches find changed."""

@@ -39,6 +39,7 @@ from anybatch.update.transaction import Failure
 _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these,
 _LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
+_FEW = (8, 6, 6)  # samples of micro-batches, for which the model gives other numbers
 _APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
@@ -174,13 +175,15 @@ class Replay:
         """What the loss shows where the model gives something else, and where masks that are full are not."""
         if not self._proof.exact or self._proof.group > 1:
             return None
-        splittable, sizes = self._task.splittable, _few(self._sizes)
+        sizes = tuple(min(most, size) for most, size in zip(_FEW, self._sizes, strict=False))
+        rows = [start + row for (start, _), size in zip(calls[0].bounds, sizes, strict=False) for row in range(size)]
+        splittable, masks = self._task.splittable.chosen(rows), list[str]()
+        calls = [call.first(sizes) for call in calls]
         labels, thin = thinned(splittable)
-        others = [call._replace(outputs=moved(call.outputs)) for call in calls]
-        if self._difference(others, sizes, thin) is None:
-            return None
-        masks = [one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None]
-        if not masks and self._difference(others, sizes) is None:
+        if labels and self._difference(calls, sizes, thin) is not None:
+            alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
+            masks = [*alone] or labels
+        elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
@@ -192,23 +195,17 @@ class Replay:
         """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
 
         Args:
-            sizes: of the parts, each of whole micro-batches.
             splittable: another batch, for which the model gives the same.
         """
-        task, player = self._task, _Player(calls, self._task, is_same=splittable is None)
-        cut, limit = Cut(splittable or task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        task = self._task if splittable is None else replace(self._task, splittable=splittable)
+        player = _Player(calls, task, is_same=splittable is None)
+        cut, limit = Cut(task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
         is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
             found = trial.difference(cut, in_single=False)
         least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
         return None if found.draws or not math.isfinite(found.error) or found.error < least else found
-
-
-def _few(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first micro-batch, and the others in two parts at most."""
-    half = 1 + len(sizes) // 2
-    return tuple(sum(own) for own in (sizes[:1], sizes[1:half], sizes[half:]) if own)
 
 
 class _Kept:
@@ -241,6 +238,18 @@ class _Call(NamedTuple):
         outputs = [[_leaf(one, size) for one in flat(output)] for (_, output), size in zip(calls, sizes, strict=True)]
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         return cls([flat(inputs) for inputs, _ in calls], calls[0][1], outputs, bounds)
+
+    def first(self, sizes: Sequence[int]) -> "_Call":
+        """The first samples of the first micro-batches."""
+        ends = list(accumulate(sizes))
+        outputs = [
+            [
+                one.detach()[:size].requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
+                for one in own
+            ]
+            for own, size in zip(self.outputs, sizes, strict=False)
+        ]
+        return _Call(self.inputs, self.form, outputs, list(zip([0, *ends[:-1]], ends, strict=True)))
 
     def output(self, rows: slice) -> Any:
         """What the model gives for some rows, those of whole micro-batches."""
