@@ -23,6 +23,7 @@ from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
     from anybatch.checking.replaying import Replay
+    from anybatch.checking.switches import Switches
     from anybatch.records.certificates import Reason
     from anybatch.records.proofs import Proof
 
@@ -40,6 +41,7 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        self._switches: Switches | None = None  # as long as nothing was proved
 
     def look(
         self,
@@ -69,6 +71,8 @@ class Proofs:
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
+        if known is not None and self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+            holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
 
@@ -103,7 +107,10 @@ class Proofs:
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.proof import prove
         from anybatch.checking.replaying import Replay
+        from anybatch.checking.switches import Switches
 
+        self._switches = self._switches or Switches()
+        self._switches.note(task.model, task.loss_fn)
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None

@@ -70,7 +70,7 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         if _is_foreign(value.__module__):
             return
         for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if not _is_empty(cell):
+            if not is_empty(cell):
                 yield inner, cell.cell_contents
         for inner in dict.fromkeys(names_in(value.__code__)):
             if inner in value.__globals__:
@@ -90,7 +90,8 @@ def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def is_empty(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has no value so far."""
     try:
         return cell.cell_contents is cell
     except ValueError:

@@ -15,7 +15,7 @@ from torch import nn
 import anybatch
 
 Batch = dict[str, torch.Tensor]
-Loss = Callable[[Any, Batch], torch.Tensor]
+Loss = Callable[[Any, Batch], Any]
 
 
 def net() -> nn.Sequential:
@@ -30,21 +30,21 @@ def batch_of() -> Batch:
     }  # fmt: skip
 
 
-def each(model: Any, batch: Batch) -> torch.Tensor:
+def each(model: Any, batch: Batch) -> Any:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def mean(model: Any, batch: Batch) -> torch.Tensor:
+def mean(model: Any, batch: Batch) -> Any:
     return each(model, batch).mean()
 
 
-def active(model: Any, batch: Batch) -> torch.Tensor:
+def active(model: Any, batch: Batch) -> Any:
     out = model(batch["x"])
     gaps = (1 - out[:, 0] + out[:, 1]).relu()
     return gaps.sum() / (gaps > 0).sum().clamp(min=1)
 
 
-def certain(model: Any, batch: Batch) -> torch.Tensor:
+def certain(model: Any, batch: Batch) -> Any:
     out = model(batch["x"])
     most, label = out.softmax(-1).detach().max(-1)
     taken = (most > 0.95).float()
@@ -52,37 +52,37 @@ def certain(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(out, batch["y"]) + extra.sum() / taken.sum().clamp(min=1)
 
 
-def hard(model: Any, batch: Batch) -> torch.Tensor:
+def hard(model: Any, batch: Batch) -> Any:
     losses = each(model, batch)
     return losses[losses > 0.05].mean()
 
 
-def masked(model: Any, batch: Batch) -> torch.Tensor:
+def masked(model: Any, batch: Batch) -> Any:
     return (each(model, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def picked(model: Any, batch: Batch) -> torch.Tensor:
+def picked(model: Any, batch: Batch) -> Any:
     return F.cross_entropy(model(batch["x"])[batch["kept"]], batch["y"][batch["kept"]])
 
 
-def weighted(model: Any, batch: Batch) -> torch.Tensor:
+def weighted(model: Any, batch: Batch) -> Any:
     return (each(model, batch) * batch["mask"] * batch["kept"]).mean()
 
 
-def hinge(model: Any, batch: Batch) -> torch.Tensor:
+def hinge(model: Any, batch: Batch) -> Any:
     return F.multi_margin_loss(model(batch["x"]), batch["y"])
 
 
-def finite(model: Any, batch: Batch) -> torch.Tensor:
+def finite(model: Any, batch: Batch) -> Any:
     losses = each(model, batch)
     return losses[losses.isfinite()].mean()
 
 
-def probable(model: Any, batch: Batch) -> torch.Tensor:
+def probable(model: Any, batch: Batch) -> Any:
     return -(model(batch["x"]).softmax(-1) + 1e-6).log().gather(1, batch["y"][:, None]).mean()
 
 
-def squared(model: Any, batch: Batch) -> torch.Tensor:
+def squared(model: Any, batch: Batch) -> Any:
     return F.mse_loss(model(batch["x"]).exp(), batch["x"][:, :4])
 
 

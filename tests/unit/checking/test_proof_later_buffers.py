@@ -19,6 +19,11 @@ import anybatch
 class Kept(nn.Module):
     """A layer with a queue of what it gave, a mean of its inputs, a count and a flag."""
 
+    queue: torch.Tensor
+    mean: torch.Tensor
+    seen: torch.Tensor
+    on: torch.Tensor
+
     def __init__(self, reads: Callable[["Kept", torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer, self.reads = nn.Linear(4, 3), reads
@@ -90,6 +95,8 @@ def test_a_buffer_that_does_not_is_not(reads: Any) -> None:
 
 class Observed(nn.Module):
     """A layer that keeps the largest inputs in a buffer that has no entries before the first forward."""
+
+    largest: torch.Tensor
 
     def __init__(self, *, clamps: bool) -> None:
         super().__init__()

@@ -259,6 +259,9 @@ def test_of_a_hidden_state() -> None:
 class Kept(nn.Module):
     """A layer, and what a case keeps beside it."""
 
+    kept: torch.Tensor
+    seen: torch.Tensor
+
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__()
         self.layer = linear()
@@ -290,6 +293,7 @@ def test_of_a_first_forward_that_sets_weights_by_its_samples() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.shift = linear(), nn.Parameter(torch.zeros(5))
+            self.is_set: torch.Tensor
             self.register_buffer("is_set", torch.tensor(False))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
