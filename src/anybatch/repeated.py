@@ -16,7 +16,9 @@ from anybatch.loss.weights import Count
 from anybatch.options import BatchNormPolicy, Options, Verify, optimizers_of
 from anybatch.records.results import StepResult
 from anybatch.tensors.modules import device_of
+from anybatch.update.batchnorm import refuse_to_split
 from anybatch.update.passes import Task
+from anybatch.update.refusals import Cause
 from anybatch.update.stepstate import GradientState, load_whole, part
 from anybatch.update.transaction import SizeLimit
 
@@ -66,6 +68,7 @@ class RepeatedBackward:
             verify=verify,
         )  # fmt: skip
         self.model, self.loss_fn = model, loss_fn
+        self.joined = 1  # batches that the trainer joins to one, of which each call gets one
         self._optimizers, self._clip_norm = optimizers_of(optimizers) if optimizers else [], clip_norm
         self._proofs, self._settings = Proofs(verify), self._options.settings()
         self._follower = self._following(memory)
@@ -95,6 +98,9 @@ class RepeatedBackward:
                 self.model, self.loss_fn, options.count, settings, options.batch_norm, splittable,
                 options.micro_batch_size, "backward", is_planned=is_planned,
             )  # fmt: skip
+            self._proofs.is_of_part = is_of_part = self.joined > 1 and splittable.obstacle is None
+            if is_of_part and options.batch_norm == "refuse":
+                refuse_to_split(task.modules, self.joined, Cause(verb="backward", batches=self.joined))
             with self._planned(splittable, parameters):
                 result = run_backward(task, parameters, self._limit, self._optimizations, self._proofs)
         self._limit.resolve(splittable.largest)

@@ -190,6 +190,22 @@ CAUSES: dict[str, Cause] = {
         "hardest, or a number that a micro-batch may lack.",
         (WHOLE, _COUPLED),
     ),
+    "full mask": Cause(
+        "count",
+        "All of {labels!l} is 1 in this batch. Where it is not, micro-batches give another gradient than the whole "
+        "batch: the loss is a mean over what the mask takes, of which each has another number.",
+        (
+            "count=lambda batch: {labels[0]}.sum()  # if the loss is divided by that",
+            "return anybatch.Mean(total, items)  # and not total / items",
+        ),
+    ),
+    "other outputs": Cause(
+        "not-additive",
+        "Micro-batches give the whole batch's gradient now, and another one once the model gives other numbers, such "
+        "as more certain ones: the loss takes those samples only that are above a threshold or active, and divides by "
+        "how many these are, or bounds what they give together.",
+        ("return anybatch.Mean(taken.sum(), number)  # and not taken.sum() / number", WHOLE, _COUPLED),
+    ),
     "time": Cause(
         "time",
         "The loss depends on where time is cut: in chunks of {other} steps its value is {loss_error:.2g} off. "
@@ -318,6 +334,42 @@ CAUSES: dict[str, Cause] = {
             WHOLE,
         ),
     ),
+    "counting buffer": Cause(
+        "buffer",
+        "The forward counts in the buffer {buffers!l}: once with the whole batch, and once for each of several "
+        "micro-batches, of which the next computes with what it finds there. Count once for each step, after it.",
+        (
+            "step(batch)\n    {owner}.{name}.add_(1)  # once, here, and not in the forward",
+            'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"]',
+        ),
+    ),
+    "first forward": Cause(
+        "weight",
+        "The first forward sets {weights!l} by the samples that it is given: with the whole batch by all of them, in a "
+        "split by those of the first micro-batch. Later ones leave them alone. Let the whole batch set them before the "
+        "first step.",
+        ("with torch.no_grad():\n        loss_fn(model, batch)  # once, before the first step", WHOLE),
+    ),
+    "later flag": Cause(
+        "buffer",
+        "The forward or the loss reads the flag {buffers!l}, a buffer. As it is, micro-batches give the whole batch's "
+        "gradient; turned, they do not.",
+        ("anybatch.check(model, loss_fn, batch)  # once it is turned: says why, and what helps", WHOLE),
+    ),
+    "later buffer": Cause(
+        "buffer",
+        "The forward moves the buffer {buffers!l}. It makes no difference to the gradient at the values that it has "
+        "now, but does at others, such as in a queue that is full or an average that has begun: then the next "
+        "micro-batch of the same batch computes with what it finds there. Leave it as it is in the forward, "
+        "return what moves it as a metric, and move it once, after the step.",
+        (
+            (
+                'return loss, {{"values": values}}  # a row for each sample; the buffers are left as they are\n'
+                '    model.update(step(batch).metrics["values"])  # once, with those of all samples, as the forward did'
+            ),
+            WHOLE,
+        ),
+    ),
     "weight": Cause(
         "weight",
         "The forward or the loss writes into {weights!l}: once with the whole batch, and once for each of several "
@@ -366,6 +418,20 @@ CAUSES: dict[str, Cause] = {
         "{shown}. It makes no difference to the gradient at the value that it has now, but does at others: a schedule "
         "by it runs that many times as fast. Give it as data, or move it once after the step.",
         _COUNTED,
+    ),
+    "later list": Cause(
+        "state",
+        "{shown}. It makes no difference to the gradient at the length that it has now, but does at others: a schedule "
+        "by it runs that many times as fast, and a queue has samples of the very same batch in it. Give it as data, "
+        "and extend it once after the step.",
+        (
+            (
+                'batch["{name}"] = {kept}  # before the step, with broadcast=("{name}",); only read there\n'
+                '    return loss, {{"{name}": rows}}  # a row for each sample: what it added\n'
+                '    {list}.extend(step(batch).metrics["{name}"])  # once, after the step'
+            ),
+            WHOLE,
+        ),
     ),
     "moves": Cause(
         "state",

@@ -14,10 +14,12 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.layout import lay_out, placement
 from anybatch.checking.averages import Averages
+from anybatch.checking.beginnings import announced
 from anybatch.checking.causes import reason, seeded
 from anybatch.checking.comparison import Case, Comparison
 from anybatch.checking.counts import even_labels
 from anybatch.checking.gradients import distance, relative
+from anybatch.checking.later import Buffers
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.checking.searches import State, joined, searched, shown_iterators, wrong_averages
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -62,11 +64,13 @@ def examine(task: Task) -> Certificate:
         task = replace(task, splittable=task.splittable.chosen(range(max(2, rows // 2))))
 
 
-def later_counter(task: Task) -> Reason | None:
-    """What each micro-batch counts in Python, and makes a difference at another value; ``None`` for nothing."""
+def later_state(task: Task) -> Reason | None:
+    """What each micro-batch moves, in Python or in buffers, and makes a difference at other values; or ``None``."""
     with ExitStack() as stack:
         rig, whole, _ = opened(task, stack)
-        return State(Case(rig, whole, rig.splits(), _TOLERANCE), rig.effects.found()).note(ahead=True)
+        buffers, case = Buffers(rig), Case(rig, whole, rig.splits(), _TOLERANCE)
+        counted = State(case, rig.effects.found()).note(ahead=True)
+        return counted or (buffers.later(case) if whole.is_finite else None)
 
 
 def _of_one(splittable: Splittable) -> Splittable:
@@ -126,6 +130,7 @@ class Examination(Case):
     def certificate(self) -> Certificate:
         """Runs the check."""
         changed, effects = self._changed_buffers(), self.rig.effects.found()
+        self._buffers = Buffers(self.rig)
         self._drawn = self.rig.has_drawn(torch_too=False)
         self._note_what_is_checked()
         if self._refused:
@@ -216,7 +221,8 @@ class Examination(Case):
         if size := self._wrong_row_block():
             self.reasons.append(reason("rows", "loss", {"row_block": size, "error": error}))
         elif names := self._written_weights():
-            self.reasons.append(reason("weight", names[0], {"weights": names, "error": error}))
+            cause = "first forward" if self._is_written_once(names) else "weight"
+            self.reasons.append(reason(cause, names[0], {"weights": names, "error": error}))
         elif not comparison.breaks and (found := self._in_chunks() or self._moves_unseen()):
             self.reasons.append(found)
         else:
@@ -240,14 +246,30 @@ class Examination(Case):
         one_block = Coupled(coupled.encode, coupled.loss, row_block=self.task.splittable.rows)
         return coupled.row_block if self.is_exact(loss_fn=one_block) else 0
 
-    def _written_weights(self) -> list[str]:
-        """The weights that the forward or the loss writes to, which other micro-batches find changed."""
-        own = {
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {
             f"{name}.{inner}".strip("."): parameter
             for name, module in self.rig.modules.items()
             for inner, parameter in module._parameters.items()
             if parameter is not None
         }
+
+    def _is_written_once(self, names: Sequence[str]) -> bool:
+        """Whether only the first forward writes to weights, as one that sets them by the samples that it is given."""
+        own, begun = [one for name, one in self._weights().items() if name in names], list[list[torch.Tensor]]()
+        self.rig.run()
+
+        def begin() -> None:
+            begun.append([one.detach().clone() for one in own])
+
+        told = announced(self.task.loss_fn, begin, lambda: None, in_pieces=True)
+        carried = self.rig.effects.found()
+        self.attempt(self.splits[0], fresh=False, carries=carried, loss_fn=told)
+        return len(begun) > 1 and all(map(torch.equal, begun[1], [one.detach() for one in own]))
+
+    def _written_weights(self) -> list[str]:
+        """The weights that the forward or the loss writes to, which other micro-batches find changed."""
+        own = self._weights()
         before = {name: parameter.detach().clone() for name, parameter in own.items()}
         self.rig.run()
         return [name for name, parameter in own.items() if not torch.equal(parameter.detach(), before[name])]
@@ -291,12 +313,14 @@ class Examination(Case):
             return 0.0
         error = self.compared(fresh=False).error
         if error <= self.tolerance:
-            self.notes.append(reason("buffer", changed[0], {"buffers": list(changed)}))
+            later = self._buffers.later(self)
+            self.notes.append(later or reason("buffer", changed[0], {"buffers": list(changed)}))
             return 0.0
         owner, _, name = changed[0].rpartition(".")
         evidence = {"buffers": list(changed), "error": error}
         said = {"name": name, "code": changed[0], "owner": owner or "model"}
-        self.reasons.append(reason("moving buffer", changed[0], evidence, **said))
+        cause = "counting buffer" if self._buffers.is_count else "moving buffer"
+        self.reasons.append(reason(cause, changed[0], evidence, **said))
         return error
 
     def _examine_state(self, changed: Sequence[Effect]) -> float:

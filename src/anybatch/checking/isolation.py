@@ -38,7 +38,8 @@ class Isolation:
         self._dtype = dtype
         self._device = device
         self._undo = ExitStack()
-        self._buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        # the buffers by their homes and names, each with its copy and with the values that it began with
+        self.buffer_values: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self.parameters: dict[int, torch.Tensor] = {}  # those that have copies of their values, by their ``id``
         # the ``id`` s of those with hooks that run after the gradient was accumulated
         self.with_optimizer_hooks: set[int] = set()
@@ -87,16 +88,18 @@ class Isolation:
     def restore_buffers(self) -> None:
         """Puts the values that the buffers had at the start of the isolation into them."""
         with torch.no_grad():
-            for home, name, buffer, value in self._buffer_values:
+            for home, name, buffer, value in self.buffer_values:
                 home[name] = buffer
                 if not torch.equal(buffer, value):  # a graph that is kept may have saved it
+                    if buffer.shape != value.shape:  # an observer makes room in its first forward
+                        buffer.resize_(value.shape)
                     buffer.copy_(value)
 
     def changed_buffers(self) -> list[torch.Tensor]:
         """The buffers whose values are not those of the start, as they are found in the modules."""
         return [
             home[name]
-            for home, name, buffer, value in self._buffer_values
+            for home, name, buffer, value in self.buffer_values
             if home.get(name) is not buffer or not torch.equal(buffer, value)
         ]
 
@@ -108,11 +111,16 @@ class Isolation:
                 known[id(buffer)] = self._converted(buffer.detach())
             twin = known[id(buffer)]
             home[name] = twin
-            self._buffer_values.append((home, name, twin, twin.clone()))
+            self.buffer_values.append((home, name, twin, twin.clone()))
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         twin = tensor.detach().clone()
         return in_precision(twin, self._dtype)
+
+
+def is_flag(buffer: torch.Tensor) -> bool:
+    """Whether a buffer says no more than yes or no."""
+    return buffer.dtype in (torch.bool, torch.uint8) and buffer.numel() == 1
 
 
 def muted(hooks: Any, undo: ExitStack) -> None:

@@ -30,7 +30,7 @@ from anybatch.checking.cuts import (
     most_of,
     uncut_one_by_one,
 )  # fmt: skip
-from anybatch.checking.examination import later_counter
+from anybatch.checking.examination import later_state
 from anybatch.checking.searches import shown_iterators
 from anybatch.checking.sizes import another_size
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -266,12 +266,12 @@ class _Prover:
         return None
 
     def later(self) -> Reason | None:
-        """A counter that each micro-batch moves, and that makes a difference at another value only."""
+        """What each micro-batch moves, and makes a difference at another value only."""
         failure = None
         try:
             for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
-                if self._trial.counts and not self._task.is_planned:
-                    return self._trial.isolated(cut, later_counter)
+                if (self._trial.counts or self._trial.has_state) and not self._task.is_planned:
+                    return self._trial.isolated(cut, later_state)
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
             failure = Failure(error)
         if failure is not None:

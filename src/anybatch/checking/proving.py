@@ -23,6 +23,7 @@ from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
     from anybatch.checking.replaying import Replay
+    from anybatch.checking.switches import Switches
     from anybatch.records.certificates import Reason
     from anybatch.records.proofs import Proof
 
@@ -36,9 +37,11 @@ class Proofs:
 
     def __init__(self, verify: Verify) -> None:
         self.verify = verify
+        self.is_of_part = False  # whether a batch is one part of a logical one, and split even as it is
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        self._switches: Switches | None = None  # as long as nothing was proved
 
     def look(
         self,
@@ -61,13 +64,15 @@ class Proofs:
         """
         reducer = task.settings.reducer
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
-        splits = self.verify != "off" and (len(parts) > 1 or cuts_time)
+        splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
         key = layout_key(task.splittable)
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
+        if known is not None and self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+            holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
 
@@ -102,7 +107,10 @@ class Proofs:
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.proof import prove
         from anybatch.checking.replaying import Replay
+        from anybatch.checking.switches import Switches
 
+        self._switches = self._switches or Switches()
+        self._switches.note(task.model, task.loss_fn)
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None

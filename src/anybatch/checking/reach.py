@@ -4,6 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from anybatch.tensors.sideeffects import defaults_of, names_in
 
 _DEPTH = 4
+_MOST = 16  # of what a container holds
 _FOREIGN = ("torch", "numpy", "builtins", "functools", "typing", "collections")
 
 
@@ -68,12 +70,16 @@ def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         if _is_foreign(value.__module__):
             return
         for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if not _is_empty(cell):
+            if not is_empty(cell):
                 yield inner, cell.cell_contents
         for inner in dict.fromkeys(names_in(value.__code__)):
             if inner in value.__globals__:
                 yield inner, value.__globals__[inner]
         yield from defaults_of(value)
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", held) for key, held in islice(value.items(), _MOST))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{position}]", held) for position, held in enumerate(value[:_MOST]))
     elif not inspect.isroutine(value) and not _is_foreign(type(value).__module__):
         yield from ((f"{name}.{inner}", held) for inner, held in getattr(value, "__dict__", {}).items())
         if callable(value):
@@ -84,7 +90,8 @@ def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def is_empty(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has no value so far."""
     try:
         return cell.cell_contents is cell
     except ValueError:

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.batches import Part
+from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
 from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
+from anybatch.checking.elsewhere import moved, thinned
 from anybatch.checking.proof import Found, prove_among_many
-from anybatch.checking.trial import Optimizations, Trial, surroundings
+from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
@@ -38,6 +39,7 @@ from anybatch.update.transaction import Failure
 _MOST_BYTES = 16 << 20  # of what a model gives for all samples, and of inputs that are no views of the batch
 _LOSS_BYTES = 8  # times as many may be alive in the loss of these,
 _LOSS_ROOM = 64 << 20  # and this beside them, below which no operation is looked at beforehand
+_FEW = (8, 6, 6)  # samples of micro-batches, for which the model gives other numbers
 _APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
@@ -127,7 +129,7 @@ class Replay:
         try:
             with surroundings():
                 if calls := self._joined():
-                    return self._compared(calls)
+                    return self._compared(calls) or self._elsewhere(calls)
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
         if failure is not None:
@@ -147,28 +149,63 @@ class Replay:
         if others and len(calls) == len(self._parts):
             yield [self._parts[0], self._parts[others[0]]]
 
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(len(part.samples) for part in self._parts)
+
     def _joined(self) -> list["_Call"]:
         """What the model was given and gave in each call; empty where that is not known of all samples."""
-        sizes = [len(part.samples) for part in self._parts]
+        sizes = self._sizes
         if len(self._given) != len(sizes) or len({len(given) for given in self._given}) != 1:
             return []
         given, self._given = self._given, []
         return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
-        task, rows = self._task, self._task.splittable.rows
-        cut, player = Cut(task.splittable, tuple(len(part.samples) for part in self._parts)), _Player(calls, task)
-        limit = _LOSS_BYTES * self._bytes + _LOSS_ROOM
-        with player.playing(), Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
-            difference = trial.difference(cut, in_single=False)
-        least = (_APART_IN_LOW if player.is_low else _APART) if difference.is_single else _IN_DOUBT
-        if difference.draws or not math.isfinite(difference.error) or difference.error < least:
+        rows, sizes = self._task.splittable.rows, self._sizes
+        difference = self._difference(calls, sizes)
+        if difference is None:
             return None
         told = worded("whole batch", "loss", {"error": difference.error}, rows=rows)
         dtype = str(difference.dtype).removeprefix("torch.")
-        found = Proof("not exact", "losses", rows, cut.sizes, difference.error, difference.tolerance, dtype)
+        found = Proof("not exact", "losses", rows, sizes, difference.error, difference.tolerance, dtype)
         return replace(found, update=self._proof.update), told
+
+    def _elsewhere(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
+        """What the loss shows where the model gives something else, and where masks that are full are not."""
+        if not self._proof.exact or self._proof.group > 1:
+            return None
+        sizes = tuple(min(most, size) for most, size in zip(_FEW, self._sizes, strict=False))
+        rows = [start + row for (start, _), size in zip(calls[0].bounds, sizes, strict=False) for row in range(size)]
+        splittable, masks = self._task.splittable.chosen(rows), list[str]()
+        calls = [call.first(sizes) for call in calls]
+        labels, thin = thinned(splittable)
+        if labels and self._difference(calls, sizes, thin) is not None:
+            alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
+            masks = [*alone] or labels
+        elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
+            return None
+        told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
+        note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
+        return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
+
+    def _difference(
+        self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None
+    ) -> Difference | None:
+        """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
+
+        Args:
+            splittable: another batch, for which the model gives the same.
+        """
+        task = self._task if splittable is None else replace(self._task, splittable=splittable)
+        player = _Player(calls, task, is_same=splittable is None)
+        cut, limit = Cut(task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
+        with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
+            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
+            found = trial.difference(cut, in_single=False)
+        least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
+        return None if found.draws or not math.isfinite(found.error) or found.error < least else found
 
 
 class _Kept:
@@ -201,6 +238,18 @@ class _Call(NamedTuple):
         outputs = [[_leaf(one, size) for one in flat(output)] for (_, output), size in zip(calls, sizes, strict=True)]
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         return cls([flat(inputs) for inputs, _ in calls], calls[0][1], outputs, bounds)
+
+    def first(self, sizes: Sequence[int]) -> "_Call":
+        """The first samples of the first micro-batches."""
+        ends = list(accumulate(sizes))
+        outputs = [
+            [
+                one.detach()[:size].requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
+                for one in own
+            ]
+            for own, size in zip(self.outputs, sizes, strict=False)
+        ]
+        return _Call(self.inputs, self.form, outputs, list(zip([0, *ends[:-1]], ends, strict=True)))
 
     def output(self, rows: slice) -> Any:
         """What the model gives for some rows, those of whole micro-batches."""
@@ -247,8 +296,8 @@ def _joined(own: Sequence[Any]) -> Any:
 class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    def __init__(self, calls: list[_Call], task: Task) -> None:
-        self._of_calls, self._task = calls, task
+    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool) -> None:
+        self._of_calls, self._task, self._is_same = calls, task, is_same
         self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
@@ -273,7 +322,7 @@ class _Player:
     def _play(self, *args: Any, **kwargs: Any) -> Any:
         call = self._of_calls[self._calls]
         self._calls += 1
-        if not call.is_of(flat((args, kwargs)), self._rows):
+        if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
             raise ValueError("the model is called with other inputs, or with the samples in another order")
         return call.output(self._rows)
 

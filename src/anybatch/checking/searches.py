@@ -307,15 +307,24 @@ class State:
         if not later or not math.isfinite(self._case.whole.norm):  # nothing is told apart by what is not finite
             return None
         self._case.attempt(self._parts, carries=self._changed)
-        found = self._worded("later counter", later)
-        return replace(found, remedies=found.remedies[:1]) if later[0].is_growth else found
+        return self._worded("later list" if later[0].is_growth else "later counter", later)
 
     def _worded(self, cause: str, effects: Sequence[Effect], off: str = "", **evidence: float) -> Reason:
         code = _code_of(effects[0])
         name = re.findall(r"[A-Za-z_]\w*", code)[-1]
-        shown = "; ".join(_moved(effect, len(self._parts)) for effect in effects[:3])
+        shown = "; ".join(list(dict.fromkeys(_moved(effect, len(self._parts)) for effect in effects))[:3])
         evidence = {"state": [effect.place.code for effect in effects], **evidence}  # type: ignore[dict-item]
-        return reason(cause, code, evidence, shown=shown, off=off, name=name, code=code)
+        return reason(
+            cause,
+            code,
+            evidence,
+            shown=shown,
+            off=off,
+            name=name,
+            code=code,
+            kept=f"list({code[4:-1]})",
+            list=code[4:-1],
+        )
 
     def _matters_elsewhere(self, effect: Effect, others: Sequence[int]) -> bool:
         """Whether the gradient is another one once it was counted further, to what many periods of calls divide."""

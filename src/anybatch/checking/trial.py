@@ -16,6 +16,7 @@ from anybatch.batch.batches import Part
 from anybatch.checking.beginnings import announced
 from anybatch.checking.cuts import Cut
 from anybatch.checking.gradients import Sketch, relative
+from anybatch.checking.isolation import is_flag
 from anybatch.checking.reach import modules_of as reached_modules
 from anybatch.checking.rig import scaled
 from anybatch.checking.sharedbounds import Bounds, bound_of_samples
@@ -142,6 +143,8 @@ class Trial:
         devices = devices_among(self._every_module)
         self._has_moved = False
         self.counts: bool | None = None  # whether a run counts in Python; ``None`` as long as nothing was run
+        # whether a run moves buffers, or there is a flag among them
+        self.has_state = any(map(is_flag, _buffers(self._every_module)))
         self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
         self._room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
@@ -207,7 +210,7 @@ class Trial:
         What only the first run makes, such as a cache, has been made by then.
         """
         one, other = (self.run(cut, cut.whole, None) for _ in range(2))
-        error = relative(other.gradient.distance(one.gradient), one.gradient.distance())
+        error = self._gradient_error(one, other)[1]
         off = other.value_error(one)
         is_number = math.isfinite(error) and math.isfinite(off) and not (one.drew_others or other.drew_others)
         return is_number and not self.judged(self.parameters, error, off, draws=False).is_none
@@ -397,7 +400,8 @@ class Trial:
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
-            with _Hooks(self._changers), written or bounds or numbers or contextlib.nullcontext():
+            seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
+            with seen, written or bounds or numbers or contextlib.nullcontext():
                 yield
         finally:
             for parameter, gradient in [*gradients, *(outside.found if outside is not None else ())]:
@@ -409,7 +413,9 @@ class Trial:
                 self.written.update((id(one), one) for one, _ in places if written.holds(one))
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
-            is_moved = (written is not None and self._may_write) or _versions(self._every_module) != buffers
+            moves_buffers = _versions(self._every_module) != buffers
+            self.has_state = self.has_state or moves_buffers
+            is_moved = (written is not None and self._may_write) or moves_buffers
             if self.counts is None:
                 self.counts = any(one.is_number or one.is_growth for one in self._effects.found())
             self._has_moved = self._effects.restore() or is_moved

@@ -94,6 +94,7 @@ class ExactGradient(Callback):
             if self._loaded is not None:
                 self.gradient.load_state_dict(self._loaded)
                 self._loaded = None
+        self.gradient.joined = trainer.accumulate_grad_batches
         return self.gradient
 
     def state_dict(self) -> dict[str, Any]:

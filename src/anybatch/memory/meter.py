@@ -18,7 +18,7 @@ import torch
 
 from anybatch.batch.trees import map_leaves
 from anybatch.records.memory import ACTIVATIONS, GRADIENTS, INPUTS, OTHER, PARAMETERS, Memory
-from anybatch.tensors.dispatch import TorchDispatchMode, current_mode
+from anybatch.tensors.dispatch import Mode, TorchDispatchMode, current_mode
 from anybatch.tensors.fakemode import Fake, QuickFakeMode, tensors_in
 from anybatch.tensors.graph import in_backward
 from anybatch.torch_private import number_of_node, unwrapped
@@ -152,7 +152,7 @@ class Allocation:
     back: int | None = None  # the position of the first operation of a backward that read it; ``None`` if none did
 
 
-class Recording(TorchDispatchMode):
+class Recording(Mode):
     """Writes down every operation and every storage, so that live bytes can be computed at each moment.
 
     Args:

@@ -98,6 +98,7 @@ class _Holder:
     place: Callable[[Any], Place]
     is_generator: bool = False
     is_iterator: bool = False
+    kind: type | None = None  # whose attributes an object has until it gets its own
 
     def __post_init__(self) -> None:
         self.saved = self.read()
@@ -106,6 +107,8 @@ class _Holder:
         now = self.read()
         for key in dict.fromkeys([*self.saved, *now]):
             before, after = self.saved.get(key, _MISSING), now.get(key, _MISSING)
+            if before is _MISSING and type(of_class := getattr(self.kind, str(key), None)) in (int, float):
+                before = of_class
             if before is not after and not same(before, after):
                 yield key, before, after
 
@@ -355,7 +358,7 @@ class SideEffects:
             wanted = (
                 (lambda name: name not in skipped) if is_open else (lambda name: type(attributes[name]) in (int, float))
             )
-            self._attributes(attributes, "self", f" of {kind.__name__}", wanted, is_open=is_open)
+            self._attributes(attributes, "self", f" of {kind.__name__}", wanted, is_open=is_open, kind=kind)
         if isinstance(value, torch.nn.Module):
             parameters = [parameter for parameter in value._parameters.values() if parameter is not None]
             for parameter in parameters if not self._tensors else ():
@@ -368,15 +371,16 @@ class SideEffects:
             self._hold_named(value, _slots(kind), Place("self", f" of {kind.__name__}"))
 
     def _attributes(
-        self, home: dict[str, Any], code: str, owner: str, wanted: Callable[[str], bool], *, is_open: bool = True
-    ) -> None:
+        self, home: dict[str, Any], code: str, owner: str, wanted: Callable[[str], bool], *, is_open: bool = True,
+        kind: type | None = None,
+    ) -> None:  # fmt: skip
         def read() -> dict[str, Any]:
             return {name: value for name, value in home.items() if wanted(name)}
 
         def place(name: str) -> Place:
             return Place(f"{code}.{name}", owner)
 
-        for name, value in self._hold(read, functools.partial(_write, home, read), place).items():
+        for name, value in self._hold(read, functools.partial(_write, home, read), place, kind=kind).items():
             if is_open:
                 self._visit(value, place(name))
 

@@ -105,6 +105,8 @@ class Snapshot:
             for home, name, buffer, value in self._buffers:
                 home[name] = buffer
                 if buffer is not None and value is not None:
+                    if buffer.shape != value.shape:  # an observer makes room in its first forward
+                        buffer.resize_(value.shape)
                     buffer.copy_(value)
         written = sum(weight._version != version for weight, version in self._versions)
         if written and warns and not self._was_told:

@@ -87,3 +87,24 @@ def test_a_count_that_matters_later_is_said(reads: Any, name: str) -> None:
 @pytest.mark.parametrize("reads", [logged, averaged, begun_anew, warmed_up])
 def test_a_count_that_the_gradient_does_not_depend_on_is_not(reads: Any) -> None:
     assert said_of(reads) == []
+
+
+class Annealed:
+    """A count that is an attribute of the class until the first call."""
+
+    calls = 0
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        self.calls += 1
+        return F.mse_loss(model(batch["x"]), batch["y"]) * (0.5 if self.calls < self.until else 1.0)
+
+
+def test_a_count_that_begins_in_the_class_is_a_count() -> None:
+    model, batch = nn.Linear(4, 3).double(), {"x": torch.randn(20, 4).double(), "y": torch.randn(20, 3).double()}
+    with pytest.warns(UserWarning, match=r"`self\.calls` of Annealed was counted 3 times"):
+        anybatch.backward(model, Annealed(400), batch, micro_batch_size=8)
+    with pytest.raises(anybatch.NotSplittable, match=r"(.|\n)*self\.calls \+= 1  # here, once"):
+        anybatch.backward(model, Annealed(2), batch, micro_batch_size=8)

@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,191 @@ def test_of_a_hidden_state() -> None:
         return [*trained(linear(), loss_fn, batch, after=after, micro_batch_size=size), hidden[0]]
 
     assert_same(as_data)
+
+
+class Kept(nn.Module):
+    """A layer, and what a case keeps beside it."""
+
+    kept: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.register_buffer("kept", value)
+
+
+@follows("counting buffer")
+def test_of_a_buffer_that_counts() -> None:
+    def counts(model: Any, batch: Batch) -> Any:
+        model.kept += 1
+        return warmed(cross_entropy(model.layer, batch), int(model.kept))
+
+    lines = ("step(batch)\n    model.kept.add_(1)", 'batch["kept"] = step.updates + 1  # before step(batch)')
+    said(check(Kept(torch.tensor(0)), counts, vectors()), *lines)
+
+    def after(size: int | None) -> list[Any]:
+        reads: Loss = lambda m, b: warmed(cross_entropy(m.layer, b), int(m.kept))  # noqa: E731
+        model = Kept(torch.tensor(0))
+        return trained(model, reads, vectors(), after=lambda _: model.kept.add_(1), micro_batch_size=size)
+
+    assert_same(after)
+    reads: Loss = lambda m, b: warmed(cross_entropy(m.layer, b), b["kept"])  # noqa: E731
+    assert check(Kept(torch.tensor(0)), reads, {**vectors(), "kept": 1}).exact
+
+
+@follows("first forward")
+def test_of_a_first_forward_that_sets_weights_by_its_samples() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = linear(), nn.Parameter(torch.zeros(5))
+            self.is_set: torch.Tensor
+            self.register_buffer("is_set", torch.tensor(False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_set:
+                self.shift.data.copy_(-x.mean(0))
+                self.is_set.fill_(True)
+            result: torch.Tensor = self.layer(x + self.shift)
+            return result
+
+    line = "with torch.no_grad():\n        loss_fn(model, batch)  # once, before the first step"
+    said(check(Normalised(), cross_entropy, vectors()), line, WHOLE)
+
+    def made(size: int | None) -> list[Any]:
+        model, batch = Normalised(), vectors()
+        with torch.no_grad():
+            cross_entropy(model, batch)
+        return trained(model, cross_entropy, batch, micro_batch_size=size)
+
+    assert_same(made)
+
+
+@follows("later flag")
+def test_of_a_flag_that_is_turned_later() -> None:
+    def reads(model: Any, batch: Batch) -> Any:
+        out = model.layer(batch["x"])
+        return F.cross_entropy(out - out.mean(0) if model.kept else out, batch["y"])
+
+    model = Kept(torch.tensor(False))
+    with pytest.warns(UserWarning, match=r"anybatch.check\(model, loss_fn, batch\)  # once it is turned"):
+        trained(model, reads, vectors(), steps=1, micro_batch_size=4)
+    model.kept.fill_(True)
+    said(check(model, reads, vectors()), WHOLE, COUPLED, "return {")
+
+
+@follows("later buffer")
+def test_of_a_buffer_that_matters_later() -> None:
+    def reads(model: Any, batch: Batch) -> Any:
+        x = batch["x"] - model.kept if model.seen >= 24 else batch["x"]
+        return F.cross_entropy(model.layer(x), batch["y"])
+
+    def update(model: Any, values: torch.Tensor) -> None:
+        model.seen += len(values)
+        model.kept += (values - model.kept).sum(0) / model.seen
+
+    def averaging() -> Kept:
+        model = Kept(torch.zeros(5))
+        model.register_buffer("seen", torch.tensor(0))
+        return model
+
+    def moves(model: Any, batch: Batch) -> Any:
+        loss = reads(model, batch)
+        update(model, batch["x"])
+        return loss
+
+    lines = ('return loss, {"values": values}', 'model.update(step(batch).metrics["values"])')
+    certificate = check(averaging(), moves, vectors())
+    assert certificate.exact
+    (told,) = [note for note in certificate.notes if note.code == "buffer"]
+    assert all(any(line in remedy for remedy in told.remedies) for line in lines)
+
+    def made(size: int | None) -> list[Any]:
+        model = averaging()
+        step = TrainStep(
+            model, lambda m, b: (reads(m, b), {"values": b["x"]}), torch.optim.SGD(model.parameters(), 0.1),
+            micro_batch_size=size,
+        )  # fmt: skip
+        for _ in range(4):
+            update(model, step(vectors()).metrics["values"])
+        return [one.detach() for one in model.parameters()]
+
+    assert_same(made)
+
+
+@follows("later list")
+def test_of_a_list_that_matters_later() -> None:
+    class Queue:
+        def __init__(self) -> None:
+            self.rows: list[torch.Tensor] = []
+
+        def of(self, model: Any, batch: Batch, rows: list[torch.Tensor]) -> Any:
+            out = model(batch["x"])
+            return F.cross_entropy(out - torch.stack(rows[-24:]).mean(0) if len(rows) >= 24 else out, batch["y"])
+
+        def __call__(self, model: Any, batch: Batch) -> Any:
+            loss = self.of(model, batch, self.rows)
+            self.rows.extend(model(batch["x"]).detach())
+            return loss
+
+    lines = ('batch["rows"] = list(self.rows)', 'return loss, {"rows": rows}', "self.rows.extend(step(batch)")
+    (told,) = [note for note in check(linear(), Queue(), vectors()).notes if note.code == "state"]
+    assert all(any(line in remedy for remedy in told.remedies) for line in lines)
+
+    def made(size: int | None) -> list[Any]:
+        model, queue = linear(), Queue()
+        step = TrainStep(
+            model, lambda m, b: (queue.of(m, b, b["rows"]), {"rows": m(b["x"]).detach()}),
+            torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=size, broadcast=("rows",),
+        )  # fmt: skip
+        for _ in range(4):
+            queue.rows.extend(step({**vectors(), "rows": list(queue.rows)}).metrics["rows"])
+        return [one.detach() for one in model.parameters()]
+
+    assert_same(made)
+
+
+@follows("full mask")
+def test_of_a_mask_that_is_full() -> None:
+    def masked(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    def totals(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return Mean((losses * batch["mask"]).sum(), batch["mask"].sum())
+
+    full = {**vectors(), "mask": torch.ones(12)}
+    with pytest.warns(UserWarning, match=r"count=lambda batch: batch\['mask'\].sum\(\)(.|\n)*Mean\(total, items\)"):
+        trained(linear(), masked, full, steps=1, micro_batch_size=4)
+    few = {**full, "mask": torch.arange(12) % 3 * 1.0}
+    assert check(linear(), masked, few, count=lambda batch: batch["mask"].sum()).exact
+    for loss_fn, options in ((masked, {"count": lambda batch: batch["mask"].sum()}), (totals, {})):
+        assert_same(partial(_in_turn, loss_fn, (full, few), options))
+
+
+def _in_turn(loss_fn: Loss, batches: Any, options: dict[str, Any], size: int | None) -> list[Any]:
+    model, of = linear(), iter(batches)
+    return trained(model, loss_fn, lambda _: next(of), steps=len(batches), micro_batch_size=size, **options)
+
+
+@follows("other outputs")
+def test_of_samples_that_are_taken_by_what_the_model_gives() -> None:
+    def taken(model: Any, batch: Batch) -> Any:
+        losses = F.cross_entropy(batch["louder"][:, None] * model(batch["x"]), batch["y"], reduction="none")
+        return losses * (losses > 0.05), (losses > 0.05).sum()
+
+    def divided(model: Any, batch: Batch) -> Any:
+        total, number = taken(model, batch)
+        return total.sum() / number
+
+    first, later = ({**vectors(), "louder": torch.full((12,), by)} for by in (0.5, 60.0))
+    lines = r"anybatch.Mean\(taken.sum\(\), number\)(.|\n)*TrainStep(.|\n)*Coupled"
+    with pytest.warns(UserWarning, match=lines):
+        trained(linear(), divided, first, steps=1, micro_batch_size=4)
+    assert not check(linear(), divided, later).exact
+    of_all = Coupled(lambda m, b: m(b["x"]), lambda m, out, b: divided(lambda _: out, b))
+    for loss_fn in (lambda m, b: Mean((made := taken(m, b))[0].sum(), made[1]), of_all):
+        assert_same(partial(_in_turn, loss_fn, (first, later), {}))
+    assert_same(lambda size: _in_turn(divided, (first, later), {}, None))

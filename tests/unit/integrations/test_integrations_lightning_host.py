@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+import anybatch
+
 pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
@@ -176,3 +178,48 @@ def test_a_batch_without_a_loss_is_skipped_as_lightning_skips_it() -> None:
     assert trainer.global_step == plain.global_step
     for name, value in own.state_dict().items():
         assert torch.equal(value, ours.state_dict()[name]), name
+
+
+class Joined(pl.LightningModule):
+    """A loss of the user's over windows of several batches of the loader."""
+
+    def __init__(self, loss: Any, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers, self.loss, self.calls = torch.nn.Sequential(torch.nn.Linear(4, 3), *layers), loss, 0
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.loss(self, self.layers(batch[0]))
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _fitted(module: pl.LightningModule, accumulate: int, **options: Any) -> ExactGradient:
+    exact = ExactGradient(**options)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), batch_size=8)
+    pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[exact], max_epochs=1, accumulate_grad_batches=accumulate,
+    ).fit(module, loader)  # fmt: skip
+    return exact
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda _, out: out.std(0).mean(), lambda own, out: out.square().mean() * min(1.0, own.calls / 10)]
+)
+def test_the_batches_of_a_window_are_proved_as_the_parts_of_a_batch_are(loss: Any) -> None:
+    with pytest.raises(anybatch.NotSplittable):
+        _fitted(Joined(loss), 2)
+    _fitted(Joined(loss), 1)
+    _fitted(Joined(loss), 2, verify="off")
+    _fitted(Joined(lambda _, out: out.square().mean()), 2)
+
+
+def test_batch_norm_over_a_window_is_refused_as_over_micro_batches() -> None:
+    made = [Joined(lambda _, out: out.square().mean(), torch.nn.BatchNorm1d(3)) for _ in range(3)]
+    with pytest.raises(anybatch.NotSplittable, match="window has 2 batches"):
+        _fitted(made[0], 2)
+    _fitted(made[1], 1)
+    _fitted(made[2], 2, batch_norm="ghost")
