@@ -1,9 +1,9 @@
 """Runs Python in processes forked from one that has loaded torch, as if it had been started.
 
 A process that is started loads torch, and what optimizers import, for longer than most tests take. Here the command
-line and the Python that it starts for a script are forked (see forks.py). The script finds torch when it imports it, as
-for the first time; but modules that torch and the command line have loaded are there before. So each verb has tests,
-too, that start processes.
+line and the Python that it starts for a script are forked (see forks.py). They find torch and this package when they
+import them, as for the first time (see preloaded.py); but modules that those have loaded are there before. So each verb
+has tests, too, that start processes.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+import preloaded
 from forks import Call, run_forked_calls
 
 SECONDS = 240
@@ -106,7 +107,7 @@ def _python(arguments: list[str], environment: Mapping[str, str], folder: str | 
     _renew_streams()
     sys.path[:] = [*filter(None, values.get("PYTHONPATH", "").split(os.pathsep)), *installed]
     sys.path_importer_cache.clear()
-    _forget_torch()
+    preloaded.forget()
     sys.modules.pop("sitecustomize", None)
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         one.detach()  # such as that of a folder of the process that has forked this one, which it deletes itself
@@ -129,29 +130,6 @@ def _renew_streams() -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-class _LoadedTorch:
-    """Finds torch, which has been loaded, when it is imported for the first time."""
-
-    def __init__(self, torch: ModuleType) -> None:
-        self._torch = torch
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        return importlib.util.spec_from_loader(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return self._torch
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self)
-
-
-def _forget_torch() -> None:
-    if "torch" in sys.modules:
-        sys.meta_path.insert(0, _LoadedTorch(sys.modules.pop("torch")))
 
 
 def _code_of(run: Any) -> int:

@@ -1,7 +1,7 @@
-"""Processes forked from one that has loaded torch, which takes each of them seconds else.
+"""Processes forked from one that has loaded torch and the package, which takes each of them seconds else.
 
 One such process serves all tests of a worker. It never runs anything itself, so that what it forks begins as a fresh
-process does that has imported torch.
+process does that has imported these.
 """
 
 import atexit
@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import preloaded
 
 HERE = Path(__file__).parent
 Argument = str | int | float
@@ -68,6 +70,7 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # optimizers and DistributedDataParallel load it
+    preloaded.load("anybatch")
     gc.collect()
     gc.freeze()  # else each collection that a plan or a retry asks for goes through all that torch has made
     for line in sys.stdin:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from anybatch import interception
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.errors import LossError
-from anybatch.interception import Call, announce, first_call, gradients_aside, watchers
+from anybatch.interception import Call, announce, gradients_aside, watchers
 from anybatch.loss.accumulate import DropoutPolicy, Settings
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import ALONE, Reducer
@@ -206,7 +207,7 @@ def subject_of(
 
 def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:
     """Passes the arguments to a command that waits for the first call, and what is trained to an attached doctor."""
-    handler = first_call.get()
+    handler = interception.first_call.get()  # which a command that has loaded this before may have replaced
     if handler is not None:
         arguments = options.told() | {"micro_batch_size": micro_batch_size} | others
         handler(Call(options.model, options.loss_fn, batch, arguments))

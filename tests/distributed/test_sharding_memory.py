@@ -194,7 +194,7 @@ def goes_on(rank: int, world: int) -> None:
                     state = step.state_dict()
                     step = anybatch.TrainStep(model, square, optimizer, memory=BUDGET)
                     step.load_state_dict(state)
-                step(rows_of(rank))
+                step(rows_of(rank, rows=20))
                 sizes.append(step._limit.value)
                 if number == saved_after:
                     assert step._follower is not None

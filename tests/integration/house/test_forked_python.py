@@ -69,3 +69,18 @@ print(torch.__name__, torch.nn.Linear(2, 1)(torch.ones(3, 2)).shape)
 """
     done = forked_python.run([sys.executable, "-c", code], tmp_path)
     assert done.stdout == "is looked for\ntorch torch.Size([3, 1])\n", done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_package_is_found_with_what_it_imports_when_it_is_imported(tmp_path: Path) -> None:
+    code = """
+import sys
+print([name for name in sys.modules if name.partition(".")[0] in ("anybatch", "torch") and name.count(".") == 0])
+import anybatch
+print("anybatch.step" in sys.modules, "torch" in sys.modules)
+step = anybatch.TrainStep
+print({*"anybatch.step anybatch.backpropagation torch".split()} <= sys.modules.keys())
+print("anybatch.doctor.recorder" in sys.modules, sys.modules["anybatch.step"].__spec__.loader.path[-7:])
+"""
+    done = forked_python.run([sys.executable, "-c", code], tmp_path)
+    assert done.stdout == "[]\nFalse False\nTrue\nFalse step.py\n", done.stderr
