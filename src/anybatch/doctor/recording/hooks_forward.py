@@ -51,6 +51,7 @@ class ForwardHooks:
         self._chosen: set[Any] = set()
         self._calls: set[Any] = set()
         self._is_searching = False
+        self._choose: Callable[[set[Any] | None], None] = lambda chosen: None
         self._before, self._after = recording.guarded(self._begin), recording.guarded(samplers.after_forward)
         self._adopt = recording.guarded(self._look_at)
         self._modes: dict[int, list[tuple[str, Any]]] = {}
@@ -59,7 +60,7 @@ class ForwardHooks:
 
     def attach(self) -> None:
         """Has calls of all modules seen; ``Recording.patches`` ends it."""
-        self._recording.patches.wrap(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
+        self._choose = self._recording.patches.wrap_some(torch.nn.Module, "_wrapped_call_impl", self._wrapped)
         self.search(True)
 
     def detach(self) -> None:
@@ -70,6 +71,7 @@ class ForwardHooks:
     def search(self, wanted: bool) -> None:
         """Whether calls of all modules are looked at from now on."""
         self._is_searching = wanted
+        self._choose(None if wanted else self._chosen)
 
     def forget_running(self) -> None:
         """Another thread is recorded from now on, in which nothing runs."""

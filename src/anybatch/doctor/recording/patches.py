@@ -1,11 +1,13 @@
 """The seam: has calls of functions seen, which stay the objects that they are, and puts everything back as it was."""
 
+import ast
 import functools
 import inspect
 import itertools
+import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ _NUMBERS = itertools.count()
 _CALL = "_anybatch_doctor_call"
 _BENEATH = f"{_CALL}_beneath"
 _COUNT = "_anybatch_doctor_modes"
+_CHOSEN = "_anybatch_doctor_chosen"
 _RAISED = "_anybatch_doctor_raised"
 _NO_CALLS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -105,6 +108,42 @@ def _handing_on(code: types.CodeType) -> types.CodeType:
     return made.replace(co_name=code.co_name, co_qualname=code.co_qualname, co_firstlineno=code.co_firstlineno)
 
 
+@functools.cache
+def _asking_first(code: types.CodeType, source: str) -> types.CodeType:
+    """Code as it is, which first asks whether it is to hand on its first argument, by its type or its ``id``."""
+    tree = ast.increment_lineno(
+        ast.parse(f"if True:\n{textwrap.indent(source, '' if source[:1] == ' ' else ' ')}"), code.co_firstlineno - 2
+    )  # as it is indented, since tracebacks show columns
+    function = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else None
+    if not isinstance(function, ast.FunctionDef) or code.co_freevars or not code.co_argcount:
+        raise ValueError(f"got {code.co_qualname}; expected a function without decorators and outer variables")
+    one, (_, handed) = code.co_varnames[0], _signature(code)
+    asked = f"if type({one}) in {_CHOSEN} or id({one}) in {_CHOSEN}:"
+    call = f"return ({_CALL} if not {_COUNT}() else {_BENEATH})({handed})"
+    passed_on = f"except BaseException as {_RAISED}_error:\n  {_RAISED}({_RAISED}_error)\n  raise"
+    first = ast.parse(f"{asked}\n try:\n  {call}\n {passed_on}").body[0]
+    ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    last = max(ends, key=lambda node: node.lineno)  # whence a traceback of a call that is handed on seems to come
+    for node in ast.walk(first):
+        ast.copy_location(node, last)
+    function.body.insert(ast.get_docstring(function) is not None, first)
+    function.decorator_list, tree.body = [], [function]
+    whole = compile(tree, code.co_filename, "exec", dont_inherit=True)
+    made = next(one for one in whole.co_consts if isinstance(one, types.CodeType))
+    return made.replace(co_qualname=code.co_qualname, co_firstlineno=code.co_firstlineno)
+
+
+class _All:
+    """What everything is in."""
+
+    def __contains__(self, one: Any) -> bool:
+        return True
+
+
+hidden(_All.__contains__)
+_ALL: Container[Any] = _All()
+
+
 class _Exchange:
     """Code of a function that was exchanged, so that the function has itself called by another one.
 
@@ -113,18 +152,21 @@ class _Exchange:
 
     Args:
         make: takes the function as it was, and gives what is called in its place.
+        chosen: the types or ids of the first arguments for which it is; ``None`` for all.
     """
 
-    def __init__(self, function: Any, make: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Any, make: Callable[[Any], Any], chosen: Container[Any] | None = None) -> None:
         self.function, self.own, self.is_in_force = function, function.__code__, True
         number = next(_NUMBERS)
-        self._names = {name: f"{name}_{number}" for name in (_CALL, _BENEATH)}
+        self._names = {name: f"{name}_{number}" for name in (_CALL, _BENEATH, _CHOSEN)}
+        own = self.own if chosen is None else self.own.replace(co_filename=HIDDEN)  # its frame comes in addition
         self.original: Any = types.FunctionType(
-            self.own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         self.original.__kwdefaults__ = function.__kwdefaults__
         self.original.__qualname__, self.original.__module__ = function.__qualname__, function.__module__
-        code = _handing_on(self.own)
+        code = _handing_on(self.own) if chosen is None else _asking_first(self.own, inspect.getsource(function))
+        self.choose(chosen)
         self.code = code.replace(co_names=tuple(self._names.get(name, name) for name in code.co_names))
         self._name(_CALL, _seen(make(self.original)))
         self._name(_BENEATH, _seen(self._making(make)))
@@ -149,6 +191,10 @@ class _Exchange:
             return beneath(*args, **kwargs)
 
         return first
+
+    def choose(self, chosen: Container[Any] | None) -> None:
+        """Says for which first arguments it is, by type or ``id``."""
+        self.function.__globals__[self._names[_CHOSEN]] = _ALL if chosen is None else chosen
 
     def end(self) -> None:
         """Gives the function its own code back, as soon as nothing else lies above it."""
@@ -249,10 +295,27 @@ class Patches:
         function = _function_in(owner, name)
         if function is None:
             return False
-        exchange = _Exchange(function, make)
+        self._exchange(function, make, None)
+        return True
+
+    def wrap_some(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[Container[Any] | None], None]:
+        """Has some calls of a method seen; the others cost next to nothing, and no call more.
+
+        Returns:
+            What takes the types and ids of the objects whose calls are seen from then on, ``None`` for all.
+        """
+        function = _function_in(owner, name)
+        try:
+            return self._exchange(function, make, _ALL).choose
+        except (OSError, SyntaxError, ValueError):  # its text is not there
+            self._exchange(function, make, None)
+            return lambda chosen: None
+
+    def _exchange(self, function: Any, make: Callable[[Any], Any], chosen: Container[Any] | None) -> _Exchange:
+        exchange = _Exchange(function, make, chosen)
         _ABOVE.setdefault(function, []).append(exchange)
         self._exchanged.append(exchange)
-        return True
+        return exchange
 
     def restore(self) -> None:
         """Puts everything back; beneath what someone else has put there since, calls are passed on."""
