@@ -38,6 +38,7 @@ class Gradients:
         self.is_any = self.is_aside = False
         self.present = 0  # how many of these had a gradient when last looked at
         self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
+        self._all = Came((), ())
         self._zero: dict[int, int] = {}  # versions of gradients that are known to be zero, by id
         self._aside: dict[int, int] | None = None  # ``_used`` by number, of gradients that anybatch has put aside
 
@@ -99,6 +100,20 @@ class Gradients:
 
     def after_backward(self) -> Came:
         """Says what a backward did."""
+        if not self._before and not self.is_any and not self._zero and not self._aside:  # there was none
+            ids, versions = [], []
+            for reference in self._references:
+                tensor = reference()
+                if tensor is None or (gradient := tensor.grad) is None:
+                    break
+                ids.append(id(gradient))
+                versions.append(gradient._version)
+            else:
+                self._ids, self._versions, self._used = ids, versions, [0] * len(ids)
+                self.present, self.is_any = len(ids), bool(ids)
+                if self._all[0] is not self.numbers:
+                    self._all = Came(self.numbers, ())
+                return self._all
         before, after = self._before, self._gradients()
         self._before = []
         kept: list[int] = []
@@ -128,7 +143,16 @@ class Gradients:
             return count, count
         if not self.is_any:
             return 0, 0
-        ids, versions, gradients = self._ids, self._versions, self._gradients()
+        ids, versions = self._ids, self._versions
+        for reference in self._references:
+            if (tensor := reference()) is not None and tensor.grad is not None:
+                gradients = self._gradients()
+                break
+        else:
+            had = len(ids) - ids.count(0)
+            self._ids, self._versions, self._used = [0] * len(ids), [0] * len(ids), [0] * len(ids)
+            self.present, self.is_any = 0, False
+            return had, had
         had = cleared = 0
         for place, gradient in enumerate(gradients):
             if ids[place]:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ import torch
 
 from anybatch.doctor.frames import is_interruption
 from anybatch.doctor.recording.journal import Journal
-from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.recording.naming import PLACES, USERS, WHOSE, user_place
 from anybatch.doctor.recording.numbering import Counter, Numbering
 from anybatch.doctor.recording.patches import Patches, hidden
 from anybatch.doctor.recording.threads import Does, TrainingThread
@@ -207,7 +208,13 @@ class Recording:
             The row, whose second entry is its number, or the fact, where a value that has to be waited for may be
             filled in; ``None`` where nothing is noted.
         """
-        place = place or user_place(2)
+        if place is None:
+            frame = sys._getframe(2)  # as ``user_place`` does, which is called where the line is new
+            while frame is not None and WHOSE.get(frame.f_code.co_filename, USERS) != USERS:
+                frame = frame.f_back  # type: ignore[assignment]
+            met = None if frame is None else PLACES.get((id(frame.f_code), frame.f_lasti))
+            is_users = met is not None and WHOSE.get(frame.f_code.co_filename) == USERS
+            place = met[1] if met is not None and is_users else user_place(2)
         key = kind, same, place
         like = self._known.get(key)
         if like is not None:
