@@ -185,7 +185,7 @@ class _Mode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         self._is_within = True
         try:
-            result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self._is_within = False
         for one in result if type(result) in (list, tuple) else (result,):
