@@ -1,198 +1,18 @@
 """Fake tensors in place of a model's own: shapes without elements.
 
 They are CPU tensors for every device: torch can't run a backward through fake CUDA tensors on a machine without a GPU
-(pytorch issue 160532). This is the only file that imports torch's private module for fake tensors.
+(pytorch issue 160532).
 """
 
-import itertools
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from anybatch.batch.trees import map_leaves
 from anybatch.tensors.dispatch import unwatched
+from anybatch.tensors.fakemode import Fake, QuickFakeMode
 from anybatch.tensors.modules import modules_of
-
-Fake = FakeTensor
-_DEVICE = torch.ops.prim.device.default
-NAME = "anybatch_constant"
-
-
-class _Place:
-    """A tensor in the log: its number and that of its storage."""
-
-    __slots__ = ("number", "storage")
-
-    def __init__(self, number: int, storage: int) -> None:
-        self.number = number
-        self.storage = storage
-
-
-class _Operation(NamedTuple):
-    func: Any
-    args: Any
-    kwargs: Any
-    made: tuple[_Place, ...]
-    read: frozenset[int]
-    changed: frozenset[int]
-
-
-class Constants:
-    """A log of the operations on constants: fake tensors made of shapes and Python numbers alone, as a cached mask is.
-
-    A traced step may cache such tensors, which its next real run would find. They are replaced by what a real run would
-    have cached.
-    """
-
-    def __init__(self) -> None:
-        self.is_off = False  # set while fake tensors are made for real ones, which are no constants
-        self._operations: list[_Operation] = []
-        self._spoiled: set[int] = set()  # storages that something else than a constant was written to
-        self._numbers = itertools.count()
-
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, fake: Any) -> None:
-        """Logs an operation if all its arguments are constants."""
-        if self.is_off:
-            return
-        given = [one for one in tensors_in((*args, *kwargs.values()) if kwargs else args) if type(one) is fake]
-        known = [vars(one)[NAME] for one in given if NAME in vars(one)]
-        if given and not known:
-            return
-        written = _written(func, args)
-        changed = {place.storage for one in written if (place := vars(one).get(NAME)) is not None}
-        if len(known) < len(given) or torch.Tag.nondeterministic_seeded in func.tags:
-            self._spoiled |= changed
-            return
-        by_storage = {one.untyped_storage()._cdata: vars(one)[NAME].storage for one in given}
-        made = []
-        for one in tensors_in((result,)):
-            if type(one) is fake and one.layout is torch.strided:
-                storage = by_storage.get(one.untyped_storage()._cdata)
-                number = next(self._numbers)
-                place = vars(one).get(NAME) or _Place(number, number if storage is None else storage)
-                vars(one)[NAME] = place
-                made.append(place)
-        if made or changed:
-            own_args, own_kwargs = map_leaves(
-                lambda leaf: vars(leaf)[NAME] if type(leaf) is fake else _kept(func, leaf), [args, dict(kwargs)]
-            )
-            read = frozenset(place.storage for place in known)
-            changed |= {place.storage for place in made}
-            self._operations.append(_Operation(func, own_args, own_kwargs, tuple(made), read, frozenset(changed)))
-
-    def made_real(self, fakes: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a fake tensor and its real value, for those that are constants."""
-        found = [one for one in fakes if vars(one).get(NAME) is not None]
-        needed: set[int] = set()
-        chosen = []
-        for one in found:
-            wanted = self._needed(vars(one)[NAME].storage)
-            if wanted is not None:
-                needed |= wanted
-                chosen.append(one)
-        real: dict[int, torch.Tensor] = {}
-        for index in sorted(needed):
-            operation = self._operations[index]
-            args, kwargs = map_leaves(
-                lambda leaf: real[leaf.number] if type(leaf) is _Place else leaf, [operation.args, operation.kwargs]
-            )
-            result = tensors_in((operation.func(*args, **kwargs),))
-            real.update((place.number, one) for place, one in zip(operation.made, result, strict=True))
-        return [(one, real[vars(one)[NAME].number]) for one in chosen]
-
-    def _needed(self, storage: int) -> set[int] | None:
-        """Indices of the operations that made a storage's content; ``None`` if it is not constant."""
-        storages, found = {storage}, set()
-        for index in reversed(range(len(self._operations))):
-            if self._operations[index].changed & storages:
-                storages |= self._operations[index].read
-                found.add(index)
-        return None if storages & self._spoiled else found
-
-
-def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """The tensors among some values, nested lists and tuples included."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
-
-
-def _written(func: Any, args: Sequence[Any]) -> list[Any]:
-    """The fake tensors that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    pairs = zip(args, func._schema.arguments, strict=False)
-    return tensors_in([value for value, one in pairs if one.alias_info is not None and one.alias_info.is_write])
-
-
-def _kept(func: Any, leaf: Any) -> Any:
-    """An argument as it is logged; the tensor in ``lift`` is reused by the caller, and has to be copied."""
-    if isinstance(leaf, torch.Tensor) and "lift" in func.overloadpacket.__name__:
-        return leaf.clone()
-    return leaf
-
-
-class _Mode(FakeTensorMode):
-    """Torch's mode, which knows what it gave that still lives."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.is_over = False  # whether operations on tensors of this mode raise, as the trace has ended
-        self.constants = Constants()
-        self._is_within = False
-        self._given: list[weakref.ref[torch.Tensor]] = []
-
-    def alive(self) -> list[torch.Tensor]:
-        """The fake tensors of this mode that something still refers to."""
-        found = {id(one): one for reference in self._given if (one := reference()) is not None}
-        return list(found.values())
-
-    def made_real(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a fake tensor that something still refers to and its real value; the mode is not used after this."""
-        alive = self.alive()
-        pairs = self.constants.made_real(alive)
-        # torch.utils.swap_tensors refuses a tensor with weak references.
-        self.fake_tensor_converter: Any = None
-        exchanged = {id(fake) for fake, _ in pairs}
-        self._given = [weakref.ref(one) for one in alive if id(one) not in exchanged]
-        return pairs
-
-    def stays(self, fake: torch.Tensor) -> None:
-        """Keeps track of a tensor that could not be swapped."""
-        self._given.append(weakref.ref(fake))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # whoever is outside of it has torch keep its compiler away
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs an operation on fake tensors."""
-        if func is _DEVICE and type(args[0]) is Fake and not self.in_kernel_invocation:
-            return args[0].fake_device
-        if self.is_over:
-            raise RuntimeError(f"got {func} on a fake tensor of a trace that has ended; expected real tensors")
-        if self._is_within:  # torch decomposes an operation into others
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        self._is_within = True
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        finally:
-            self._is_within = False
-        for one in result if type(result) in (list, tuple) else (result,):
-            if type(one) is Fake:
-                self._given.append(weakref.ref(one))
-        self.constants.note(func, args, kwargs or {}, result, Fake)
-        return result
 
 
 class Fakes:
@@ -200,7 +20,7 @@ class Fakes:
 
     def __init__(self) -> None:
         # the fake mode in which to run operations on them; it makes other tensors fake, too
-        self.mode: Any = _Mode()
+        self.mode: Any = QuickFakeMode(allow_non_fake_inputs=True)
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 

@@ -1,6 +1,5 @@
 """Fake tensors stand in for a model's own and leave no trace, whatever happens meanwhile."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.memory.meter import Recording
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.modules import modules_of
 
@@ -200,61 +197,3 @@ def test_any_strided_tensor_has_a_fake_alike(shape: list[int], order: list[int],
     assert (fake.shape, fake.stride(), fake.requires_grad) == (tensor.shape, tensor.stride(), trained)
     assert fakes.like(tensor) is fake
     assert fake.is_leaf
-
-
-def test_values_are_asked_of_torch_each_time() -> None:
-    mode = Fakes().mode
-    with mode:
-        assert [torch.tensor(number).item() for number in (1, 2, 2, 3)] == [1, 2, 2, 3]
-        for _ in range(2):
-            with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
-                torch.empty(3).sum().item()
-
-
-def test_writes_into_numbers_that_are_known_are_told_to_torch() -> None:
-    mode = Fakes().mode
-    with mode:
-        torch.tensor(0.0).fill_(3.0)
-        for _ in range(2):
-            number = torch.tensor(1.0)
-            number.add_(1.0)
-            assert number.item() == 2.0
-
-
-class Between(TorchDispatchMode):
-    """A mode of the user's that counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_between_a_recording_and_fake_tensors_sees_every_operation() -> None:
-    mode, between = Fakes().mode, Between()
-    found = []
-    for inner in (contextlib.nullcontext(), between):
-        with mode, inner, Recording(counts_fakes=True) as recording:
-            x = torch.empty(4, 4, requires_grad=True)
-            for _ in range(3):
-                ((x + x).t().sum() * 2).backward()
-        found.append(([name for name in recording.operations if name != "device"], recording.live_bytes()))
-        assert type(x.grad) is type(x)
-    assert found[0] == found[1]
-    beside = ("device", "detach")  # torch 2.6 detaches once more below a recording
-    seen, recorded = ([name for name in names if name not in beside] for names in (between.seen, found[0][0]))
-    assert seen == recorded
-
-
-def test_nothing_is_done_after_the_end() -> None:
-    mode = Fakes().mode
-    with mode:
-        left = torch.empty(3)
-    mode.is_over = True
-    with pytest.raises(RuntimeError, match="a trace that has ended"):
-        left + torch.ones(3)
-    assert left.shape == (3,)
-    assert str(left.device) == "cpu"
