@@ -266,6 +266,18 @@ def test_loss_sign_fires_below_the_bound(function: str) -> None:
     assert function in fires(run, "LOSS_SIGN", "warning").message
 
 
+@pytest.mark.parametrize(("node", "fires_too"), [("ExpandBackward0", True), ("ExpBackward0", False)])
+def test_loss_sign_fires_on_raw_scores_of_a_net_without_a_density(node: str, fires_too: bool) -> None:
+    """A token that is expanded to each row is no exponential."""
+    walk = Walk(nodes=9, kinds={"AddmmBackward0": 3, node: 1})
+    scores = call("nll_loss", value=-0.4, normalised=False, log_normalised=False)
+    run = Training(call=scores, every=lambda step: [walk]).run()
+    if fires_too:
+        assert "raw scores" in fires(run, "LOSS_SIGN", "warning").message
+    else:
+        silent(run, "LOSS_SIGN")
+
+
 @pytest.mark.parametrize(("depth", "fires_too"), [(-1e14, True), (-1e5, False)])
 def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(depth: float, fires_too: bool) -> None:
     training = Training(loss=lambda step: 400.0 - step if step < 6 else depth * (1 - 0.7 ** (step - 5)), call=None)

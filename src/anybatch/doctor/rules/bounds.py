@@ -146,7 +146,7 @@ def _negative(run: Run) -> Iterator[Found]:
 def _is_wrong(run: Run, call: LossCall) -> bool:
     """Whether what was given explains it; densities and soft targets are left alone."""
     if call.function == "nll_loss":
-        kinds = {kind for walk in run.of(Walk) for kind in walk.kinds}
+        kinds = {kind for walk in run.of(Walk) for kind in walk.kinds if not kind.startswith("Expand")}
         raw = bool(kinds) and not any("Log" in kind or "Exp" in kind for kind in kinds)  # densities have one of them
         return bool(call.normalised) or (raw and call.normalised is False and not call.log_normalised)
     if call.function == "ctc_loss":
