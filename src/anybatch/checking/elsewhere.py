@@ -41,8 +41,8 @@ def thinned(splittable: Splittable, only: str = "") -> tuple[list[str], Splittab
             and ".".join(path) not in splittable.broadcast
             and _is_full(leaf)
         ):
-            rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator)
-            kept = torch.rand(leaf.shape, generator=generator) < rate
+            rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
+            kept = torch.rand(leaf.shape, generator=generator, device="cpu") < rate
             values[place] = torch.where(kept.to(leaf.device), leaf, torch.zeros_like(leaf))
             labels.append(label)
     return labels, Splittable([like(batch, values)], broadcast=splittable.broadcast) if labels else splittable
@@ -62,8 +62,9 @@ def _kind(own: Sequence[Any]) -> str:
 
 def _moved(one: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
     rows = (len(one), *[1] * (one.dim() - 1))
-    factors = torch.tensor(_FACTORS)[torch.randint(len(_FACTORS), rows, generator=generator)].to(one)
-    noise = _NOISE * torch.randn(one.shape, generator=generator).to(one)
+    chosen = torch.randint(len(_FACTORS), rows, generator=generator, device="cpu")
+    factors = torch.tensor(_FACTORS, device="cpu")[chosen].to(one)
+    noise = _NOISE * torch.randn(one.shape, generator=generator, device="cpu").to(one)
     value = one.detach()
     if kind == "part":
         return (value ** (factors * noise.exp())).requires_grad_()
