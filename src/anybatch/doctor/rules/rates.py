@@ -96,13 +96,13 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
     asked = next(found, None)
     if asked is None or outcome(one.run).word != "learning":
         return asked
-    return asked if asked.evidence["knows_more"] else None
+    return asked if asked.evidence.get("knows_more") else None
 
 
 def _is_too_low(one: OptimizerView, asked: Probed) -> bool:
     """Whether larger steps learn the batch, be they those of Adam, which do not shrink with the gradient."""
     seen = asked.evidence
-    return bool(seen["other_lr"] > seen["lr"] or seen["by"] == "Adam" != one.facts.cls)
+    return bool(seen["other_lr"] > seen["lr"] or seen.get("by") == "Adam" != one.facts.cls)
 
 
 def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
@@ -115,9 +115,9 @@ def _found_by_trial(one: OptimizerView, asked: Probed) -> Found:
         if one.facts.cls != "SGD":
             cause = "A step is about as long as the rate, whatever the gradient, and the weights have far to go."
     by, more = "", ""
-    if seen["knows_more"]:
+    if seen.get("knows_more"):
         more = f"; on another batch it then has {seen['unseen']:.3g}, and the run at its end {seen['final']:.3g}"
-    if seen["by"] != one.facts.cls:
+    if seen.get("by", one.facts.cls) != one.facts.cls:
         by, fix = f"{seen['by']} and ", f"torch.optim.{seen['by']}(model.parameters(), lr={seen['other_lr']:g})"
     return Found(
         text=f"The learning rate {seen['lr']:g} of {one} is {what}: a copy that learns one batch by heart brings the "
