@@ -4,7 +4,7 @@ import logging
 import time
 from typing import Any
 
-from anybatch.doctor.ask import ignoring, leaks
+from anybatch.doctor.ask import ignoring, leaks, straightness
 from anybatch.doctor.ask.asking import asked
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
@@ -48,6 +48,7 @@ def _of_root(
         ("padding read", ignoring.padding_read),
         ("modes", ignoring.random_in_evaluation),
         ("evaluated scores", ignoring.squashed_in_evaluation),
+        ("straight", straightness.straight),
     ]
     if active:
         from anybatch.doctor.ask import training

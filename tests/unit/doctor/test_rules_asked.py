@@ -545,3 +545,11 @@ def test_what_a_loss_does_not_see_is_told_of_a_run_that_did_not_learn(
 def test_inputs_alike_fires_where_states_are_their_own_next_ones() -> None:
     assert "its own next state" in fires(asked("unmoved", "yes").run(), "INPUTS_ALIKE", "warning").message
     quiet(asked("unmoved", "no").run(), "INPUTS_ALIKE")
+
+
+def test_no_activation_fires_where_what_a_net_gives_lies_on_a_line() -> None:
+    assert "layers.0 and layers.1" in fires(asked("straight", "yes").run(), "NO_ACTIVATION", "warning").message
+
+
+def test_no_activation_is_quiet_without_an_answer() -> None:
+    both("straight", "NO_ACTIVATION")

@@ -284,13 +284,14 @@ def ckpt_no_input_grad(run: Run) -> Iterator[Found]:
     )
 
 
-@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"), needs=(Walk,), slows=True)
+@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"), slows=True)
 def no_activation(run: Run, *, graphs: float = Limit(3, "the first one may be of another model")) -> Iterator[Found]:
     """Linear layers that follow each other with nothing between them."""
     walks = [one for one in run.of(Walk) if one.nodes]
     folded = [[one for one in walk.linear if one[1] >= min(one[0], one[2]) > 0] for walk in walks]
     enough = len(walks) >= min(graphs, max(run.steps, 2))
     if not folded or not enough or not all(folded) or any(one.cut_short for one in walks):
+        yield from say(run, "AB208")  # where the graph is not that of one net
         return
     layers = list(dict.fromkeys(pair for one in folded[0][::-1] for pair in (one[:2], one[1:])))
     back = next((one for one in run.of(Backward) if one.function == "backward"), Backward())

@@ -1,0 +1,65 @@
+"""Nets of several layers that are one linear layer are told, and those that bend, or are narrow inside, are not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+
+class Beside(nn.Module):
+    """A linear layer and a correction of low rank, both of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(2, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """A net that is applied to its own output, so that no graph is of one chain of layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), between, nn.Linear(12, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.net(x + self.net(x))  # type: ignore[no-any-return]
+
+
+def trains(net: nn.Module, shape: tuple[int, ...] = (6,)) -> Callable[[], None]:
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(3):
+            x = torch.randn(16, *shape)
+            optimizer.zero_grad()
+            F.mse_loss(net(x).flatten(1)[:, :1], x.flatten(1)[:, :1]).backward()
+            optimizer.step()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "expected"),
+    [
+        (nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)), (6,), "yes"),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Identity(), nn.Conv1d(4, 2, 3)), (2, 9), "yes"),
+        (Twice(nn.Identity()), (6,), "yes"),
+        (Twice(nn.Tanh()), (6,), "unknown"),
+        (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (6,), "no"),
+        (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3), nn.Softmax(1)), (6,), "no"),
+        (nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), (6,), "unknown"),  # a bottleneck
+        (Beside(), (6,), "unknown"),
+        (nn.Linear(6, 3), (6,), "unknown"),
+    ],
+    ids=["dropout", "convolutions", "twice", "twice, bent", "in place", "scores", "narrow", "low rank", "one layer"],
+)
+def test_layers_that_together_are_one_are_told(net: nn.Module, shape: tuple[int, ...], expected: str) -> None:
+    assert answer(trains(net, shape), "straight") == expected
