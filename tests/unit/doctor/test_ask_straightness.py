@@ -55,11 +55,23 @@ def trains(net: nn.Module, shape: tuple[int, ...] = (6,)) -> Callable[[], None]:
         (Twice(nn.Tanh()), (6,), "unknown"),
         (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (6,), "no"),
         (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3), nn.Softmax(1)), (6,), "no"),
+        (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), *[nn.Sigmoid(), nn.Linear(8, 8)] * 20), (6,), "unknown"),
         (nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), (6,), "unknown"),  # a bottleneck
         (Beside(), (6,), "unknown"),
         (nn.Linear(6, 3), (6,), "unknown"),
     ],
-    ids=["dropout", "convolutions", "twice", "twice, bent", "in place", "scores", "narrow", "low rank", "one layer"],
+    ids=[
+        "dropout",
+        "convolutions",
+        "twice",
+        "twice, bent",
+        "in place",
+        "scores",
+        "squashed",
+        "narrow",
+        "low rank",
+        "one layer",
+    ],
 )
 def test_layers_that_together_are_one_are_told(net: nn.Module, shape: tuple[int, ...], expected: str) -> None:
     assert answer(trains(net, shape), "straight") == expected
