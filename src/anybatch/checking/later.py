@@ -14,6 +14,7 @@ from anybatch.checking.rig import Outcome, Rig
 from anybatch.records.certificates import Reason
 from anybatch.tensors.spectral import power_iteration
 
+_COUNTING = (torch.int32, torch.int64)  # others, such as marks of what is filled, are moved on as they are
 _AHEAD = (0, 1, 10, 1000, 100_000)  # calls that a buffer is moved on by
 
 
@@ -78,7 +79,7 @@ class Buffers:
             begun.append(True)
             with torch.no_grad():
                 for _, buffer, before, after in self._moved if ahead else ():
-                    is_count = not after.dtype.is_floating_point or after.numel() == 1
+                    is_count = after.dtype in _COUNTING or (after.is_floating_point() and after.numel() == 1)
                     buffer.copy_(before + (after - before) * ahead if is_count else after)
                 for _, flag in self._flags if turned else ():
                     flag.fill_(1)

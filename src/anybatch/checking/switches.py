@@ -15,14 +15,15 @@ from anybatch.tensors.sideeffects import names_in
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH = 4
 _MOST = 64  # attributes: what has more is no settings
+_Key = tuple[object, object]  # what a value is of, be it made anew in each step, and the name
 
 
 class Switches:
     """Says when what a loss goes by is not what it was: at the 1st, 2nd, 4th, 8th … change of each value."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, Any] = {}
-        self._changes: Counter[str] = Counter()
+        self._latest: dict[_Key, Any] = {}
+        self._changes: Counter[_Key] = Counter()
 
     def note(self, model: Any, loss_fn: Any) -> None:
         """Keeps the values as they are now, when a split is proved."""
@@ -42,7 +43,10 @@ class Switches:
             >>> found
             [False, True, False, True, False, True]
         """
-        before, now = self._latest, _values(model, loss_fn)
+        try:
+            before, now = self._latest, _values(model, loss_fn)
+        except Exception:  # noqa: BLE001 - what the user's objects raise when they are looked at must not end a step
+            return False
         if now == before:
             return False
         self._latest = now
@@ -51,23 +55,23 @@ class Switches:
         return any(self._changes[name].bit_count() == 1 for name in changed)
 
 
-def _values(model: Any, loss_fn: Any) -> dict[str, Any]:
-    found = dict(_of(loss_fn, "loss", _DEPTH))
-    for number, module in enumerate(modules_of(model) if isinstance(model, torch.nn.Module) else ()):
+def _values(model: Any, loss_fn: Any) -> dict[_Key, Any]:
+    found = dict(_of(loss_fn, _DEPTH))
+    for module in modules_of(model) if isinstance(model, torch.nn.Module) else ():
         if not type(module).__module__.startswith("torch."):
-            found.update(_attributes(module, f"module {number}"))
+            found.update(_attributes(module, id(module)))
     return found
 
 
-def _of(function: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _of(function: Any, depth: int) -> Iterator[tuple[_Key, Any]]:
     if depth == 0:
         return
     if isinstance(function, functools.partial):
-        yield from _of(function.func, f"{name}.func", depth - 1)
-        yield from ((f"{name}({key})", one) for key, one in function.keywords.items() if type(one) in _PLAIN)
+        yield from _of(function.func, depth - 1)
+        yield from ((("partial", key), one) for key, one in function.keywords.items() if type(one) in _PLAIN)
     elif inspect.ismethod(function):
-        yield from _attributes(function.__self__, f"{name}.self")
-        yield from _of(function.__func__, name, depth - 1)
+        yield from _attributes(function.__self__, type(function.__self__))
+        yield from _of(function.__func__, depth - 1)
     elif inspect.isfunction(function):
         known = function.__globals__
         reached = [(one, known[one]) for one in names_in(function.__code__) if one in known]
@@ -75,17 +79,17 @@ def _of(function: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
         reached += [(one, cell.cell_contents) for one, cell in cells if not is_empty(cell)]
         for inner, value in reached:
             if type(value) in _PLAIN:
-                yield f"{name} {inner}", value
+                yield (function.__code__, inner), value
             elif depth == _DEPTH and not isinstance(value, (type, torch.nn.Module)):
-                yield from _attributes(value, f"{name} {inner}")
+                yield from _attributes(value, inner)
     elif not isinstance(function, torch.nn.Module):
-        yield from _attributes(function, name)
-        for position, one in enumerate(getattr(function, "user_functions", ())):
-            yield from _of(one, f"{name}[{position}]", depth - 1)
+        yield from _attributes(function, type(function))
+        for one in getattr(function, "user_functions", ()):
+            yield from _of(one, depth - 1)
 
 
-def _attributes(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _attributes(value: Any, home: object) -> Iterator[tuple[_Key, Any]]:
     own = value if type(value) is dict else getattr(value, "__dict__", None)
     is_ours = type(value).__module__.partition(".")[0] == "anybatch"  # whose attributes change as it runs
     if type(own) is dict and len(own) < _MOST and not is_ours:
-        yield from ((f"{name}.{key}", one) for key, one in own.items() if type(one) in _PLAIN)
+        yield from (((home, key), one) for key, one in own.items() if type(one) in _PLAIN)

@@ -36,7 +36,15 @@ def test_labels_renumbered_is_quiet_on_confusions_and_few_rows(values: dict[str,
 
 def scaled(scales: tuple[float, ...], mean: float = 0.0, std: float = 1.0, items: int = 1) -> Run:
     calls = [call("mse_loss", value=0.1, target_mean=mean, target_std=std) for _ in range(4)]
-    last = Evaluated(function="l1_loss", value=9.0, scales=scales, items=items, file="train.py", line=30)
+    last = Evaluated(
+        function="l1_loss",
+        value=9.0,
+        scales=scales,
+        items=items,
+        guess=scales[-1] ** 2 if scales else None,
+        file="train.py",
+        line=30,
+    )
     return Training(after=(*calls, last)).run()
 
 

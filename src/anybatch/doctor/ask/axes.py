@@ -300,7 +300,10 @@ def torn_edges(step: Step) -> Iterator[Probed]:
 
 def _likeness(table: torch.Tensor, edges: torch.Tensor) -> float:
     """By how many standard errors the nodes of edges are more alike than two nodes by chance."""
-    first, second = edges[:, edges[0] != edges[1]]
+    pairs = torch.unique(edges[:, edges[0] != edges[1]].sort(0).values, dim=1)  # labels of few classes are few pairs
+    if pairs.shape[1] < _LEAST_LINKED // 2:
+        return 0.0
+    first, second = pairs
     columns = (table.double() - table.double().mean(0)) / table.double().std(0).clamp_min(1e-9)
     products = (columns[first] * columns[second]).mean(1)
     error = products.std() / len(products) ** 0.5 if len(products) > 1 else torch.tensor(torch.inf)

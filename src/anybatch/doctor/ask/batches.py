@@ -8,7 +8,7 @@ import torch
 
 from anybatch.doctor.ask.arguments import left_out
 from anybatch.doctor.ask.keeping import Kept
-from anybatch.doctor.ask.steps import OF_CLASSES
+from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES
 from anybatch.doctor.ask.trials import Unknown, tensors, told
 from anybatch.doctor.ask.weighing import padding_of
 from anybatch.records.lossfacts import Probed
@@ -28,6 +28,7 @@ _LEAST_ROWS, _MOST_CLASSES = 200, 20  # in which a number tells the class, by no
 _LEAST_PADDED = 0.1  # of the tokens
 _DIGITS, _LEAST_FLIPPED = 6, 8  # of a sum that tells pictures apart, and pairs
 _FEWEST = 100  # targets that were kept
+_NARROWED = 0.7  # of the deviation of the targets in training
 _TELLS, _LESS = 0.5, 0.3  # a correlation, and by how much one is less
 _LEAST_TOKENS = 2000
 _RENAMED, _TIMES = 0.1, 4.0  # of the tokens, and how many times more differ by number than by how frequent they are
@@ -44,15 +45,17 @@ def about_mirrored(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether pictures come as they are and flipped, with the same numbers of several as their targets both times."""
     for root, batches in kept.batches.items():
         shape = batches[0][0].shape[1:]
-        pairs = [(x, given["target"]) for x, _, given in batches if x.dim() == 4 and x.shape[1:] == shape]
+        pairs = [(x, given["target"]) for x, name, given in batches
+                 if name in DISTANCES and x.dim() == 4 and x.shape[1:] == shape]  # fmt: skip
         found = [(x, y) for x, y in pairs
                  if y.is_floating_point() and y.dim() == 2 and y.shape[1] > 1 and len(x) == len(y)]  # fmt: skip
         if not found:
             continue
         pictures, targets = (torch.cat(both) for both in zip(*found, strict=True))
-        weights = torch.randn(pictures[0].numel(), generator=torch.Generator().manual_seed(5), dtype=torch.double)
+        generator = torch.Generator("cpu").manual_seed(5)
+        weights = torch.randn(pictures[0].numel(), generator=generator, dtype=torch.double, device="cpu").to(pictures)
         for dim in (-1, -2):
-            own, flipped = ((one.double().flatten(1) @ weights) for one in (pictures, pictures.flip(dim)))
+            own, flipped = ((one.double().flatten(1) @ weights.double()) for one in (pictures, pictures.flip(dim)))
             at = {round(float(key), _DIGITS): row for row, key in enumerate(own)}
             both = [(row, at[key]) for row, one in enumerate(flipped) if (key := round(float(one), _DIGITS)) in at]
             both = [(row, other) for row, other in both if not torch.equal(pictures[row], pictures[other])]
@@ -69,10 +72,12 @@ def about_columns(kept: Kept, run: Run) -> Iterator[Probed]:
         both = [_columns(one) for one in (tables, pairs)]
         if any(one is None for one in both):
             continue
-        (rows, trained), (others, evaluated) = both  # type: ignore[misc]
+        (rows, trained, spread), (others, evaluated, its) = both  # type: ignore[misc]
         if trained.shape != evaluated.shape:
             continue
-        less = trained.abs() - (evaluated * trained.sign())
+        varied, width = its > _NARROWED * spread, len(trained)  # targets of a narrower range are correlated less
+        is_wide = (its[:width] > 0)[:, None] & varied[None, width:]
+        less = (trained.abs() - evaluated * trained.sign()).where(is_wide, trained.new_zeros(()))
         sure = (trained.atanh() - evaluated.atanh()).abs() > _ERRORS * (1 / rows + 1 / others) ** 0.5
         leaks = less.where(sure & (trained.abs() > _TELLS), less.new_zeros(())).amax(1)
         place = int(leaks.argmax())
@@ -82,8 +87,8 @@ def about_columns(kept: Kept, run: Run) -> Iterator[Probed]:
             yield told("columns", root=root, place=place + 1, of=len(leaks), rows=rows, **seen)
 
 
-def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch.Tensor] | None:
-    """Rows, and how each column of a table is correlated with the targets, or with each of their classes."""
+def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+    """Different rows, how each column of them is correlated with each target or class, and their deviations."""
     same = [(x, y) for x, y in pairs if x.shape[1] == pairs[0][0].shape[1] and y.numel() == len(x)]
     if sum(len(x) for x, _ in same) < _FEWEST:
         return None
@@ -92,8 +97,13 @@ def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch
         return None
     is_wide = not target.is_floating_point() and int(target.max()) > 1
     marks = torch.nn.functional.one_hot(target) if is_wide else target[:, None]
-    one, other = ((each - each.mean(0)) / each.std(0).clamp_min(1e-9) for each in (table, marks.double()))
-    return len(table), (one.T @ other / len(table)).clamp(-0.999, 0.999)
+    rows, width = torch.unique(torch.cat([table, marks.double()], 1), dim=0), table.shape[1]
+    if len(rows) < _FEWEST:
+        return None
+    std = rows.std(0)
+    scaled = (rows - rows.mean(0)) / std.clamp_min(1e-9)
+    found = scaled[:, :width].T @ scaled[:, width:] / len(rows)
+    return len(rows), found.clamp(-0.999, 0.999), std
 
 
 def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -95,8 +95,8 @@ def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, floa
     tape = step.kept.earlier.get(step.optimizer)
     if tape is None or not tape.losses:
         return {}
-    fitted, loss = {id(step.parameters[slot]): one for slot, one in start.items()}, tape.losses[-1]
-    held = {slot: fitted[id(one)] for slot, one in tape.parameters.items() if id(one) in fitted}
+    known, loss = {id(step.parameters[slot]): one for slot, one in start.items()}, tape.losses[-1]
+    held = {slot: known[id(one)] for slot, one in tape.parameters.items() if id(one) in known}
     unseen, final = (float(replayed(tape, loss, held=one).values[loss.slot].sum().detach()) for one in (held, {}))
     return {"unseen": unseen, "final": final}
 

@@ -403,8 +403,9 @@ class Kept:
         self.leave()
         self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
-            if optimizer in self.tapes:
-                self.earlier[optimizer] = self.tapes[optimizer]
+            before = self.tapes.get(optimizer)
+            if before is not None and before.bytes < _MOST_BYTES // 2:
+                self.earlier[optimizer] = before
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
 
     def _look_at_all(self, step: int) -> None:

@@ -365,7 +365,8 @@ def far_positives(step: Step) -> Iterator[Probed]:
     """
     for operation in step.used("triplet_margin_loss", "triplet_margin_with_distance_loss"):
         found = [step.made_of(slot) & step.inputs for slot in operation.given[:3]]
-        leaves = [step.leaves[next(iter(one))].double().flatten(1) for one in found if len(one) == 1]
+        given = [step.leaves[next(iter(one))] for one in found if len(one) == 1]
+        leaves = [one.double().flatten(1) for one in given if one.is_floating_point()]  # tokens are no coordinates
         if len(leaves) < 3 or len({one.shape for one in leaves}) > 1 or len(leaves[0]) < _LEAST_VIEWS:
             continue
         anchor, positive, negative = leaves

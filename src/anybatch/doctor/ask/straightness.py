@@ -46,10 +46,10 @@ def _following(trial: Trial) -> list[str]:
     given: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def hook(name: str) -> Any:
-        return lambda _, args, made: given.append((name, args[0], made))
+        return lambda _, args, kwargs, made: given.append((name, next(iter((*args, *kwargs.values()))), made))
 
     named = [(name, one) for name, one in trial.module.named_modules() if isinstance(one, _LAYERS)]
-    handles = [one.register_forward_hook(hook(name)) for name, one in named]
+    handles = [one.register_forward_hook(hook(name), with_kwargs=True) for name, one in named]
     try:
         trial.forward(trial.inputs)
     finally:

@@ -110,6 +110,7 @@ class Tape(TorchFunctionMode):
         numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
         nan: the first operation that gave NaN though it was given none.
+        bytes: of the leaves that are no parameters.
         failed: why it is of no use; empty if it is.
     """
 
@@ -129,7 +130,7 @@ class Tape(TorchFunctionMode):
         self.failed = ""
         self._slots: dict[int, Slot] = {}
         self._alive: list[torch.Tensor] = []
-        self._bytes = 0
+        self.bytes = 0
         self._off = True
         self._entered = False
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -216,7 +217,7 @@ class Tape(TorchFunctionMode):
         self.operations.append(operation)
         if self.nan is None and _has_nan(found) and not _has_nan(tensors_in(given)):
             self.nan = operation
-        if len(self.operations) > _MOST_OPERATIONS or self._bytes > _MOST_BYTES:
+        if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
             self._give_up("the step is too long")
 
     def _slot_of_new(self, tensor: torch.Tensor) -> Slot:
@@ -241,7 +242,7 @@ class Tape(TorchFunctionMode):
                 return slot
         if _is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
-        self._bytes += tensor.numel() * tensor.element_size()
+        self.bytes += tensor.numel() * tensor.element_size()
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and base.is_contiguous() and tensor.is_contiguous():
             self.bases[slot] = tuple(base.shape)

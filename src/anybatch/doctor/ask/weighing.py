@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -206,10 +207,25 @@ def turned_quantiles(step: Step) -> Iterator[Probed]:
             is_wide = errors.dim() > 1 and errors.shape[-1] <= _FEW and sides[1].shape != errors.shape
             columns = zip(errors.unbind(-1), slope.unbind(-1), strict=True) if is_wide else [(errors, slope)]
             found += [(operation, share) for one in columns for share in _quantile(*one)]
+    found.sort(key=lambda one: _column(step, one[0]))  # upper and lower ones may be asked in any order
     shares = [share for _, share in found]
     turned = len(shares) > 1 and all(after < before - _UNIT for before, after in pairwise(shares))
     if turned:
         yield said(found[0][0], quantiles=[round(one, 4) for one in shares], first=shares[0], last=shares[-1])
+
+
+def _column(step: Step, operation: Operation) -> int:
+    """Of which column of a tensor an error is; 0 where that is not seen."""
+    makers = [one for one in step.operations if operation.given[0] in one.outs]
+    numbers = [one for maker in makers if maker.name in ("__getitem__", "select") for one in _numbers(maker.args)]
+    return numbers[-1] if numbers else 0
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    for one in value if isinstance(value, (list, tuple)) else ():
+        if type(one) is int:
+            yield one
+        yield from _numbers(one)
 
 
 def _quantile(errors: torch.Tensor, slope: torch.Tensor) -> Iterator[float]:

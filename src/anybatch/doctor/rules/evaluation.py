@@ -27,8 +27,10 @@ def evaluation_inputs(
     last = {(one.file, one.line): one for one in run.of(Evaluated) if one.scales}
     for one in last.values():
         made_mean, made_std, target_mean, target_std = one.scales
-        items = max(each.items for each in run.of(Evaluated) if (each.file, each.line) == (one.file, one.line))
-        if not target_std and items >= alike:
+        mine = [each for each in run.of(Evaluated) if (each.file, each.line) == (one.file, one.line) and each.items]
+        items = max((each.items for each in mine), default=0)
+        is_one = all(each.guess is not None and each.guess <= 1e-9 * (1 + target_mean**2) for each in mine)
+        if not target_std and is_one and items >= alike:
             yield _of_one_value(one, items, target_mean, std)
         if target_std < larger * std or abs(made_mean - mean) > like * std or made_std > like * std:
             continue

@@ -12,7 +12,7 @@ from anybatch.doctor.views.optimizing import OptimizerView
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
-from anybatch.records.lossfacts import LossCall, Probed
+from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Scored
 
@@ -127,6 +127,8 @@ def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterat
 def _of_one_mark(run: Run, steps: float, gone: float) -> Iterator[Found]:
     """Of the one loss of a run, that compares scores with marks of 0 and 1."""
     lines = by_line(run)
+    if any(kind.startswith("SubBackward") for walk in run.of(Walk) for kind in walk.kinds):
+        return  # scores that are differences, as those of pairs, are all to be positive
     for (_, _, function), same in lines.items() if len(lines) == 1 and not adversarial(run) else ():
         known = [(one, one.value) for one in same if one.target_low is not None and one.value is not None]
         if not function.startswith("binary") or len(same) < steps or len(known) < _LOOKS:

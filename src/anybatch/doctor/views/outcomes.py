@@ -55,8 +55,9 @@ _FAR_BELOW = 0.7
 
 _RIGHT = frozenset({"acc", "accuracy", "correct", "right"})
 _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_OVERLAPS = frozenset({"iou", "miou", "giou", "dice", "ap", "map", "r"})
+_OVERLAPS = frozenset({"iou", "miou", "giou", "dice", "ap", "map"})
 _NEARLY_ALL, _HALF = 0.1, 0.5  # of the loss of a constant guess, and the share of an overlap that is found by then
+_ERRORS = frozenset({"loss", "error", "err"})
 _TRAINED = frozenset({"train", "training", "trn"})
 
 _ENOUGH_EVALUATED = 100
@@ -143,7 +144,11 @@ def _printed_worse(run: Run, found: Outcome) -> str:
         value, one = min(errors, key=lambda pair: pair[0], default=(0.0, None))
         is_far, such = found.call.function == "mse_loss" and value > found.guess, "it is far below a constant guess"
         if not is_far and found.last < _NEARLY_ALL * found.guess:
-            shares = [(value, one) for value, words, one in ends if words & _OVERLAPS and 0 <= value <= 1]
+            shares = [
+                (value, one)
+                for value, words, one in ends
+                if words & _OVERLAPS and not words & _ERRORS and 0 <= value <= 1
+            ]
             value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
             is_far, such = value < _HALF, f"it is {found.last / found.guess:.1%} of a constant guess"
     else:
