@@ -53,9 +53,11 @@ def about_mirrored(kept: Kept, run: Run) -> Iterator[Probed]:
             continue
         pictures, targets = (torch.cat(both) for both in zip(*found, strict=True))
         generator = torch.Generator("cpu").manual_seed(5)
-        weights = torch.randn(pictures[0].numel(), generator=generator, dtype=torch.double, device="cpu").to(pictures)
+        weights = torch.randn(pictures[0].numel(), generator=generator, dtype=torch.double, device="cpu").to(
+            pictures.device
+        )
         for dim in (-1, -2):
-            own, flipped = ((one.double().flatten(1) @ weights.double()) for one in (pictures, pictures.flip(dim)))
+            own, flipped = ((one.double().flatten(1) @ weights) for one in (pictures, pictures.flip(dim)))
             at = {round(float(key), _DIGITS): row for row, key in enumerate(own)}
             both = [(row, at[key]) for row, one in enumerate(flipped) if (key := round(float(one), _DIGITS)) in at]
             both = [(row, other) for row, other in both if not torch.equal(pictures[row], pictures[other])]
