@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.ask.steps import Step, asks, replayed, said
-from anybatch.doctor.ask.tape import Loss, Slot
+from anybatch.doctor.ask.tape import Loss, Slot, Tape
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
@@ -77,7 +77,9 @@ def other_rate(step: Step) -> Iterator[Probed]:
         if kind is torch.optim.SGD and max(one.gain for one in tried.values()) < (1 - _FITTED) * first:
             gained(_BY_ADAM)
     most = max(one.gain for one in tried.values())
-    best = next(one for one in tried if tried[one].gain >= _NEARLY * most)  # the nearest, and Adam last
+    best = next(
+        one for one in tried if tried[one].gain >= most - (1 - _NEARLY) * abs(most)
+    )  # the nearest, and Adam last
     own, other, is_adam = tried[1.0], tried[best], best == _BY_ADAM
     elsewhere = _elsewhere(step, other.start) if own.gain < _LESS * other.gain else {}
     knows_more = _MUCH_LEFT * abs(first) < elsewhere.get("final", 0.0) > 2 * elsewhere.get("unseen", math.inf)
@@ -93,12 +95,17 @@ def other_rate(step: Step) -> Iterator[Probed]:
 def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, float]:
     """The loss of another step that was written down, with the weights of a copy and with those at the end."""
     tape = step.kept.earlier.get(step.optimizer)
-    if tape is None or not tape.losses:
-        return {}
+    if tape is None or not tape.losses or torch.equal(_largest(tape), _largest(step.tape)):
+        return {}  # of the same batch it tells no more
     known, loss = {id(step.parameters[slot]): one for slot, one in start.items()}, tape.losses[-1]
     held = {slot: known[id(one)] for slot, one in tape.parameters.items() if id(one) in known}
     unseen, final = (float(replayed(tape, loss, held=one).values[loss.slot].sum().detach()) for one in (held, {}))
     return {"unseen": unseen, "final": final}
+
+
+def _largest(tape: Tape) -> torch.Tensor:
+    given = [one for slot, one in tape.leaves.items() if slot not in tape.parameters]
+    return max(given, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
 
 
 def _is_alone(run: Run, optimizer: int) -> bool:
