@@ -55,7 +55,7 @@ def test_what_a_copy_knows_of_another_batch_tells_a_low_rate_from_labels_that_ar
     assert found.evidence["unseen"] < 0.5 * found.evidence["final"] or not expected
 
 
-def test_a_batch_that_is_all_there_is_and_losses_that_rise_at_every_rate_say_nothing() -> None:
+def test_a_batch_that_is_all_there_is_says_nothing_of_another_one() -> None:
     x = torch.randn(64, 6)
 
     def whole() -> None:
@@ -66,16 +66,7 @@ def test_a_batch_that_is_all_there_is_and_losses_that_rise_at_every_rate_say_not
             F.cross_entropy(net(x), linear(x)).backward()
             optimizer.step()
 
-    def rises() -> None:
-        net = nn.Linear(6, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, maximize=True)
-        for _ in range(12):
-            optimizer.zero_grad()
-            (-net(torch.randn(64, 6)).square().mean() - 1).backward()
-            optimizer.step()
-
     assert "unseen" not in asked(whole, "rate")[-1].evidence
-    assert asked(rises, "rate")[-1].answer == "no"
 
 
 def test_adam_is_tried_where_plain_descent_learns_a_batch_at_no_rate() -> None:
