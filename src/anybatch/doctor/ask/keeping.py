@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.tape import Operation, Slot, Tape
+from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.draws import Streams
@@ -128,13 +129,7 @@ class Function:
 
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
     """The functions of the user's own in the graph of a loss that were not seen before."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+    for node in outputs_first([loss.grad_fn] if loss.grad_fn is not None else [], _MOST_NODES):
         cls = getattr(type(node), "_forward_cls", None)
         if cls is None or cls in known or len(known) >= _MOST_FUNCTIONS or cls.__module__.startswith("torch."):
             continue
