@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch.doctor.explaining import Explanation, Subject, terms_of_loss
+from anybatch.doctor.explaining import Subject, explained
 from anybatch.doctor.following import Follower
-from anybatch.doctor.graphs import Graph
 from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.sites import Running, Site
-from anybatch.doctor.values import NOTHING, joined
 from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Paths
 from anybatch.torch_private import has_compiled
 
 if TYPE_CHECKING:
@@ -239,21 +236,15 @@ class Suspicion:
     def _followed(self, loss: torch.Tensor, follower: SafeFollower) -> tuple[Followed, bool]:
         """What was seen of a loss, and whether something was missing in this one."""
         subject = self._subject
-        value = joined([follower.value_of(loss)], "", NOTHING.site)
         mask = follower.graph.of(loss)
         if follower.hidden:  # what a checkpoint hides has had a gradient, or it is suspected
             for name, parameter in subject.parameters.items():
                 mask |= 0 if name in self._suspects else subject.bits[id(parameter)]
-        leaves = subject.leaves(mask)
-        explanation = Explanation(subject, follower, self._running)
-        stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
-        terms = terms_of_loss(loss, follower, subject=subject)
-        graph = Graph(subject.bits)
-        graph.of(loss)
-        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), graph.outside)
+        paths = explained({"": loss}, subject, follower, self._running, mask, cuts=True)
+        leaves, stopped = paths.leaves, paths.stopped
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
-            is_it = any(not (term.has_gradient and term.parameters) for term in terms)
+            is_it = any(not (term.has_gradient and term.parameters) for term in paths.terms) or not paths.reached
         elif self._why == "loss without graph":
             is_it = loss.grad_fn is None
         else:
