@@ -89,7 +89,8 @@ def _accumulates(kind: type) -> bool:  # asked of the type, since a node of the 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf whose gradient a node gathers, ``None`` if it does not."""
-    return node.variable if _accumulates(type(node)) else None
+    kind: Any = type(node)
+    return node.variable if _accumulates(kind) else None
 
 
 def inputs_first(start: Any, known: Container[Any] = (), most: float = math.inf) -> Iterator[Any]:
@@ -110,15 +111,16 @@ def inputs_first(start: Any, known: Container[Any] = (), most: float = math.inf)
             yield node
 
 
-def outputs_first(starts: Iterable[Any], most: float = math.inf) -> list[Any]:
-    """Some nodes and those behind them, each once, the nearest first; a few more than the most where there are more."""
-    found = dict.fromkeys(starts)
+def outputs_first(starts: Iterable[Any], most: float = math.inf, known: Container[Any] = ()) -> list[Any]:
+    """Some nodes and those behind them that are not known, the nearest first; a few more than the most if there are."""
+    found = dict.fromkeys(one for one in starts if one not in known)
     for node in (waiting := list(found)):
         if len(waiting) > most:
             break
-        new = [one for one, _ in node.next_functions if one is not None and one not in found]
-        found.update(dict.fromkeys(new))
-        waiting.extend(dict.fromkeys(new))
+        for one, _ in node.next_functions:
+            if one is not None and one not in found and one not in known:
+                found[one] = None
+                waiting.append(one)
     return waiting
 
 

@@ -41,6 +41,7 @@ _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
 _MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
 _MOST_FUNCTIONS = 8
+_MOST_LINES = 3
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
 
@@ -421,6 +422,13 @@ class Kept:
             for slot, one in tape.parameters.items()
             if isinstance(one, torch.nn.Parameter) and one.requires_grad
         }
+
+    def lines_of(self, op: str) -> tuple[str, tuple[int, ...]]:
+        """The file and the lines that made a kind of node of the graph, where they are few and in one file."""
+        tapes = [*self.tapes.values(), *self.earlier.values(), *([] if self._tape is None else [self._tape])]
+        places = sorted({place for tape in tapes for place in tape.made.get(op, ())})
+        is_clear = len({file for file, _ in places}) == 1 and len(places) <= _MOST_LINES
+        return (places[0][0], tuple([line for _, line in places])) if is_clear else ("", ())
 
     def stop(self) -> None:
         """Ends what is going on."""

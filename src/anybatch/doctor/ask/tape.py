@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import hidden
@@ -100,6 +101,7 @@ class Tape(SafeMode):
         numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
         nan: the first operation that gave NaN though it was given none.
+        made: for each kind of node of the graph the lines of the operations that made one.
         bytes: of the leaves that are no parameters.
     """
 
@@ -116,6 +118,8 @@ class Tape(SafeMode):
         self.numbers: dict[Slot, int] = {}
         self.sizes = False
         self.nan: Operation | None = None
+        self.made: dict[str, set[tuple[str, int]]] = {}
+        self._nodes: set[Any] = set()
         self._slots: dict[int, Slot] = {}
         self._alive: list[torch.Tensor] = []
         self.bytes = 0
@@ -124,6 +128,7 @@ class Tape(SafeMode):
         """Also lets go of the tensors of the run."""
         self._slots.clear()
         self._alive.clear()
+        self._nodes.clear()
         return super().stop()
 
     def loss(self, loss: torch.Tensor) -> None:
@@ -166,6 +171,10 @@ class Tape(SafeMode):
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
+        new = outputs_first([one.grad_fn for one in found if one.grad_fn is not None], known=self._nodes)
+        self._nodes.update(new)
+        for node in new:
+            self.made.setdefault(node.name(), set()).add((operation.file, operation.line))
         if self.nan is None and _has_nan(found) and not _has_nan(tensors_in(given)):
             self.nan = operation
         if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
@@ -200,6 +209,7 @@ class Tape(SafeMode):
         self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
+            self._nodes.update(outputs_first([tensor.grad_fn], known=self._nodes))
         return slot
 
 

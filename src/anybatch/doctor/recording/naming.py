@@ -121,16 +121,6 @@ def modules_in_sight() -> list[torch.nn.Module]:
     return list(found.values())
 
 
-def user_files() -> list[str]:
-    """The files of the user's running code, and of the classes of the modules that it has names for."""
-    found = [frame.f_code.co_filename for frame in _frames() if whose_file(frame.f_code.co_filename) == USERS]
-    for kind in {type(part) for module in modules_in_sight() for part in module.modules()}:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file and whose_file(file) == USERS:
-            found.append(file)
-    return list(dict.fromkeys(found))
-
-
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_MOST_FRAMES):
