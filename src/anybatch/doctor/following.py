@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from anybatch.doctor.graphs import Graph
+from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.seeing import Seeing, name_of, writes
-from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing, user_line
+from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing
 from anybatch.doctor.values import (
     NOTHING,
     Departure,
@@ -93,7 +94,7 @@ class Follower(Seeing):
         if name in _SHAPES_ONLY:
             return ("autograd.grad", args, kwargs, self._arriving(tensors_in(args[0])), ()) if name == "grad" else None
         if name == "_set_grad_enabled" and not args[0]:
-            self._switched_off = user_line(2)
+            self._switched_off = user_place(2)
         if in_backward() and of != "__set__":
             return None
         tensors = list(tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args))
@@ -158,7 +159,7 @@ class Follower(Seeing):
         return [self._with_graph(tensor) for tensor in tensors]
 
     def _site(self) -> Site:
-        return Site(self._running.name, *user_line(3))
+        return Site(self._running.name, *user_place(3))
 
     def _note(
         self, name: str, args: Any, kwargs: Any, came: list[tuple[Value, int]], result: Any,

@@ -42,7 +42,8 @@ def whose_file(file: str) -> int:
 def _belongs_to(file: str) -> int:
     if file.startswith(NOT_THE_USERS):
         return _HIDDEN
-    return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else USERS
+    is_library = (file.startswith(_LIBRARY) and "/anybatch/" not in file) or "/site-packages/" in file
+    return _LIBRARYS if is_library else USERS
 
 
 def user_place(depth: int = 1) -> tuple[str, int]:

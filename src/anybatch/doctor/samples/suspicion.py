@@ -11,8 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from anybatch.doctor.explaining import Subject, explained
 from anybatch.doctor.following import Follower
 from anybatch.doctor.recording.modes import SafeMode
-from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.sites import Running, Site
+from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Followed, Walk
 from anybatch.torch_private import has_compiled
 
@@ -60,9 +59,6 @@ class SafeFollower(SafeMode, Follower):
             self.give_up("the iteration is too long")
             return None
         return super().before(func, args, kwargs)
-
-    def _site(self) -> Site:
-        return Site(self._running.name, *user_place(3))
 
     def _look_inside(self, node: Any) -> int:
         self.hidden = True  # running it again would write to buffers
