@@ -107,7 +107,7 @@ class Live:
 
     def statement(self) -> ast.stmt | None:
         """The statement of the user's that was running."""
-        return here[0].statement(here[1]) if (here := self.here()) else None
+        return here[0].innermost(here[1]) if (here := self.here()) else None
 
     def round(self) -> list[ast.stmt]:
         """The statements of the innermost loop around the user's line, or of its function."""
