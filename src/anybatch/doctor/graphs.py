@@ -83,14 +83,16 @@ def is_custom(node: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _accumulates(kind: type) -> bool:  # asked of the type, since a node of the user's own may have any attribute
-    return hasattr(kind, "variable") and not issubclass(kind, torch.autograd.function.FunctionCtx)
+def sort_of(kind: Any) -> tuple[bool, str]:  # asked of the type, since a node of the user's own may have any attribute
+    """Whether nodes of a type gather the gradient of a leaf, and what they are called; empty for somebody's own."""
+    is_own = issubclass(kind, torch.autograd.function.FunctionCtx)
+    return hasattr(kind, "variable") and not is_own, "" if is_own else kind.__name__
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf whose gradient a node gathers, ``None`` if it does not."""
     kind: Any = type(node)
-    return node.variable if _accumulates(kind) else None
+    return node.variable if sort_of(kind)[0] else None
 
 
 def inputs_first(start: Any, known: Container[Any] = (), most: float = math.inf) -> Iterator[Any]:

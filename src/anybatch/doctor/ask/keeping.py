@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.sampling import Sampling
-from anybatch.doctor.ask.tape import Operation, Slot, Tape
+from anybatch.doctor.ask.tape import Slot, Tape
 from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
@@ -154,7 +154,6 @@ class Kept:
         on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
         earlier: the one before that, where there is one.
-        nan: the first operation that gave NaN in one of these though it was given none.
         initial: parameters as they were before the first step that was written down, by ``id``.
         given: by root and whether it was trained, in training mode and with a graph.
         states: by the ``id`` of the net.
@@ -174,7 +173,6 @@ class Kept:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
         self.earlier: dict[int, Tape] = {}
-        self.nan: Operation | None = None
         self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
@@ -397,7 +395,6 @@ class Kept:
             return
         self._left.append(tape)
         self.leave()
-        self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
             before = self.tapes.get(optimizer)
             if before is not None and before.bytes < _MOST_BYTES // 2:

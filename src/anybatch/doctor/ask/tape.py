@@ -100,7 +100,6 @@ class Tape(SafeMode):
         rows: of the batch; -1 where it is not known.
         numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
-        nan: the first operation that gave NaN though it was given none.
         made: for each kind of node of the graph the lines of the operations that made one.
         bytes: of the leaves that are no parameters.
     """
@@ -117,7 +116,6 @@ class Tape(SafeMode):
         self.rows = -1
         self.numbers: dict[Slot, int] = {}
         self.sizes = False
-        self.nan: Operation | None = None
         self.made: dict[str, set[tuple[str, int]]] = {}
         self._nodes: set[Any] = set()
         self._slots: dict[int, Slot] = {}
@@ -142,7 +140,7 @@ class Tape(SafeMode):
             return iter(super().__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Operation, Any] | None:
+    def before(self, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Writes down what it is given, where it is an operation."""
         name, of = name_of(func)
         if of and name not in (("data",) if of == "__set__" else _VIEWS | _SIZES):
@@ -150,14 +148,11 @@ class Tape(SafeMode):
         if name in _SIZES or name in _NOT_KEPT:
             self.sizes |= name in _SIZES
             return None
-        return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded)), args
-
-    def after(self, begun: tuple[Operation, Any], result: Any) -> None:
-        """Writes down what it gave."""
-        self._note(*begun, result)
+        return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
 
     @unseen
-    def _note(self, operation: Operation, given: Any, result: Any) -> None:
+    def after(self, operation: Operation, result: Any) -> None:
+        """Writes down what it gave."""
         name, kwargs = operation.name, operation.kwargs
         if name in _NUMBERS:
             for slot in slots((operation.args, kwargs)):
@@ -171,12 +166,12 @@ class Tape(SafeMode):
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
-        new = outputs_first([one.grad_fn for one in found if one.grad_fn is not None], known=self._nodes)
-        self._nodes.update(new)
-        for node in new:
-            self.made.setdefault(node.name(), set()).add((operation.file, operation.line))
-        if self.nan is None and _has_nan(found) and not _has_nan(tensors_in(given)):
-            self.nan = operation
+        place, waiting = (operation.file, operation.line), [one.grad_fn for one in found]
+        for node in waiting:
+            if node is not None and node not in self._nodes:
+                self._nodes.add(node)
+                self.made.setdefault(node.name(), set()).add(place)
+                waiting.extend([after for after, _ in node.next_functions])
         if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
             self.give_up("the step is too long")
 
@@ -233,11 +228,6 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether its storage was resized to nothing; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
-    return any(bool(one.isnan().any()) for one in read)
 
 
 Values = dict[Slot, torch.Tensor]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import Graph, is_custom, leaf_of, outputs_first, reentrant, summands
+from anybatch.doctor.graphs import Graph, leaf_of, outputs_first, reentrant, sort_of, summands
 from anybatch.doctor.samples import lossgraphs
 from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.lossfacts import Walk
@@ -103,15 +103,17 @@ class Walker:
         now = self._made.setdefault(step, {})
         before = [(earlier, nodes) for earlier, nodes in self._made.items() if earlier < step]
         for node in seen.nodes[: self._limit]:
-            if (leaf := leaf_of(node)) is not None:
-                seen.leaves.append(leaf)
-            elif not is_custom(node):
-                kind = type(node)
-                seen.names[node] = kind.__name__
+            kind: Any = type(node)
+            gathers, name = sort_of(kind)
+            if gathers:
+                seen.leaves.append(node.variable)
+            elif name:
+                seen.names[node] = name
                 made = node._sequence_nr()  # counts the nodes of a thread, and so tells them apart after they are gone
                 seen.again += now.get(made) is kind
                 now[made] = kind
-                seen.old += [(node, earlier) for earlier, nodes in before if nodes.get(made) is kind][:1]
+                if before:
+                    seen.old += [(node, earlier) for earlier, nodes in before if nodes.get(made) is kind][:1]
         for earlier in sorted(self._made)[:-_REMEMBERED]:
             del self._made[earlier]
         return seen
