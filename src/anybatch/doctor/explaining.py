@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from anybatch.doctor.following import Follower
-from anybatch.doctor.sites import Running, Site
-from anybatch.doctor.values import Departure, Event, Summand, Value
+from anybatch.doctor.graphs import Graph
+from anybatch.doctor.sites import NOWHERE, Running, Site
+from anybatch.doctor.values import NOTHING, Departure, Event, Summand, Value, joined
 from anybatch.errors import LossError
 from anybatch.records.means import Mean
-from anybatch.records.paths import Cut, Leaf, Stop, Term
+from anybatch.records.paths import Cut, Leaf, Paths, Stop, Term
 
 
 @dataclass(slots=True)
@@ -223,10 +224,37 @@ class Explanation:
         return any(isinstance(self._subject.modules.get(module), torch.jit.ScriptModule) for module in outer)
 
 
-def terms_of_loss(
-    loss: torch.Tensor, follower: Follower, name: str = "", subject: Subject | None = None
-) -> tuple[Term, ...]:
+def explained(
+    losses: Mapping[str, Any], subject: Subject, follower: Follower, running: Running, mask: int, *, cuts: bool = False
+) -> Paths:
+    """What an observed forward says of its losses.
+
+    Args:
+        mask: the bits of the parameters that they reach.
+        cuts: whether what cuts the parameters off from each term is listed.
+    """
+    value = joined((_value(follower, loss) for loss in losses.values()), "", NOWHERE)
+    explanation, leaves = Explanation(subject, follower, running), subject.leaves(mask)
+    stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
+    of_terms = subject if cuts else None
+    terms = tuple(term for name, loss in losses.items() for term in _terms(name, loss, follower, of_terms))
+    graph = Graph(subject.bits)  # the follower's has the leaves of everything that was made
+    for loss in losses.values():
+        if isinstance(loss, torch.Tensor):
+            graph.of(loss)
+    return Paths(leaves, stopped, True, terms if len(terms) > 1 else (), graph.outside)
+
+
+def _value(follower: Follower, loss: Any) -> Value:
+    if isinstance(loss, torch.Tensor):
+        return follower.value_of(loss)
+    return next((left.value for left in reversed(follower.departures) if left.number == loss), NOTHING)
+
+
+def _terms(name: str, loss: Any, follower: Follower, subject: Subject | None) -> tuple[Term, ...]:
     """The summands of a loss, each with the parameters that autograd lost in it; the loss itself if it is no sum."""
+    if not isinstance(loss, torch.Tensor):
+        return (Term(float(loss), False, name or "a number"),)
     value, live = follower.value_of(loss), follower.graph.of(loss)
     whole = Summand(loss.detach(), live, value.params, value.cuts, name, value.site, loss.requires_grad)
     return tuple(_term(summand, follower, subject) for summand in value.terms or (whole,))

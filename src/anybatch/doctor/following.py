@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from anybatch.doctor.graphs import Graph
-from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing, user_line
+from anybatch.doctor.recording.naming import user_place
+from anybatch.doctor.seeing import Seeing, name_of, writes
+from anybatch.doctor.sites import Running, Site, copying, custom_forward, distribution_drawing
 from anybatch.doctor.values import (
     NOTHING,
     Departure,
@@ -54,7 +55,7 @@ _OTHER_IS_A_SHAPE = frozenset({"view_as", "expand_as", "reshape_as", "type_as"})
 _ONE_BY_ONE = frozenset({"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"})
 
 
-class Follower(TorchFunctionMode):
+class Follower(Seeing):
     """Observes every operation that Python calls while it is entered.
 
     Args:
@@ -81,46 +82,40 @@ class Follower(TorchFunctionMode):
         self._callers: dict[Any, str] = {}
         self._again = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__" or name == "__set__":
-            name = func.__self__.__name__
-            if func.__name__ == "__set__":
-                return self._assign(name, func, args, kwargs)
-            if name not in _PROPERTIES:
-                return func(*args, **kwargs)
-        elif name in _SHAPES_ONLY:
-            return self._differentiated(func, args, kwargs) if name == "grad" else func(*args, **kwargs)
-        elif name == "_set_grad_enabled" and not args[0]:
-            self._switched_off = user_line(2)
-        elif name in _FLAGS and args and not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+    def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """What is known of what an operation is given; ``None`` where nothing is to be noted."""
+        name, of = name_of(func)
+        if of == "__get__" and name not in _PROPERTIES:
+            return None
+        if name in _FLAGS and args and not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             self.frozen[id(args[0])] = self._site()
-        if in_backward():
-            return func(*args, **kwargs)
+        if of == "__set__" and name != "data":
+            return None
+        if name in _SHAPES_ONLY:
+            return ("autograd.grad", args, kwargs, self._arriving(tensors_in(args[0])), ()) if name == "grad" else None
+        if name == "_set_grad_enabled" and not args[0]:
+            self._switched_off = user_place(2)
+        if in_backward() and of != "__set__":
+            return None
         tensors = list(tensors_in(*args, *kwargs.values()) if kwargs else tensors_in(*args))
         if name in _OTHER_IS_A_SHAPE:
             del tensors[1:]
-        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs
-        written = tuple(tensors_in(kwargs.get("out") if "out" in kwargs else args[:1])) if writes else ()
+        is_write = of == "__set__" or writes(name, kwargs)
+        written = tuple(tensors_in(kwargs.get("out") if "out" in kwargs else args[:1])) if is_write else ()
         for tensor in written:
             self.before_write(tensor)
         came = self._arriving(tensors)
         addends = self._addends(args, came) if name in _SUMS else ()  # before one of them is written to
-        result = func(*args, **kwargs)
+        return name, args, kwargs, came, written, addends
+
+    def after(self, begun: tuple[Any, ...], result: Any) -> None:
+        """Notes the result of an operation; gradients that are asked for without ``create_graph`` are constants."""
+        name, args, kwargs, came, *rest = begun
         if name in _ONE_BY_ONE and isinstance(result, (list, tuple)) and len(result) == len(came):
             for one, other in zip(came, result, strict=True):
                 self._note(name, args, kwargs, [one], other, ())
-        else:
-            self._note(name, args, kwargs, came, result, written, addends)
-        return result
-
-    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Sees gradients that the user's code asks for; without ``create_graph`` they are constants."""
-        result = func(*args, **kwargs)
-        if not any(one.requires_grad for one in tensors_in(result)):
-            self._note("autograd.grad", args, kwargs, self._arriving(tensors_in(*args[:1])), result, ())
-        return result
+        elif name != "autograd.grad" or not any(one.requires_grad for one in tensors_in(result)):
+            self._note(name, args, kwargs, came, result, *rest)
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """What is known of a tensor, including its own graph."""
@@ -163,20 +158,8 @@ class Follower(TorchFunctionMode):
     def _arriving(self, tensors: Iterable[torch.Tensor]) -> list[tuple[Value, int]]:
         return [self._with_graph(tensor) for tensor in tensors]
 
-    def _assign(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Sees ``tensor.data = other`` and ``tensor.requires_grad = flag``."""
-        if name == "requires_grad" and not args[1]:
-            self.frozen[id(args[0])] = self._site()
-        if name != "data":
-            return func(*args, **kwargs)
-        self.before_write(args[0])
-        came = self._arriving(tensors_in(*args))
-        result = func(*args, **kwargs)
-        self._note(name, args, kwargs, came, None, (args[0],))
-        return result
-
     def _site(self) -> Site:
-        return Site(self._running.name, *user_line(3))
+        return Site(self._running.name, *user_place(3))
 
     def _note(
         self, name: str, args: Any, kwargs: Any, came: list[tuple[Value, int]], result: Any,

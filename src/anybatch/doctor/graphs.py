@@ -1,7 +1,8 @@
 """The autograd graph of tensors: which parameters each node leads to, and what the graph keeps in memory."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,6 @@ class Graph:
     masks: dict[Any, int] = field(default_factory=dict)  # the bits by node; holding the nodes keeps their identity
     places: dict[Any, str] = field(default_factory=dict)  # what was running when a node was first seen
     others: dict[int, torch.Tensor] = field(default_factory=dict)  # leaves without a bit
-    _accumulates: dict[type, bool] = field(default_factory=dict)
 
     def of(self, tensor: torch.Tensor) -> int:
         """The bits of the leaves that a backward from a tensor reaches."""
@@ -52,7 +52,7 @@ class Graph:
         if node is None:
             return self._leaf(tensor)
         mask = self.masks.get(node)
-        return self._walk(node) if mask is None else mask
+        return self.behind(node) if mask is None else mask
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -65,47 +65,70 @@ class Graph:
             self.others.setdefault(id(leaf), leaf)
         return bit
 
-    def _walk(self, start: Any) -> int:
-        """Goes through what is new behind a node, without recursion, since graphs are deeper than Python's stack."""
+    def behind(self, start: Any) -> int:
+        """The bits of the leaves behind a node; goes through what is new only."""
         masks, place = self.masks, self.place()
-        waiting = [start]
-        while waiting:
-            node = waiting[-1]
-            if node in masks:
-                waiting.pop()
-                continue
-            following = [after for after, _ in node.next_functions if after is not None]
-            missing = [after for after in following if after not in masks]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            mask = 0
-            for after in following:
-                mask |= masks[after]
+        for node in inputs_first(start, masks):
+            mask = 0 if (leaf := leaf_of(node)) is None else self._leaf(leaf)
+            for after, _ in node.next_functions:
+                mask |= masks[after] if after is not None else 0
             self.places[node] = place
-            masks[node] = mask | self._own(node)
+            masks[node] = mask | (self.inside(node) if reentrant(node) else 0)
         return masks[start]
 
-    def _own(self, node: Any) -> int:
-        kind = type(node)
-        if kind not in self._accumulates:  # asked of the type, since a node of the user's own may have any attribute
-            self._accumulates[kind] = hasattr(kind, "variable")
-        if self._accumulates[kind]:
-            return self._leaf(node.variable)
-        return self.inside(node) if reentrant(node) else 0
+
+def is_custom(node: Any) -> bool:
+    """Whether it belongs to an ``autograd.Function`` that somebody wrote."""
+    return issubclass(type(node), torch.autograd.function.FunctionCtx)
+
+
+@functools.lru_cache(maxsize=256)
+def sort_of(kind: Any) -> tuple[bool, str]:  # asked of the type, since a node of the user's own may have any attribute
+    """Whether nodes of a type gather the gradient of a leaf, and what they are called; empty for somebody's own."""
+    is_own = issubclass(kind, torch.autograd.function.FunctionCtx)
+    return hasattr(kind, "variable") and not is_own, "" if is_own else kind.__name__
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node gathers, ``None`` if it does not."""
+    kind: Any = type(node)
+    return node.variable if sort_of(kind)[0] else None
+
+
+def inputs_first(start: Any, known: Container[Any] = (), most: float = math.inf) -> Iterator[Any]:
+    """The nodes in an order in which each comes after those that it is made of, without those that are known.
+
+    Nothing is called again for what lies deeper, since graphs are deeper than Python's stack.
+    """
+    waiting, done = [start], set[Any]()
+    while waiting and len(done) < most:
+        node = waiting[-1]
+        missing = [one for one, _ in node.next_functions if one is not None and one not in done and one not in known]
+        if node not in done and missing:
+            waiting.extend(missing)
+            continue
+        waiting.pop()
+        if node not in done:
+            done.add(node)
+            yield node
+
+
+def outputs_first(starts: Iterable[Any], most: float = math.inf, known: Container[Any] = ()) -> list[Any]:
+    """Some nodes and those behind them that are not known, the nearest first; a few more than the most if there are."""
+    found = dict.fromkeys(one for one in starts if one not in known)
+    for node in (waiting := list(found)):
+        if len(waiting) > most:
+            break
+        for one, _ in node.next_functions:
+            if one is not None and one not in found and one not in known:
+                found[one] = None
+                waiting.append(one)
+    return waiting
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """All nodes of the graph of some tensors, each once."""
-    found = dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
-    waiting = list(found)
-    for node in waiting:
-        for after, _ in node.next_functions:
-            if after is not None and after not in found:
-                found[after] = None
-                waiting.append(after)
-    return waiting
+    return outputs_first(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
 
 
 def following(node: Any) -> list[Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.crashing.usercode import called
-from anybatch.doctor.fixes.source import SCOPES, Change, Edit, UnclearEdit
+from anybatch.doctor.crashing.usercode import SCOPES, called
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
 

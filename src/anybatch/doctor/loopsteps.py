@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, opened
-from anybatch.doctor.crashing.usercode import called, names_in, nodes_in
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, UnclearEdit, UserSource
+from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
+from anybatch.doctor.fixes.source import UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
@@ -38,15 +38,9 @@ class LoopStep:
     batch: dict[str, Any] = field(default_factory=dict)  # what is new in each iteration, by name
 
     @property
-    def loops(self) -> list[ast.stmt]:
+    def loops(self) -> Sequence[ast.stmt]:
         """The loops around the backward within its function, the innermost first."""
-        found: list[ast.stmt] = []
-        for node in self.source.ancestors(self.back):
-            if isinstance(node, SCOPES):
-                break
-            if isinstance(node, LOOPS):
-                found.append(node)
-        return found
+        return self.source.loops_around(self.back)
 
     @property
     def model(self) -> torch.nn.Module:

@@ -3,18 +3,18 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from anybatch.doctor.explaining import Explanation, Subject, losses_of, subject_of, terms_of_loss
+from anybatch.doctor.explaining import Subject, explained, losses_of, subject_of
 from anybatch.doctor.following import Follower
 from anybatch.doctor.graphs import Graph, kept_by, nodes_behind, reentrant, terms_of
 from anybatch.doctor.sites import Running
-from anybatch.doctor.values import NOTHING, Value, joined
 from anybatch.errors import LossError
-from anybatch.records.paths import Paths, Stop, Term
+from anybatch.records.paths import Paths, Stop
 from anybatch.tensors.randomness import RandomState
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -190,25 +190,5 @@ def _of_function(function: Callable[[], Any], subject: Subject) -> Paths:
         mask = _non_leaves(subject, tensors)
         for tensor in tensors:
             mask |= follower.graph.of(tensor)
-        value = joined((_value(follower, loss) for loss in losses.values()), "", NOTHING.site)
-        explanation = Explanation(subject, follower, running)
-        leaves = subject.leaves(mask)
-        stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
-        terms = tuple(term for name, loss in losses.items() for term in _terms(name, loss, follower))
-        kept = kept_by(tensors, follower.graph.places, subject.fixtures)
-        reached = Graph(bits)  # the follower's has the leaves of everything that was made
-        for tensor in tensors:
-            reached.of(tensor)
-        return Paths(leaves, stopped, True, terms if len(terms) > 1 else (), reached.outside, kept)
-
-
-def _value(follower: Follower, loss: Any) -> Value:
-    if isinstance(loss, torch.Tensor):
-        return follower.value_of(loss)
-    return next((left.value for left in reversed(follower.departures) if left.number == loss), NOTHING)
-
-
-def _terms(name: str, loss: Any, follower: Follower) -> tuple[Term, ...]:
-    if not isinstance(loss, torch.Tensor):
-        return (Term(float(loss), False, name or "a number"),)
-    return terms_of_loss(loss, follower, name)
+        found = explained(losses, subject, follower, running, mask)
+        return replace(found, kept=kept_by(tensors, follower.graph.places, subject.fixtures))

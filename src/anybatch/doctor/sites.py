@@ -31,17 +31,6 @@ class Site(NamedTuple):
 NOWHERE = Site()
 
 
-def user_line(depth: int = 1) -> tuple[str, int]:
-    """The file and number of the innermost line on the stack outside torch and anybatch; ``("", 0)`` if none is."""
-    frame = sys._getframe(depth)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(NOT_THE_USERS):
-            return name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", 0
-
-
 def distribution_drawing() -> str:
     """The class of torch's distribution whose ``sample()`` the user's line called; empty if there is none."""
     frame = sys._getframe(1)

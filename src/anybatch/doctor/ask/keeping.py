@@ -11,7 +11,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from anybatch.doctor.ask.sampling import Sampling
-from anybatch.doctor.ask.tape import Operation, Slot, Tape
+from anybatch.doctor.ask.tape import Slot, Tape
+from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.draws import Streams
@@ -40,6 +41,7 @@ _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
 _MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
 _MOST_FUNCTIONS = 8
+_MOST_LINES = 3
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))
 
 
@@ -128,13 +130,7 @@ class Function:
 
 def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
     """The functions of the user's own in the graph of a loss that were not seen before."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting and len(seen) < _MOST_NODES:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+    for node in outputs_first([loss.grad_fn] if loss.grad_fn is not None else [], _MOST_NODES):
         cls = getattr(type(node), "_forward_cls", None)
         if cls is None or cls in known or len(known) >= _MOST_FUNCTIONS or cls.__module__.startswith("torch."):
             continue
@@ -158,7 +154,6 @@ class Kept:
         on: whether anything is kept.
         tapes: the last step that was written down, for each optimizer.
         earlier: the one before that, where there is one.
-        nan: the first operation that gave NaN in one of these though it was given none.
         initial: parameters as they were before the first step that was written down, by ``id``.
         given: by root and whether it was trained, in training mode and with a graph.
         states: by the ``id`` of the net.
@@ -178,7 +173,6 @@ class Kept:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
         self.tapes: dict[int, Tape] = {}
         self.earlier: dict[int, Tape] = {}
-        self.nan: Operation | None = None
         self.initial: dict[int, torch.Tensor] = {}
         self.given: dict[tuple[int, bool], list[Given]] = {}
         self.states: dict[int, State] = {}
@@ -401,7 +395,6 @@ class Kept:
             return
         self._left.append(tape)
         self.leave()
-        self.nan = self.nan or tape.nan
         if tape.losses and not tape.failed:
             before = self.tapes.get(optimizer)
             if before is not None and before.bytes < _MOST_BYTES // 2:
@@ -426,6 +419,13 @@ class Kept:
             for slot, one in tape.parameters.items()
             if isinstance(one, torch.nn.Parameter) and one.requires_grad
         }
+
+    def lines_of(self, op: str) -> tuple[str, tuple[int, ...]]:
+        """The file and the lines that made a kind of node of the graph, where they are few and in one file."""
+        tapes = [*self.tapes.values(), *self.earlier.values(), *([] if self._tape is None else [self._tape])]
+        places = sorted({place for tape in tapes for place in tape.made.get(op, ())})
+        is_clear = len({file for file, _ in places}) == 1 and len(places) <= _MOST_LINES
+        return (places[0][0], tuple([line for _, line in places])) if is_clear else ("", ())
 
     def stop(self) -> None:
         """Ends what is going on."""

@@ -78,12 +78,6 @@ def about_own_states(kept: Kept, run: Run) -> Iterator[Probed]:
         yield told("own state", one, cls=one.name, tensors=one.count, loads=len(kept.own))
 
 
-def about_nan(kept: Kept, run: Run) -> Iterator[Probed]:
-    """The first operation of a forward that gave NaN though it was given none."""
-    if kept.nan is not None:
-        yield told("first nan", kept.nan, op=kept.nan.name)
-
-
 def about_resumed(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether a schedule begins anew on a resume, though its state is in what is loaded."""
     loads = [one for one in run.of(Loaded) if one.into == "optimizer" and one.lrs_after]

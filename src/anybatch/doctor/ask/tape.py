@@ -1,23 +1,18 @@
 """One step of a run as a list of operations, which can be run again with other rows."""
 
-import os
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from anybatch.doctor.graphs import outputs_first
+from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.recording.patches import HIDDEN, hidden
+from anybatch.doctor.recording.patches import hidden
+from anybatch.doctor.seeing import name_of, writes
 from anybatch.doctor.values import tensors_in
 from anybatch.tensors.dispatch import unseen
-from anybatch.tensors.graph import in_backward
-from anybatch.torch_private import function_modes
 
 _MOST_OPERATIONS = 20_000
 _MOST_BYTES = 256 * 2**20
@@ -33,10 +28,6 @@ _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__in
 _SIZES = frozenset({"size", "shape", "numel", "__len__", "nelement"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _NOT_KEPT = frozenset({"backward", "register_hook", "retain_grad", "is_floating_point", "dim"})
-
-
-_BETWEEN = ("torch/overrides.py", "torch/nn/functional.py")
-_OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")
 
 
 _KINDS = {
@@ -93,7 +84,7 @@ class Loss:
     line: int
 
 
-class Tape(TorchFunctionMode):
+class Tape(SafeMode):
     """Writes down the operations while it is on; nothing of them is changed.
 
     Args:
@@ -109,9 +100,8 @@ class Tape(TorchFunctionMode):
         rows: of the batch; -1 where it is not known.
         numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
-        nan: the first operation that gave NaN though it was given none.
+        made: for each kind of node of the graph the lines of the operations that made one.
         bytes: of the leaves that are no parameters.
-        failed: why it is of no use; empty if it is.
     """
 
     def __init__(self, held: Iterable[int] = ()) -> None:
@@ -126,38 +116,18 @@ class Tape(TorchFunctionMode):
         self.rows = -1
         self.numbers: dict[Slot, int] = {}
         self.sizes = False
-        self.nan: Operation | None = None
-        self.failed = ""
+        self.made: dict[str, set[tuple[str, int]]] = {}
+        self._nodes: set[Any] = set()
         self._slots: dict[int, Slot] = {}
         self._alive: list[torch.Tensor] = []
         self.bytes = 0
-        self._off = True
-        self._entered = False
-        self._process, self._thread = os.getpid(), threading.get_ident()
-
-    def start(self) -> bool:
-        """Enters the mode unless one of somebody else is on; whether it is on now."""
-        if any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
-            return False
-        self._off, self._entered = False, True
-        self.__enter__()  # type: ignore[no-untyped-call]
-        return True
 
     def stop(self) -> bool:
-        """Writes no more down, lets go of the tensors of the run, and leaves the mode; whether that was possible.
-
-        Within a backward modes are those of its beginning, which are there again after it; and one that was entered
-        later may still be on.
-        """
-        self._off = True
+        """Also lets go of the tensors of the run."""
         self._slots.clear()
         self._alive.clear()
-        modes = function_modes()
-        is_last = bool(modes) and modes[-1] is self and threading.get_ident() == self._thread
-        if self._entered and is_last and not in_backward():
-            self._entered = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return not self._entered
+        self._nodes.clear()
+        return super().stop()
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is notified of a backward that is about to run."""
@@ -166,59 +136,44 @@ class Tape(TorchFunctionMode):
             self.losses.append(Loss(slot, len(self.operations), *user_place(2)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._off or threading.get_ident() != self._thread or os.getpid() != self._process:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            is_set, name = name == "__set__", getattr(func.__self__, "__name__", "")
-            if name not in (("data",) if is_set else _VIEWS) and name not in _SIZES:
-                return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__ and not self._off and args[0].dim():
+            return iter(super().__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> Operation | None:
+        """Writes down what it is given, where it is an operation."""
+        name, of = name_of(func)
+        if of and name not in (("data",) if of == "__set__" else _VIEWS | _SIZES):
+            return None
         if name in _SIZES or name in _NOT_KEPT:
             self.sizes |= name in _SIZES
-            return func(*args, **kwargs)
-        if name == "__iter__" and args and args[0].dim():
-            return iter(self._run("unbind", torch.Tensor.unbind, (args[0], 0), {}))
-        return self._run(name, func, args, kwargs)
-
-    def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        given: tuple[Any, Any] | None = None
-        try:
-            given = rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded)
-        except Exception as error:  # noqa: BLE001 - the run goes on as it would
-            self._give_up(error)
-        result = func(*args, **kwargs)
-        if given is not None:
-            try:
-                self._note(Operation(name, func, *given), args, result)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._give_up(error)
-        return result
-
-    def _give_up(self, error: Exception | str) -> None:
-        self.failed = str(error)[:200] or "it failed"
-        self._off = True
+            return None
+        return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
 
     @unseen
-    def _note(self, operation: Operation, given: Any, result: Any) -> None:
+    def after(self, operation: Operation, result: Any) -> None:
+        """Writes down what it gave."""
         name, kwargs = operation.name, operation.kwargs
         if name in _NUMBERS:
             for slot in slots((operation.args, kwargs)):
                 self.numbers.setdefault(slot, len(self.operations))
             return
         found = list(tensors_in(result))
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-        if not found and not writes and name != "data":
+        if not found and not writes(name, kwargs) and name != "data":
             return
         operation.outs = tuple([self._slot_of_new(one) for one in found])
         operation.drawn = tuple([one.detach().clone() for one in found]) if name in RANDOM else None
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
-        if self.nan is None and _has_nan(found) and not _has_nan(tensors_in(given)):
-            self.nan = operation
+        place, waiting = (operation.file, operation.line), [one.grad_fn for one in found]
+        for node in waiting:
+            if node is not None and node not in self._nodes:
+                self._nodes.add(node)
+                self.made.setdefault(node.name(), set()).add(place)
+                waiting.extend([after for after, _ in node.next_functions])
         if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
-            self._give_up("the step is too long")
+            self.give_up("the step is too long")
 
     def _slot_of_new(self, tensor: torch.Tensor) -> Slot:
         slot = self._slots.get(id(tensor))
@@ -249,34 +204,11 @@ class Tape(TorchFunctionMode):
         self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
+            self._nodes.update(outputs_first([tensor.grad_fn], known=self._nodes))
         return slot
 
 
-hidden(Tape.__torch_function__)  # so that warnings pass over them
-hidden(Tape._run)
-
-
-def reissued(message: Any) -> bool:
-    """Shows a warning that came while a tape was on as of the line that it would be of without one."""
-    if not message.filename.startswith(HIDDEN) and not message.filename.endswith(_BETWEEN):
-        return False
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not Tape.__torch_function__.__code__:
-        frame = frame.f_back
-    while frame is not None and (_is_between(frame.f_code.co_filename)):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    names = frame.f_globals
-    warnings.warn_explicit(
-        message.message, message.category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"),
-        names.setdefault("__warningregistry__", {}), None, message.source,
-    )  # fmt: skip
-    return True
-
-
-def _is_between(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith(_BETWEEN)
+hidden(Tape.__torch_function__)
 
 
 def slots(value: Any) -> Iterable[Slot]:
@@ -296,11 +228,6 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether its storage was resized to nothing; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
-    return any(bool(one.isnan().any()) for one in read)
 
 
 Values = dict[Slot, torch.Tensor]

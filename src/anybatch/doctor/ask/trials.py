@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
-from anybatch.doctor.crashing.live import whose
 from anybatch.doctor.paths import Preserved
+from anybatch.doctor.recording.naming import whose_file
 from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Probed
 from anybatch.tensors.randomness import RandomState
@@ -218,7 +218,7 @@ def _line() -> tuple[str, int]:
     """The innermost line of the user's within the model that is asked; none where only torch's own layers run."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not Trial.forward.__code__:
-        if whose(frame.f_code.co_filename) in ("user", "library"):
+        if whose_file(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0

@@ -12,7 +12,7 @@ from anybatch.doctor.crashing.calls import Call, Operand, failing_calls, tensors
 from anybatch.doctor.crashing.live import Live
 from anybatch.doctor.crashing.repairs import Repair, working_repairs
 from anybatch.doctor.crashing.usercode import called, loads, path_of, targets
-from anybatch.doctor.graphs import nodes_behind
+from anybatch.doctor.graphs import leaf_of, nodes_behind
 from anybatch.records.events import Crashed
 
 _NAMES = (
@@ -142,10 +142,9 @@ def _maker(live: Live, tensors: list[Operand]) -> str:
     """The module that computed the last operand with a graph."""
     own = {id(one): path for path, one in live.parameters().items()}
     for operand in reversed(tensors):
-        leaves = (getattr(node, "variable", None) for node in nodes_behind([operand.value]))
-        for leaf in leaves:
-            if id(leaf) in own:
-                return own[id(leaf)].rpartition(".")[0]
+        leaves = (id(leaf_of(node)) for node in nodes_behind([operand.value]))
+        if path := next((own[leaf] for leaf in leaves if leaf in own), ""):
+            return path.rpartition(".")[0]
     return ""
 
 

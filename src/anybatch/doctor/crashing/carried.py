@@ -21,7 +21,7 @@ from anybatch.doctor.crashing.usercode import (
     simple_statements,
     targets,
 )
-from anybatch.doctor.graphs import nodes_behind
+from anybatch.doctor.graphs import leaf_of, nodes_behind
 
 
 class Kept(NamedTuple):
@@ -61,7 +61,7 @@ def loss_name(live: Live, losses: list[torch.Tensor]) -> str:
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
     """The nodes behind some tensors, without the leaves, which all steps share."""
-    return {node for node in nodes_behind(tensors) if not hasattr(type(node), "variable")}
+    return {node for node in nodes_behind(tensors) if leaf_of(node) is None}
 
 
 def with_graph(value: Any) -> list[torch.Tensor]:
@@ -202,9 +202,7 @@ def _apart(live: Live, statements: list[ast.stmt], line: int, first: str, loss: 
     else:
         steps = any(called(node) == "step" for node in nodes_in(between, ast.Call))
     value = live.read(shared)
-    behind = (
-        {id(node.variable) for node in nodes_behind([value]) if hasattr(type(node), "variable")} if shared else set()
-    )
+    behind = {id(leaf_of(node)) for node in nodes_behind([value] if shared else [])}
     if steps and later and any(behind & held for held in stepped_in(live, between).values()):
         # What the two have in common belongs to the step of the first loss, so that the second one takes it as given.
         return _with_detached(later[0], shared), later[0].lineno

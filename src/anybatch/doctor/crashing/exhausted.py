@@ -12,7 +12,7 @@ from anybatch.doctor.crashes import Answer, answer
 from anybatch.doctor.crashing.carried import function_of
 from anybatch.doctor.crashing.live import Live, whose
 from anybatch.doctor.crashing.usercode import path_of
-from anybatch.doctor.graphs import kept_by, nodes_behind
+from anybatch.doctor.graphs import kept_by, leaf_of, nodes_behind
 from anybatch.units import format_bytes
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -96,7 +96,7 @@ def _by_module(live: Live) -> dict[str, tuple[int, int]]:
     for node in reversed(nodes_behind(tensors)):  # what made a tensor comes before what uses it
         inputs = [one for one, _ in node.next_functions if one is not None]
         nearest = [*inputs, *(one for given in inputs for one, _ in given.next_functions if one is not None)]
-        leaves = (own.get(id(getattr(one, "variable", None)), "") for one in nearest)
+        leaves = (own.get(id(leaf_of(one)), "") for one in nearest)
         places[node] = next(filter(None, leaves), "") or next((places[one] for one in inputs if places.get(one)), "")
     kept = kept_by(tensors, places, live.parameters().values())
     found = {} if kept is None else {name: size for name, size in kept.modules.items() if name}

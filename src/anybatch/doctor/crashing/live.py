@@ -4,9 +4,7 @@ import ast
 import itertools
 import os
 import re
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
@@ -15,17 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, simple_statements, source_of
+from anybatch.doctor.recording.naming import USERS, whose_file
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_LIBRARIES = tuple(
-    f"{path}{os.sep}"
-    for path in {
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-    }
-    if path
-)
 _OPTIMIZED = 0x1  # the flag of a function's code, whose locals are a copy
 _MODULES_OWN = frozenset(vars(torch.nn.Module()))
 _MOST = 2000  # tensors that are looked at by name
@@ -116,7 +107,7 @@ class Live:
 
     def statement(self) -> ast.stmt | None:
         """The statement of the user's that was running."""
-        return here[0].statement(here[1]) if (here := self.here()) else None
+        return here[0].innermost(here[1]) if (here := self.here()) else None
 
     def round(self) -> list[ast.stmt]:
         """The statements of the innermost loop around the user's line, or of its function."""
@@ -304,9 +295,7 @@ def whose(file: str) -> str:
         return "torch"
     if file.startswith((_OURS, "<anybatch")):  # the recorder's wrappers bear no path
         return "ours"
-    if file.startswith("<frozen") or file.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in file:
-        return "library"
-    return "user"
+    return "user" if whose_file(file) == USERS else "library"
 
 
 def tensors_in(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

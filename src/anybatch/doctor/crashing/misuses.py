@@ -11,7 +11,7 @@ import torch
 from anybatch.doctor.crashes import Answer, answer, quoted, shape
 from anybatch.doctor.crashing.live import Live, attributes, tensors_in
 from anybatch.doctor.crashing.usercode import called, loads, nodes_in, path_of, targets
-from anybatch.doctor.graphs import nodes_behind
+from anybatch.doctor.graphs import leaf_of, nodes_behind
 
 
 def stored_in(live: Live, match: "re.Match[str]") -> Answer | None:
@@ -200,7 +200,7 @@ def unused_input(live: Live, match: "re.Match[str]") -> Answer:
     outputs, given = live.local("grad", "outputs"), live.local("grad", "inputs")
     outputs, given = ([one] if isinstance(one, torch.Tensor) else list(one or ()) for one in (outputs, given))
     nodes = nodes_behind(outputs)
-    reached = {id(leaf) for node in nodes if (leaf := getattr(node, "variable", None)) is not None}
+    reached = {id(leaf_of(node)) for node in nodes}
     tensor = next((one for one in given if id(one) not in reached and one.grad_fn not in nodes), None)
     name = live.name_of(tensor) if tensor is not None else ""
     return answer(path=quoted(name) or "A tensor", name=name or "it", tensor=name,

@@ -13,6 +13,8 @@ _BODIES = (
     ast.For, ast.While, ast.With, ast.AsyncFor, ast.AsyncWith, ast.If, ast.Try, ast.FunctionDef, ast.ClassDef,
 )  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Module)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
@@ -33,6 +35,16 @@ class Parsed:
             yield outer
             node = outer
 
+    def innermost(self, line: int) -> ast.stmt | None:
+        """The innermost statement that has a line."""
+        inside = [one for one in ast.walk(self.tree) if isinstance(one, ast.stmt) and _has(one, line)]
+        return inside[-1] if inside else None  # the walk goes outside in
+
+    def loops_around(self, node: ast.AST) -> list[ast.For | ast.AsyncFor | ast.While]:
+        """The loops of the same function that a node is in, the innermost first."""
+        inside = itertools.takewhile(lambda one: not isinstance(one, SCOPES), self.ancestors(node))
+        return [one for one in inside if isinstance(one, LOOPS)]
+
 
 class Source(Parsed):
     """A file of the user's."""
@@ -40,11 +52,6 @@ class Source(Parsed):
     def __init__(self, file: str, lines: list[str], tree: ast.Module) -> None:
         super().__init__(tree)
         self.file, self.lines = file, lines
-
-    def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that has a line."""
-        inside = [one for one in ast.walk(self.tree) if isinstance(one, ast.stmt) and _has(one, line)]
-        return min(reversed(inside), key=lambda one: (one.end_lineno or one.lineno) - one.lineno, default=None)
 
     def statements(self, line: int) -> list[ast.stmt]:
         """All statements without a body that have a line, since several may stand in one."""
@@ -59,17 +66,15 @@ class Source(Parsed):
         """What is run again together with a line: the innermost loop around it, or its function."""
         return next(iter(self.loops(line)), None) or self.function(line)
 
-    def loops(self, line: int) -> list[ast.For | ast.While]:
+    def loops(self, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
         """The loops of the same function around a line, the innermost first."""
-        statement = self.statement(line)
-        outer = () if statement is None else self.ancestors(statement)
-        inside = itertools.takewhile(lambda node: not isinstance(node, (*_FUNCTIONS, ast.ClassDef)), outer)
-        return [node for node in inside if isinstance(node, ast.For | ast.While)]
+        statement = self.innermost(line)
+        return [] if statement is None else self.loops_around(statement)
 
     def text(self, line: int) -> str:
         """The statement at a line on one line; only its first line if it has a body or is long."""
         first = _without_comment(self.lines[line - 1]) if 0 < line <= len(self.lines) else ""
-        statement = self.statement(line)
+        statement = self.innermost(line)
         if statement is None or isinstance(statement, _BODIES):
             return first
         rows = self.lines[statement.lineno - 1 : statement.end_lineno]
@@ -195,7 +200,7 @@ class Carried:
     added: bool = False  # whether it is only added to
 
 
-def carried(loop: ast.For | ast.While) -> list[Carried]:
+def carried(loop: ast.For | ast.AsyncFor | ast.While) -> list[Carried]:
     """What a loop reads that comes from before the round, in order: those with ``stored`` from the round before."""
     first_read: dict[str, int] = {}
     stored: dict[str, ast.stmt] = {}

@@ -5,9 +5,9 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 
-from anybatch.doctor.crashing.usercode import called, nodes_in, operations, targets
+from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, nodes_in, operations, targets
 from anybatch.doctor.fixes.scene import Scene, each, edits_of, inner_loop, primary
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Cleared, Clipped, Scaler, Stepped
 
 

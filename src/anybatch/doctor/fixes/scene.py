@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from anybatch.doctor.crashing.usercode import nodes_in
-from anybatch.doctor.fixes.source import LOOPS, SCOPES, Change, Edit, UnclearEdit, UserSource, only, receiver
+from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
@@ -171,12 +171,9 @@ def reader(is_users: Callable[[str], bool], edited: dict[str, str]) -> Callable[
 
 def inner_loop(source: UserSource, statement: ast.AST) -> ast.For | ast.AsyncFor | ast.While:
     """The innermost loop of the same function that a statement is in."""
-    for one in source.ancestors(statement):
-        if isinstance(one, LOOPS):
-            return one
-        if isinstance(one, SCOPES):
-            break
-    raise UnclearEdit("the statement is in no loop")
+    if not (loops := source.loops_around(statement)):
+        raise UnclearEdit("the statement is in no loop")
+    return loops[0]
 
 
 def primary(source: UserSource, node: ast.expr) -> str:

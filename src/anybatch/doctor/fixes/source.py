@@ -12,10 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from anybatch.doctor.crashing.usercode import Parsed, called, nodes_in
+from anybatch.doctor.crashing.usercode import SCOPES, Parsed, called, nodes_in
 
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Module)
 _BLOCKS = ("body", "orelse", "finalbody")
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as patch counts lines; splitlines also breaks at a form feed
 _T = TypeVar("_T")
@@ -84,11 +82,7 @@ class UserSource(Parsed):
 
     def statement(self, line: int) -> ast.stmt:
         """The innermost statement that a line belongs to."""
-        found: ast.stmt | None = None
-        for node in ast.walk(self.tree):  # goes outside in
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
-                found = node
-        if found is None:
+        if (found := self.innermost(line)) is None:
             raise UnclearEdit(f"no statement is at {self.path}:{line}")
         return found
 

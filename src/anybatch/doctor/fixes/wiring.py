@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from anybatch.doctor.crashing.usercode import names_in, nodes_in, targets
 from anybatch.doctor.fixes.scene import Scene, assigned, edits_of, inner_loop, nn_name, primary
-from anybatch.doctor.fixes.source import SCOPES, Edit, UnclearEdit, UserSource, only, receiver
+from anybatch.doctor.fixes.source import Edit, UnclearEdit, UserSource, only, receiver
 from anybatch.records.events import Loaded
 
 
@@ -115,12 +115,7 @@ def made_after_the_model(scene: Scene) -> Iterator[Edit]:
 def made_before_the_loop(scene: Scene) -> Iterator[Edit]:
     """The optimizer is made once, before the outermost loop of its function."""
     source, statement, call = scene.construction()
-    loop = inner_loop(source, statement)
-    for outer in source.ancestors(loop):
-        if isinstance(outer, SCOPES):
-            break
-        if isinstance(outer, ast.For | ast.While):
-            loop = outer
+    loop = [inner_loop(source, statement), *source.loops_around(statement)][-1]
     if names_in(loop, ast.Store) & names_in(call):
         raise UnclearEdit("the optimizer is made from what the loop makes")
     if source.parent(statement) not in [*nodes_in(loop, ast.For), *nodes_in(loop, ast.While)]:

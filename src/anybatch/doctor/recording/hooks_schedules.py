@@ -12,9 +12,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as loaders
 
-from anybatch.doctor.ask.tape import reissued
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.hooks_optimizers import OptimizerHooks
+from anybatch.doctor.recording.modes import reissued
 from anybatch.doctor.recording.naming import user_place, variable_of
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.recording.recordings import Depth, Recording

@@ -42,7 +42,8 @@ def whose_file(file: str) -> int:
 def _belongs_to(file: str) -> int:
     if file.startswith(NOT_THE_USERS):
         return _HIDDEN
-    return _LIBRARYS if file.startswith(_LIBRARY) and "/anybatch/" not in file else USERS
+    is_library = (file.startswith(_LIBRARY) and "/anybatch/" not in file) or "/site-packages/" in file
+    return _LIBRARYS if is_library else USERS
 
 
 def user_place(depth: int = 1) -> tuple[str, int]:
@@ -119,16 +120,6 @@ def modules_in_sight() -> list[torch.nn.Module]:
                                 if isinstance(inner, torch.nn.Module):
                                     found[id(inner)] = inner
     return list(found.values())
-
-
-def user_files() -> list[str]:
-    """The files of the user's running code, and of the classes of the modules that it has names for."""
-    found = [frame.f_code.co_filename for frame in _frames() if whose_file(frame.f_code.co_filename) == USERS]
-    for kind in {type(part) for module in modules_in_sight() for part in module.modules()}:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file and whose_file(file) == USERS:
-            found.append(file)
-    return list(dict.fromkeys(found))
 
 
 def _frames() -> Iterator[FrameType]:

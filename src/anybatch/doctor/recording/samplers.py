@@ -49,10 +49,12 @@ class Samplers:
         self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
         self._first_layers: dict[int, str] = {}
         self._activations: dict[int, tuple[weakref.ref[torch.nn.Module], ActivationSampler | None]] = {}
+        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled_much, lambda: recording.saw_mode)
         numbering = recording.numbering
         self._norms, self._walker, self._live = NormSampler(numbering), Walker(numbering), LiveGraphs()
         # has to know the last loss that was finite, and its value
-        self.nonfinite = NonFiniteWatch(numbering, lambda: recording.stepped())  # noqa: PLW0108 - replaced
+        stepped = lambda: recording.stepped()  # noqa: E731, PLW0108 - replaced
+        self.nonfinite = NonFiniteWatch(numbering, stepped, self.kept.lines_of)
         self._buffers, self._ties = BufferSampler(numbering), TieSampler(numbering)
         self._writes = HandWrites(numbering)
         self._suspicion, self._replicas = Suspicion(numbering), ReplicaWatch(numbering)
@@ -63,7 +65,6 @@ class Samplers:
         self._is_measuring = False
         self._loss_calls = losscalls.Calls(recording, self._emit_call, self._current_root, self._keep_loss)
         self._draws = Draws(recording)
-        self.kept = Kept(lambda: recording.counter.step, lambda: recording.sampled_much, lambda: recording.saw_mode)
 
     @property
     def seconds(self) -> float:

@@ -7,10 +7,9 @@ from statistics import median
 
 from anybatch.doctor.rules.crashes import crashed
 from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
-from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.measures import FAR_TOO_LONG, SQUASHING, entries, latest, ratio, rounded
-from anybatch.doctor.views.naming import near, parameter_name, qualified, root_variable
+from anybatch.doctor.views.naming import parameter_name, qualified, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, loss_grew, measured
 from anybatch.records.events import Backward, Scaler, Stepped
 from anybatch.records.lossfacts import LossCall, Walk
@@ -281,13 +280,7 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         "forward": f"The output of {first.module}" if first.module else "The loss" if first.loss is None
         else "A result on the way to the loss",
     }.get(first.where, first.where)  # fmt: skip
-    made = next(iter(answers(run, "first nan")), None) if first.where == "forward" and not first.op else None
-    by = f", made by {made.evidence['op']}{near(made)}" if made is not None else ""
-    by = (
-        by or f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}"
-        if first.op
-        else ""
-    )
+    by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
     yield Found(
         text=f"{what} {'have' if first.where == 'input' else 'has'} the first {first.value} of the run, at step "
         f"{first.step}{by}{f': {first.detail}' if first.detail else ''}.",
@@ -297,7 +290,7 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
         if first.where == "input"
         else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
         since=first,
-        where=made or _line(first),
+        where=_line(first),
         parameters=first.parameters,
         module=first.module,
         evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.graphs import raw_saved
+from anybatch.doctor.graphs import Graph, inputs_first, is_custom, leaf_of, outputs_first, raw_saved
 from anybatch.doctor.samples.lossgraphs import shape_of
 
 _LOGARITHMS = ("LogBackward0", "Log2Backward0", "Log10Backward0")
@@ -137,32 +137,6 @@ _LIMIT = 20_000
 _HIDDEN = object()
 
 
-def inputs_first(start: Any) -> list[Any]:
-    """The nodes in an order in which each comes after those that it is made of."""
-    done: dict[Any, None] = {}
-    waiting = [start]
-    while waiting and len(done) < _LIMIT:
-        node = waiting[-1]
-        missing = [after for after, _ in node.next_functions if after is not None and after not in done]
-        if node in done or not missing:
-            done[waiting.pop()] = None
-        else:
-            waiting.extend(missing)
-    return list(done)
-
-
-def is_custom(node: Any) -> bool:
-    """Whether it belongs to an ``autograd.Function`` that somebody wrote."""
-    return issubclass(type(node), torch.autograd.function.FunctionCtx)
-
-
-def leaf_of(node: Any) -> torch.Tensor | None:
-    """The leaf whose gradient a node gathers, ``None`` if it does not."""
-    if is_custom(node) or not hasattr(type(node), "variable"):
-        return None
-    return node.variable  # type: ignore[no-any-return]
-
-
 def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What a node has saved, by name, without what was given to hooks."""
     for name, data in _looked_at(node):
@@ -229,7 +203,7 @@ def origin_in(start: Any) -> Origin | None:
 
     It is told from what the graph has saved, as far as that can be read without running anything.
     """
-    order = inputs_first(start)
+    order = list(inputs_first(start, most=_LIMIT))
     found = _first(order, _nan_or_inf) or _culprit(order, what_went_in) or _first(order, _not_finite)
     return found or _culprit(order, overflows) or _brought(order, order)
 
@@ -306,7 +280,7 @@ def _behind(made: Any) -> Origin:
         return Origin("parameter", made.name(), parameter=leaf, is_own=True)
     if is_custom(node) or what_went_in(node):
         return origin_of(node, "forward")
-    nodes = inputs_first(node)
+    nodes = list(inputs_first(node, most=_LIMIT))
     return (
         _culprit(nodes[:-1], lambda one: what_went_in(one) or overflows(one))
         or _brought([node], nodes)
@@ -410,20 +384,21 @@ def risky(
     """
     if start is None:
         return None, []
-    state = _states(start, bad, late=late)
-    waiting, chosen, leaves = [start], {start: False}, []
+    leaves = [leaf for node in outputs_first([start]) if (leaf := leaf_of(node)) is not None]
+    graph = Graph({id(leaf): 1 if id(leaf) in bad else 2 for leaf in leaves if late or leaf.grad is not None})
+    graph.behind(start)
+    waiting, chosen = [start], {start: False}
     certain: list[tuple[Any, str]] = []
     behind: list[tuple[Any, str]] = []
     masked: list[tuple[Any, str]] = []
     unlikely: list[tuple[Any, str]] = []
     for node in waiting:
-        if (leaf := leaf_of(node)) is not None:
-            leaves.append(leaf)
         is_behind = chosen[node]
-        if state.get(node) == (True, False) and (why := _why(node)):
+        only_bad = graph.masks.get(node) == 1
+        if only_bad and (why := _why(node)):
             is_hidden = node.name() in _STEEP_AND_INFINITE
             (behind if is_behind else unlikely if is_hidden else certain).append((node, why))
-        if state.get(node) == (True, False) and _is_masked(node):
+        if only_bad and _is_masked(node):
             masked.append((node, _MASKED))
         for after, _ in node.next_functions:
             if after is not None and after not in chosen:
@@ -450,21 +425,6 @@ def _told(found: list[tuple[Any, str]]) -> Origin:
         names = ", ".join(dict.fromkeys(other.name().removesuffix("Backward") for other in by_hand))
         why = f"{why}; or it is made by {names}, whose backward is written by hand"
     return origin_of(node, "gradient", why)
-
-
-def _states(start: Any, bad: Mapping[int, torch.Tensor], *, late: bool) -> dict[Any, tuple[bool, bool]]:
-    """For each node whether some leaves behind it have such gradients, and whether some have good ones."""
-    state: dict[Any, tuple[bool, bool]] = {}
-    for node in inputs_first(start):
-        some_bad = some_good = False
-        if (leaf := leaf_of(node)) is not None and (late or leaf.grad is not None):
-            some_bad, some_good = id(leaf) in bad, id(leaf) not in bad
-        for after, _ in node.next_functions:
-            if after in state:
-                some_bad |= state[after][0]
-                some_good |= state[after][1]
-        state[node] = some_bad, some_good
-    return state
 
 
 def _why(node: Any) -> str:

@@ -1,7 +1,5 @@
 """Follows one iteration of a run operation by operation where there is a reason, and tells what was seen."""
 
-import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch.doctor.explaining import Explanation, Subject, terms_of_loss
+from anybatch.doctor.explaining import Subject, explained
 from anybatch.doctor.following import Follower
-from anybatch.doctor.frames import is_interruption
-from anybatch.doctor.graphs import Graph
-from anybatch.doctor.recording.naming import user_place
-from anybatch.doctor.sites import Running, Site
-from anybatch.doctor.values import NOTHING, joined
+from anybatch.doctor.recording.modes import SafeMode
+from anybatch.doctor.sites import Running
 from anybatch.records.lossfacts import Followed, Walk
-from anybatch.records.paths import Paths
-from anybatch.torch_private import function_modes, has_compiled
+from anybatch.torch_private import has_compiled
 
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
@@ -30,113 +24,41 @@ FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn
 """Modules that out of training call fused functions only where no mode is on; the last bits of these differ."""
 
 
-class _Call:
-    """A function that remembers whether it was called, and what it gave or raised."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.done = False
-        self.seconds = 0.0
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = time.perf_counter()
-        try:
-            self.result = self._function(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self.seconds += time.perf_counter() - before
-        self.done = True
-        return self.result
-
-
-class SafeFollower(Follower):
-    """A follower that may be entered in one place and left in another, and that lets the run go on whatever happens.
+class SafeFollower(SafeMode, Follower):
+    """A follower that lets the run go on.
 
     Attributes:
         hidden: whether a reentrant checkpoint was met, whose inside is not looked at.
-        failed: whether following had to be given up.
     """
+
+    beside = frozenset({"DeviceContext", "Tape"})
 
     def __init__(self, subject: Subject, running: Running) -> None:
         super().__init__(subject.bits, running, lambda tensor: None)
-        self.hidden = self.failed = False
-        self.seconds = 0.0  # that it took beside the operations themselves
-        self._off = True
-        self._calls = 0
+        self.hidden = False
         self._hooks = ExitStack()
-        self._process, self._thread = os.getpid(), threading.get_ident()
         self._operations, self._end = 0, time.monotonic() + _MOST_SECONDS
 
     def start(self) -> bool:
-        """Enters the mode and hangs the hooks, unless a mode of somebody else is on; whether it follows now."""
-        if any(type(mode).__name__ not in ("DeviceContext", "Tape") for mode in function_modes()):
-            return False
-        if self.failed or not self._off:
-            return not self.failed
-        self._off = False
-        self._hooks.enter_context(self._running.attached())
-        self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
-        if not self._calls:  # within a call that it handles it was taken off, and is put back after it
-            self.__enter__()  # type: ignore[no-untyped-call]
-        return True
+        """Also hangs the hooks."""
+        was_off = self._off
+        if (is_on := super().start()) and was_off:
+            self._hooks.enter_context(self._running.attached())
+            self._hooks.callback(register_module_forward_pre_hook(self._before).remove)
+        return is_on
 
-    def stop(self) -> None:
-        """Leaves the mode; where another one lies above it, it stays there and does nothing."""
-        if self._off and not self._is_on_top():
-            return
-        self._off = True
+    def stop(self) -> bool:
+        """Also takes the hooks off."""
         self._hooks.close()
-        if self._is_on_top():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return super().stop()
 
-    @property
-    def is_left(self) -> bool:
-        """Whether it is on the stack of modes no more; while it handles a call it is off, and comes back after it."""
-        return not self._calls and not any(mode is self for mode in function_modes())
-
-    def _is_on_top(self) -> bool:
-        modes = function_modes()
-        return threading.get_ident() == self._thread and bool(modes) and modes[-1] is self
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._calls += 1
-        try:
-            return self._handled(func, types, args, kwargs)
-        finally:
-            self._calls -= 1
-
-    def _handled(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._off or os.getpid() != self._process:
-            return func(*args, **(kwargs or {}))
+    def before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """Gives up where it takes long."""
         self._operations += 1
         if self._operations > _MOST_OPERATIONS or time.monotonic() > self._end:
-            self._give_up()
-            return func(*args, **(kwargs or {}))
-        call, before = _Call(func), time.perf_counter()
-        try:
-            return super().__torch_function__(call, types, args, kwargs)
-        except BaseException as error:  # a fault of the follower must not reach the run
-            if error is call.error or is_interruption(error):
-                raise
-            self._give_up()
-            return call.result if call.done else func(*args, **(kwargs or {}))
-        finally:
-            self.seconds += time.perf_counter() - before - call.seconds
-
-    def _give_up(self) -> None:
-        """Stops following; the mode is on the stack still, and is taken off by ``stop``."""
-        self.failed = self._off = True
-        self._hooks.close()
-
-    def _site(self) -> Site:
-        return Site(self._running.name, *user_place(3))
+            self.give_up("the iteration is too long")
+            return None
+        return super().before(func, args, kwargs)
 
     def _look_inside(self, node: Any) -> int:
         self.hidden = True  # running it again would write to buffers
@@ -144,7 +66,7 @@ class SafeFollower(Follower):
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if isinstance(module, FUSED) and not module.training and not torch.is_grad_enabled() and not self._off:
-            self._give_up()
+            self.give_up("a mode changes what it computes")
             self.stop()
 
 
@@ -302,30 +224,23 @@ class Suspicion:
         if self._follower is not None:
             self._left.append(self._follower)
         self._follower = None
-        for follower in self._left:
-            follower.stop()
-        self._seconds += sum(follower.seconds for follower in self._left if follower.is_left)
-        self._left = [follower for follower in self._left if not follower.is_left]
+        left = [follower for follower in self._left if follower.stop()]
+        self._seconds += sum(follower.seconds for follower in left)
+        self._left = [follower for follower in self._left if follower not in left]
 
     @torch.no_grad()
     def _followed(self, loss: torch.Tensor, follower: SafeFollower) -> tuple[Followed, bool]:
         """What was seen of a loss, and whether something was missing in this one."""
         subject = self._subject
-        value = joined([follower.value_of(loss)], "", NOTHING.site)
         mask = follower.graph.of(loss)
         if follower.hidden:  # what a checkpoint hides has had a gradient, or it is suspected
             for name, parameter in subject.parameters.items():
                 mask |= 0 if name in self._suspects else subject.bits[id(parameter)]
-        leaves = subject.leaves(mask)
-        explanation = Explanation(subject, follower, self._running)
-        stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}
-        terms = terms_of_loss(loss, follower, subject=subject)
-        graph = Graph(subject.bits)
-        graph.of(loss)
-        paths = Paths(leaves, stopped, True, terms if len(terms) > 1 else (), graph.outside)
+        paths = explained({"": loss}, subject, follower, self._running, mask, cuts=True)
+        leaves, stopped = paths.leaves, paths.stopped
         unused = tuple(name for name, stop in stopped.items() if stop.op == "unused")
         if self._why == "constant term":
-            is_it = any(not (term.has_gradient and term.parameters) for term in terms)
+            is_it = any(not (term.has_gradient and term.parameters) for term in paths.terms) or not paths.reached
         elif self._why == "loss without graph":
             is_it = loss.grad_fn is None
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.doctor.graphs import Graph, reentrant, summands
+from anybatch.doctor.graphs import Graph, leaf_of, outputs_first, reentrant, sort_of, summands
 from anybatch.doctor.samples import lossgraphs
 from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.lossfacts import Walk
@@ -30,12 +30,11 @@ _ALIVE = "anybatch.doctor.alive"
 class _Seen:
     """What was met on the way."""
 
-    nodes: list[Any] = field(default_factory=list)
+    nodes: list[Any]
     names: dict[Any, str] = field(default_factory=dict)  # of them, as far as they are torch's
     leaves: list[torch.Tensor] = field(default_factory=list)  # tensors that a gradient would be put on
     old: list[tuple[Any, int]] = field(default_factory=list)  # nodes of an earlier step, with that step
     again: int = 0  # how many nodes an earlier graph of this step had
-    cut_short: bool = False  # whether there are more
 
 
 class Walker:
@@ -44,7 +43,6 @@ class Walker:
     def __init__(self, numbering: "Numbering", *, limit: int = _LIMIT) -> None:
         self._numbering, self._limit = numbering, limit
         self._strangers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._kinds: dict[type, tuple[bool, str]] = {}
         self._made: dict[int, dict[int, type]] = {}
 
     def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
@@ -63,7 +61,7 @@ class Walker:
         reach = self._reach(loss) if len(inner) > 1 or advantages else lambda node: ()
         return Walk(
             nodes=len(seen.nodes),
-            cut_short=seen.cut_short,
+            cut_short=len(seen.nodes) > self._limit,
             reached=reached,
             outside=outside,
             constant_terms=sum(1 for part in parts if part is None or (len(parts) > 1 and not reach(part))),
@@ -101,36 +99,21 @@ class Walker:
         return reach
 
     def _gone_through(self, start: Any, step: int) -> _Seen:
-        seen, known, kinds = _Seen(), {start}, self._kinds
-        waiting, names = seen.nodes, seen.names
-        waiting.append(start)
+        seen = _Seen(outputs_first([start], self._limit))
         now = self._made.setdefault(step, {})
         before = [(earlier, nodes) for earlier, nodes in self._made.items() if earlier < step]
-        for node in waiting:
-            if len(waiting) > self._limit:
-                seen.cut_short = True
-                break
-            kind = type(node)
-            if kind not in kinds:  # asked of the type, since a node of the user's own may have any attribute
-                own = issubclass(kind, torch.autograd.function.FunctionCtx)
-                kinds[kind] = hasattr(kind, "variable") and not own, "" if own else kind.__name__
-            accumulates, name = kinds[kind]
-            if accumulates:
+        for node in seen.nodes[: self._limit]:
+            kind: Any = type(node)
+            gathers, name = sort_of(kind)
+            if gathers:
                 seen.leaves.append(node.variable)
-                continue
-            if name:
-                names[node] = name
+            elif name:
+                seen.names[node] = name
                 made = node._sequence_nr()  # counts the nodes of a thread, and so tells them apart after they are gone
                 seen.again += now.get(made) is kind
                 now[made] = kind
-                for earlier, nodes in before:
-                    if nodes.get(made) is kind:
-                        seen.old.append((node, earlier))
-                        break
-            for after, _ in node.next_functions:
-                if after is not None and after not in known:
-                    known.add(after)
-                    waiting.append(after)
+                if before:
+                    seen.old += [(node, earlier) for earlier, nodes in before if nodes.get(made) is kind][:1]
         for earlier in sorted(self._made)[:-_REMEMBERED]:
             del self._made[earlier]
         return seen
@@ -191,7 +174,7 @@ def _below(node: Any) -> Any:
     """A node a few operations below a loss, which what the loss was computed from keeps alive."""
     for _ in range(_BELOW):
         for following, _ in node.next_functions:
-            if following is not None and not hasattr(following, "variable"):
+            if following is not None and leaf_of(following) is None:
                 node = following
                 break
         else:
