@@ -335,7 +335,8 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if self.on and self._sampled() and module.training and torch.is_grad_enabled() and not is_transformed():
+        missed = 0 in self._written.values()  # one optimizer steps after several steps of another
+        if self.on and (self._sampled() or missed) and module.training and torch.is_grad_enabled() and not is_transformed():
             if self._written and min(self._written.values()) >= _ENOUGH:
                 return
             step = self._step()

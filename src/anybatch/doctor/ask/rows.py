@@ -284,7 +284,9 @@ def dropped(step: Step) -> Iterator[Probed]:
             list(step.parameters[one].shape) for one in sorted(step.made_of(out) & step.parameters.keys() - needed)
         ]
         if shapes:
-            again = (operation.file, operation.line) in _lines_of(step)
+            again = (operation.file, operation.line) in _lines_of(step) or any(
+                one.name.endswith(("_loss", "cross_entropy", "cross_entropy_with_logits")) for one in step.path(out)
+            )
             yield said(operation, op=operation.name, shapes=shapes, again=again)
 
 

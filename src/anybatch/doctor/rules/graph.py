@@ -194,7 +194,8 @@ def stepwise(kind: str) -> str:
 def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     """Parameters whose gradient is exactly zero in all samples, where such an operation is in the graph."""
     walks = [{op for kind in one.kinds if (op := stepwise(kind))} for one in run.of(Walk) if one.nodes]
-    ops = sorted(walks[0].intersection(*walks)) if walks else []
+    same = next((one for one in answers(run, "flat") if one.evidence.get("constant")), None)
+    ops = [str(same.evidence["op"])] if same is not None else sorted(walks[0].intersection(*walks)) if walks else []
     seen = grouped(
         (number, grad)
         for norms in run.of(Norms)
@@ -211,10 +212,12 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     place = next((one for one in answers(run, "flat") if one.evidence["op"] == op), back)
     yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
-        f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and its gradient is zero "
-        "everywhere.",
-        fix=f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient",
-        cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
+        f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and "
+        f"{'its gradient is zero everywhere' if same is None else 'gives the same, whatever goes into it'}.",
+        fix=f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient"
+        if same is None
+        else f"print the shape of what {op} is given: its axis needs more than one entry",
+        cause=f"{f'{op} gives steps' if same is None else 'Along an axis with one entry nothing can differ'}: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
         where=place,
