@@ -305,7 +305,7 @@ def _note(rule: Rule, error: BaseException) -> str:
 OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
 """Findings that say what became of a run, and not why."""
 
-_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW"}
+_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW", "TARGET_GIVEN"}
 """Findings that follow from what explains them whenever that began: they are asked of the whole run."""
 
 

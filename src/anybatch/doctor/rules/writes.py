@@ -179,7 +179,9 @@ def decay_dominates(
         pulled = [math.hypot(*(e.weight for e in entries(run, one.samples[at]) if e.grad)) for at in (0, -1)]
         shrinking = shrinking or (outcome(run).word == "not learning" and pulled[1] < _LITTLE_LEFT * pulled[0])
         strong = shrinking or (usual >= times and not losses.fell)
-        is_late = one.faded is not None and one.faded.early and rate < share  # no gradient held against it from the start
+        is_late = (
+            one.faded is not None and one.faded.early and rate < share
+        )  # no gradient held against it from the start
         if not strong or last > rest * first or first == 0 or is_late:
             continue
         falls = losses.fell and not _stands(losses)
