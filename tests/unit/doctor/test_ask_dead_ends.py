@@ -202,3 +202,23 @@ def test_an_optimizer_of_another_net_is_told_by_the_net_that_has_none() -> None:
     assert names[0] == "OPT_PARAM_MISSING"
     assert "ZERO_GRAD_MISSING" not in names
     assert "OPT_PARAM_MISSING" not in {one.name for one in two(lambda maker, critic: maker)}
+
+
+def hinges(sign: int) -> None:
+    normed = nn.utils.parametrizations.spectral_norm
+    maker, critic = nn.Linear(4, 6), nn.Sequential(normed(nn.Linear(6, 8)), nn.LeakyReLU(), normed(nn.Linear(8, 1)))
+    makes, judges = (torch.optim.Adam(one.parameters()) for one in (maker, critic))
+    for _ in range(4):
+        with torch.no_grad():
+            fake = maker(torch.randn(ROWS, 4))
+        judges.zero_grad()
+        (F.relu(1 - critic(torch.randn(ROWS, 6) + 4)).mean() + F.relu(1 + critic(fake)).mean()).backward()
+        judges.step()
+        makes.zero_grad()
+        (sign * critic(maker(torch.randn(ROWS, 4))).mean()).backward()
+        makes.step()
+
+
+def test_a_generator_is_compared_with_a_critic_whose_weights_are_normed_at_each_call() -> None:
+    assert answer(lambda: hinges(1), "helped") == "yes"
+    assert answer(lambda: hinges(-1), "helped") == "no"
