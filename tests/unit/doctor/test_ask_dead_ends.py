@@ -99,7 +99,7 @@ class Signs(torch.autograd.Function):
         return torch.where(x >= 0, 1.0, -1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return grad * ((x.abs() <= ctx.limit) == ctx.within), None, None
 
@@ -109,7 +109,8 @@ def signs(limit: float, *, within: bool) -> None:
     optimizer = torch.optim.Adam([*net.parameters(), *table.parameters()])
     for _ in range(4):
         hidden = torch.tanh(net(torch.randn(ROWS, 6)))
-        loss = F.cross_entropy(table(Signs.apply(hidden, limit, within)), torch.randint(0, 3, (ROWS,)))
+        made = Signs.apply(hidden, limit, within)  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(table(made), torch.randint(0, 3, (ROWS,)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
