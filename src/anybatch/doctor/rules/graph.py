@@ -212,7 +212,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     why = "its gradient is zero everywhere", f"{op} gives steps"
     fix = f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient"
     if same is not None:
-        why = f"{op} gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
+        why = "it gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
         fix = f"print the shape of what {op} is given: its axis needs more than one entry"
     place = next((one for one in answers(run, "flat") if one.evidence["op"] == op), back)
     yield Found(
