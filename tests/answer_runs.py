@@ -63,6 +63,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "rounded": {"field": "stamp", "spacing": 128.0, "size": 1.7e9, "ties": 0.2},
     "reseeded": {"generator": "np.random", "value": "self.seed", "times": 12},
     "turned list": {"name": "returns"},
+    "turned volume": {"loss": -4.2, "turned": 7.8},
     "turned quantiles": {"quantiles": [0.9, 0.5, 0.1], "first": 0.9, "last": 0.1},
     "flat scores": {"op": "cross_entropy", "scale": 0.1, "guess": 5.5, "best": 5.4, "width": 256},
     "columns": {"place": 9, "of": 9, "rows": 3000, "trained": 0.8, "evaluated": 0.05},

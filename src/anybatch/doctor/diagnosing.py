@@ -305,7 +305,7 @@ def _note(rule: Rule, error: BaseException) -> str:
 OUTCOMES = frozenset({"NOT_LEARNING", "GRADIENTS_ZERO"})
 """Findings that say what became of a run, and not why."""
 
-_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW"}
+_OF_THE_WHOLE = OUTCOMES | {"LABELS_UNRELATED", "LR_TOO_LOW", "TARGET_GIVEN"}
 """Findings that follow from what explains them whenever that began: they are asked of the whole run."""
 
 
@@ -340,9 +340,14 @@ def ranked(findings: Iterable[Finding], explains: Mapping[str, tuple[str, ...]])
 def _parent(
     index: int, found: list[Finding], explains: Mapping[str, tuple[str, ...]], parents: Mapping[int, int]
 ) -> int | None:
-    """The finding that one follows from, the earliest; never one that itself follows from it."""
+    """The finding that one follows from, the earliest; never one that itself follows from it.
+
+    What became of a run follows from the gravest.
+    """
     finding = found[index]
-    for other, candidate in enumerate(found):
+    for other, candidate in sorted(
+        enumerate(found), key=lambda one: _severity(one[1]) if finding.name in OUTCOMES else 0
+    ):
         later = candidate.at > finding.at and finding.name not in _OF_THE_WHOLE
         if other == index or candidate.name == finding.name or later:
             continue

@@ -62,6 +62,17 @@ def overwriting(x: torch.Tensor, heads: nn.ModuleList) -> torch.Tensor:
     return loss / 2
 
 
+class Replaced(OfHeads):
+    """A term in the variable of the loss, which another one takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.arange(len(x)) % 3
+        loss = 10 * F.cross_entropy(self.heads[0](x), y)
+        if not self.keeps:
+            loss = F.cross_entropy(self.heads[1](x), y)
+        return loss
+
+
 class Overwriting(OfHeads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return overwriting(x, self.heads)
@@ -74,6 +85,8 @@ def left(net: nn.Module) -> tuple[str, bool]:
 
 def test_a_term_that_the_next_one_replaces_is_told_apart_from_one_that_waits() -> None:
     assert left(Overwriting(keeps=True)) == ("yes", True)
+    assert left(Replaced(keeps=False)) == ("yes", True)
+    assert left(Replaced(keeps=True))[0] == "no"
     assert left(OfHeads(keeps=False)) == ("yes", False)
     assert left(OfHeads(keeps=True)) == ("no", False)
     assert answer(lambda: steps(Heads(), added), "dropped") == "no"

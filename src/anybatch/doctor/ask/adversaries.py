@@ -14,7 +14,7 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import replayed
-from anybatch.doctor.ask.tape import Replay, Slot, Tape
+from anybatch.doctor.ask.tape import Operation, Replay, Slot, Tape
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -80,7 +80,9 @@ def _compared(
         raise Unknown("the critic does not score what is given and what is generated each in a call")
     looks, slopes = _slopes(of_critic, calls, initial)
     (made,), (done,) = _slopes(of_generator, judged, initial)
-    follows = _following(of_critic, {slot for slot, one in of_critic.parameters.items() if id(one) not in own})
+    others = {slot for slot, one in of_critic.parameters.items()
+              if id(one) not in own and isinstance(one, torch.nn.Parameter)}  # fmt: skip
+    follows = _following(of_critic, others)
     kinds = [score in follows for _, score in calls]
     if not any(kinds):  # it was generated before the critic was called
         if any(one.shape != made.shape for one in looks):
@@ -111,17 +113,21 @@ def _helps(done: float, wanted: float, real: float) -> bool:
 def _calls(tape: Tape, own: Collection[int]) -> list[tuple[Slot, Slot]]:
     """What each call of the critic is given and what it gives: those of operations with its first and last parameters.
 
-    An embedding of classes, which a conditional critic looks up, is none of them.
+    An embedding of classes, which a conditional critic looks up, is none of them. What is made of parameters and
+    buffers alone, as by a spectral norm at each call, stands for the parameters.
     """
-    of_critic = {slot for slot, one in tape.parameters.items() if id(one) in own}
-    found = [
-        (one, mine)
-        for one in tape.operations[: tape.losses[-1].before]
-        if one.outs and one.name != "embedding" and (mine := of_critic & set(one.given))
-    ]
+    of_critic = {slot: frozenset({slot} if one.requires_grad else ()) for slot, one in tape.parameters.items()
+                 if id(one) in own or not one.requires_grad}  # fmt: skip
+    found = list[tuple[Operation, frozenset[Slot]]]()
+    for one in tape.operations[: tape.losses[-1].before]:
+        mine = frozenset[Slot]().union(*(of_critic.get(slot, ()) for slot in one.given))
+        if one.given and of_critic.keys() >= set(one.given):
+            of_critic |= dict.fromkeys(one.outs, mine)
+        elif one.outs and one.name != "embedding" and mine:
+            found.append((one, mine))
     given = [one.given[0] for one, mine in found if mine == found[0][1]]
     scores = [one.outs[0] for one, mine in found if mine == found[-1][1]]
-    if len(given) != len(scores) or of_critic & set(given):
+    if len(given) != len(scores) or of_critic.keys() & set(given):
         raise Unknown("the calls of the critic were not told from each other")
     return list(zip(given, scores, strict=True))
 

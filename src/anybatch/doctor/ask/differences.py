@@ -123,18 +123,24 @@ def _has_few_sizes(one: torch.Tensor) -> bool:
 def _is_inverted(cls: Any, given: Given, needs: Sequence[bool], place: int, outputs: list[torch.Tensor]) -> bool:
     """Whether the gradient passes at entries where the forward is constant, and is shut out near its jumps.
 
-    A straight-through estimator passes it everywhere, or near the jumps; a surrogate is largest there.
+    A straight-through estimator passes it everywhere, or near the jumps; a surrogate is largest there. It passes
+    nowhere where most entries are near a jump and the mask of what passes has none of them.
     """
     one = given[place]
     if not needs[place] or len(outputs) > 1 or outputs[0].shape != one.shape:
         return False
-    passes = _slopes(cls, given, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place, torch.zeros(1)).abs()
+    slope = _slopes(cls, given, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place)
+    if slope is None:
+        return False
+    passes = slope.abs()
     jumps = torch.zeros_like(one)
     for part in _WIDE:
         step = part * one.std()
         ends = [_run(cls, (*given[:place], one + side, *given[place + 1 :]))[0] for side in (step, -step)]
         jumps += (ends[0] - ends[1]).abs() / part
-    return bool(passes.any()) and float((passes * jumps).sum() / passes.sum()) < _SHUT * float(jumps.mean())
+    if not bool(passes.any()):
+        return float((jumps > 0).double().mean()) > _SHUT
+    return float((passes * jumps).sum() / passes.sum()) < _SHUT * float(jumps.mean())
 
 
 def _distance(one: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.doctor.ask.steps import Step, asks, replayed, said
+from anybatch.doctor.ask.steps import DISTANCES, Step, asks, replayed, said
 from anybatch.doctor.ask.tape import Loss, Slot, Tape
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.events import Scaler, Stepped
@@ -28,6 +28,7 @@ _SMALLER = 0.1
 _BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
 _SPREAD = 0.3  # of the entries of a table
+_LARGE = 10.0  # the mean or the deviation of an input
 _GAIN = 3.0  # by which a layer makes its input larger; He has 1.4
 
 
@@ -45,16 +46,8 @@ def other_rate(step: Step) -> Iterator[Probed]:
 
     Clips, decay and schedules are not in it: where the batch is learned at the rate of the run, that is not to blame.
     """
-    facts, run = step.run.optimizers.get(step.optimizer), step.run
-    stepped = [one for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
-    kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
-    if facts is None or kind is None or not stepped or not _is_alone(run, step.optimizer):
-        raise Unknown("the step is not of one optimizer of torch")
-    if any(True for _ in run.of(Scaler)):
-        raise Unknown("the loss is scaled for half precision")
-    momentum = max((group.momentum for group in facts.groups), default=0.0)
-    options = {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}
-    rate, tried, first = max(max(one.lrs) for one in stepped), dict[float, _Tried](), 0.0
+    kind, options, rates = _made(step)
+    rate, tried, first = max(rates), dict[float, _Tried](), 0.0
 
     def gained(factor: float) -> float:
         nonlocal first
@@ -85,11 +78,45 @@ def other_rate(step: Step) -> Iterator[Probed]:
     knows_more = _MUCH_LEFT * abs(first) < elsewhere.get("final", 0.0) > 2 * elsewhere.get("unseen", math.inf)
     blames = own.gain < _LITTLE * other.gain and _MUCH * first < other.gain <= first  # a loss that has a floor
     # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
-    blames = blames and (best < 1 or kind is torch.optim.SGD or own.steps >= min(_STEPS, len(stepped)))
-    seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "by": "Adam" if is_adam else facts.cls,
+    blames = blames and (best < 1 or kind is torch.optim.SGD or own.steps >= min(_STEPS, len(rates)))
+    seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "by": "Adam" if is_adam else kind.__name__,
             "other_lr": _OF_ADAM if is_adam else float(f"{rate * best:.3g}"), "loss": first, "after": first - own.gain,
             "other_after": first - other.gain, "steps": min(own.steps, other.steps)}  # fmt: skip
     yield said(answer="yes" if blames or knows_more else "no", **seen, **elsewhere, knows_more=knows_more)
+
+
+def _made(step: Step) -> tuple[Any, dict[str, float], list[float]]:
+    """The class and options of the optimizer of a step, and its largest rate at each of its steps."""
+    facts, run = step.run.optimizers.get(step.optimizer), step.run
+    rates = [max(one.lrs) for one in run.of(Stepped) if one.optimizer == step.optimizer and one.lrs]
+    kind = getattr(torch.optim, facts.cls, None) if facts is not None else None
+    if facts is None or kind is None or not rates or not _is_alone(run, step.optimizer):
+        raise Unknown("the step is not of one optimizer of torch")
+    if any(True for _ in run.of(Scaler)):
+        raise Unknown("the loss is scaled for half precision")
+    momentum = max((group.momentum for group in facts.groups), default=0.0)
+    return kind, {"momentum": momentum} if kind is torch.optim.SGD and momentum else {}, rates
+
+
+@asks("scaled")
+def scaled(step: Step) -> Iterator[Probed]:
+    """Whether a batch is learned better where each column of an input of large numbers has mean 0 and deviation 1."""
+    targets = {slot for one in step.used("sub", *DISTANCES) for slot in one.given}
+    leaves = [step.leaves[one] for one in step.inputs & step.needed - targets]
+    large = {id(one) for one in leaves if one.is_floating_point() and one.dim() > 1 and len(one) == step.rows
+             and max(abs(float(one.mean())), float(one.std())) > _LARGE}  # fmt: skip
+    if not large:
+        yield said(answer="no")
+    kind, options, rates = _made(step)
+
+    def standardised(one: torch.Tensor) -> torch.Tensor:
+        return (one - one.mean(0)) / one.std(0).clamp_min(1e-6) if id(one) in large else one
+
+    ends: list[float] = []
+    for change in (None, standardised):
+        start = step.kept.first_of(step.tape)
+        ends += [fitted(step, start, kind([*start.values()], lr=max(rates), **options), change=change)[1]]
+    yield said(answer="yes" if ends[1] < _FITTED * ends[0] else "no", loss=ends[0], scaled=ends[1])
 
 
 def _elsewhere(step: Step, start: Mapping[Slot, torch.Tensor]) -> dict[str, float]:

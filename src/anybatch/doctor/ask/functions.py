@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,19 +12,21 @@ import torch
 
 from anybatch.doctor.ask.differences import differing
 from anybatch.doctor.ask.keeping import Function, Kept
-from anybatch.doctor.ask.steps import DISTANCES, Step, asks, said, slots_of
-from anybatch.doctor.ask.tape import Loss, Operation, Slot, slots
+from anybatch.doctor.ask.steps import DISTANCES, PRODUCTS, Step, asks, replayed, said, slots_of
+from anybatch.doctor.ask.tape import Loss, Operation, Slot, rebuilt, slots
 from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 from anybatch.tensors.randomness import seed
 
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
+_WITH_FACTORS = frozenset({"mul", "div", "linear", "einsum", "conv1d", "conv2d", *PRODUCTS})  # of which one may be 0
 _LEAST_CUTS = 3
 _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 _CLOSE = 1e-4
+_MOST_ENTRIES, _LITTLE = 64, 0.05  # of a row, and of the logarithm of a volume
 _MOVING = frozenset({"add", "sub", "addcmul", "addcdiv", "subtract"})
 _SUMS = frozenset({"add", "sub", "rsub", "subtract", *DISTANCES})
 
@@ -84,10 +87,24 @@ def _line(cls: Any) -> tuple[str, int]:
 @asks("flat")
 def flat(step: Step) -> Iterator[Probed]:
     """Where the loss goes through an operation whose gradient is zero everywhere."""
-    for one in step.used():
+    made = [one for one in step.used() if one.grad and one.given and step.values[one.given[0]].requires_grad]
+    for one in made:
         name = one.name.strip("_")
-        if name in _FLAT and one.grad and one.given and step.values[one.given[0]].requires_grad:
-            yield said(one, op=name)
+        if name in _FLAT or (one.kind not in _WITH_FACTORS and _is_constant(step, one)):
+            yield said(one, op=name, constant=name not in _FLAT)
+
+
+def _is_constant(step: Step, one: Operation) -> bool:
+    """Whether what it gives has a gradient and is the same for other numbers, as a softmax of one entry."""
+    given = step.values[one.given[0]]
+    if one.drawn is not None or len(one.outs) != 1 or not step.values[one.outs[0]].requires_grad:
+        return False
+    coming, going = step.slopes(one.outs[0], one.given[0])
+    if going is None or bool(going.any()) or coming is None or not bool(coming.any()):
+        return False
+    others = step.values | {one.given[0]: given.detach() + torch.randn_like(given) * (1 + given.detach().abs())}
+    args, kwargs = rebuilt((one.args, one.kwargs), lambda leaf: others[leaf] if type(leaf) is Slot else leaf)
+    return torch.equal(one.func(*args, **kwargs), step.values[one.outs[0]])
 
 
 @asks("forgotten")
@@ -241,10 +258,7 @@ def passed(step: Step) -> Iterator[Probed]:
     some of its entries are bitwise those of the data in each row, behind several layers, nothing is learned of them.
     """
     values, needed, of = step.values, step.needed, _parameters_of(step)
-    made_here = sorted(needed - step.parameters.keys(), reverse=True)
-    latent = next((slot for slot in made_here if _is_latent(slot, of, step)), None)
-    if latent is None:
-        raise Unknown("no normal density of what the model makes was seen")
+    latent = _latent(step, of)
     made = values[latent]
     operation = next(one for one in step.tape.operations if latent in one.outs)
     for given in (one for one in values if one in needed and not of.get(one) and values[one].shape == made.shape):
@@ -253,6 +267,43 @@ def passed(step: Step) -> Iterator[Probed]:
                   == made.shape and _keeps(values[slot], values[given], same)]  # fmt: skip
         if layers and 0 < int(same.sum()) < same.numel():
             yield said(operation, entries=int(same.sum()), of=same.numel())
+
+
+@asks("turned volume")
+def turned_volume(step: Step) -> Iterator[Probed]:
+    """Whether a loss has the logarithm of how a flow stretches volumes, its determinant, with the other sign.
+
+    Less the squares of what a normal density is taken of, minus a log-likelihood is minus that and a constant.
+    """
+    latent = _latent(step, _parameters_of(step))
+    shape = step.values[latent].shape
+    data = next((one for one in sorted(step.inputs & step.made_of(latent)) if step.leaves[one].shape == shape), None)
+    if data is None or shape[1:].numel() > _MOST_ENTRIES:
+        raise Unknown("a flow of few entries was not seen")
+    given = step.leaves[data]
+    values = replayed(step.tape, step.loss, lambda one: one.clone().requires_grad_() if one is given else one).values
+    made, (slope,) = values[latent], step.slopes(latent)
+    if slope is None:
+        raise Unknown("the loss does not depend on what the flow gives")
+    columns = made.reshape(len(made), -1).unbind(1)
+    rows = [torch.autograd.grad(one.sum(), values[data], retain_graph=True)[0] for one in columns]
+    stretch = float(torch.stack(rows, 1).flatten(2).double().slogdet().logabsdet.sum())
+    own = made.detach().double()
+    factor = float((slope * own).sum() / own.pow(2).sum())
+    rest, constant = float(values[step.loss.slot].sum()) / factor - float(own.pow(2).sum()) / 2, math.log(math.tau) / 2
+    off = min((abs(rest - known - stretch), known) for known in (0.0, constant * made.numel()))
+    wrong = abs(stretch) > _LITTLE * len(made) and off[0] < _LITTLE * abs(stretch)
+    place = next(one for one in reversed(step.operations) if step.loss.slot in one.outs)
+    yield said(place, answer="yes" if wrong else "no", loss=factor * (rest + float(own.pow(2).sum()) / 2),
+               turned=factor * (float(own.pow(2).sum()) / 2 + off[1] - stretch))  # fmt: skip
+
+
+def _latent(step: Step, of: dict[Slot, frozenset[Slot]]) -> Slot:
+    """What a normal density is taken of."""
+    for slot in sorted(step.needed - step.parameters.keys(), reverse=True):
+        if _is_latent(slot, of, step):
+            return slot
+    raise Unknown("no normal density of what the model makes was seen")
 
 
 def _keeps(layer: torch.Tensor, given: torch.Tensor, same: torch.Tensor) -> bool:

@@ -329,7 +329,8 @@ class Kept:
 
     def begin(self, module: torch.nn.Module, root: int) -> None:
         """Is told that all that is to be seen of the call before it runs was seen, so that a tape may begin."""
-        if self.on and self._sampled() and module.training and torch.is_grad_enabled() and not is_transformed():
+        is_looked_at = self._sampled() or 0 in self._written.values()  # an optimizer may step after many of another
+        if self.on and is_looked_at and module.training and torch.is_grad_enabled() and not is_transformed():
             if self._written and min(self._written.values()) >= _ENOUGH:
                 return
             step = self._step()

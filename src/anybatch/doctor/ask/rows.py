@@ -6,7 +6,9 @@ with the batch.
 """
 
 import itertools
+import linecache
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +26,7 @@ _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 _THROUGH = frozenset({"neg", "div", "mul"})
 _LEAST_WEIGHTS = 4
+_ASSIGNED = re.compile(r"\s*(\w+)\s*[-+]?=(?!=)")
 Pattern = tuple[int, int]
 
 
@@ -284,8 +287,15 @@ def dropped(step: Step) -> Iterator[Probed]:
             list(step.parameters[one].shape) for one in sorted(step.made_of(out) & step.parameters.keys() - needed)
         ]
         if shapes:
-            again = (operation.file, operation.line) in _lines_of(step)
+            lines, own = _lines_of(step), (operation.file, operation.line)
+            again = own in lines or _variable(*own) in {_variable(*one) for one in lines} - {""}
             yield said(operation, op=operation.name, shapes=shapes, again=again)
+
+
+def _variable(file: str, line: int) -> str:
+    """What a line assigns; empty where it assigns nothing."""
+    found = _ASSIGNED.match(linecache.getline(file, line))
+    return found[1] if found else ""
 
 
 def _lines_of(step: Step) -> set[tuple[str, int]]:

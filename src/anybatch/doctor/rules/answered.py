@@ -10,7 +10,7 @@ from typing import Any
 
 from anybatch.doctor.rules.registry import NOWHERE, Found, rule
 from anybatch.doctor.views.asked import answers
-from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.courses import adversarial, updates
 from anybatch.doctor.views.naming import (
     Names,
     counted,
@@ -38,6 +38,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "not well": lambda run, probed: not learned_well(run),
     # another loss outweighs it, as in a poly loss
     "not outweighed": lambda run, probed: not (probed.evidence.get("beside") and outcome(run).word == "learning"),
+    "alone": lambda run, probed: not adversarial(run),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
     "of a table": lambda run, probed: "table" in probed.detail,

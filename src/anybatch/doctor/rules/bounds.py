@@ -110,9 +110,10 @@ def loss_sign(
     absurd: float = Limit(1e9, "times its first value, to which no loss that means something falls"),
 ) -> Iterator[Found]:  # fmt: skip
     """Losses below their bound, and losses that are maximised."""
-    yield from _negative(run)
+    below = list(_negative(run))
+    yield from below
     yield from say(run, "AB606")
-    if not adversarial(run):
+    if not below and not adversarial(run):
         yield from _turned(run)
         yield from _unbounded(run, faster, absurd)
 
@@ -270,9 +271,9 @@ _LOOK = (
 
 def _of_nobody(probed: Probed, steps: int, end: int) -> Found:
     """The loss is the same with the targets of other rows."""
-    seen = probed.evidence
+    seen, moved = probed.evidence, "the targets" if probed.probe == "related" else "one of the inputs"
     return Found(
-        text=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with the targets "
+        text=f"It did not learn: after {steps} steps the loss of a batch is {seen['loss']:.4g}, and with {moved} "
         f"of other rows {seen['others']:.4g}: what is predicted has nothing to do with the row.",
         fix=_LOOK.format("target"),
         cause="Inputs or targets are all alike, belong to other rows, or do not reach the loss.",

@@ -12,7 +12,7 @@ from anybatch.doctor.views.courses import course, phases
 from anybatch.doctor.views.measures import latest
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
-from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.records.events import Backward, Epoch, Forward, Stepped
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.runs import Run, grouped, remembered
@@ -37,6 +37,7 @@ def input_scale(
     learned = losses.fell or losses.converged or (len(losses.finite) < 3 and not losses.diverged)
     longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in answers(run, "rate"))
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
+    learned = learned and not (answers(run, "scaled") and not learned_well(run))
     found = [*_inputs(run, far, share), *_tiny_inputs(run, nothing), *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:

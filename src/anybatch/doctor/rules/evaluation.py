@@ -58,7 +58,7 @@ def _of_one_value(one: Evaluated, items: int, value: float, std: float) -> Found
     )
 
 
-@rule("AB663", "LABELS_RENUMBERED", "warning", needs=(Evaluated,))
+@rule("AB663", "LABELS_RENUMBERED", "warning", explains=("TARGET_GIVEN",), needs=(Evaluated,))
 def labels_renumbered(
     run: Run, *, rows: float = Limit(50, "of an evaluation, fewer may agree by accident"),
     renamed: float = Limit(0.8, "of the rows, right under other numbers: the classes are told apart"),

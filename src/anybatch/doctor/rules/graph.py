@@ -194,7 +194,8 @@ def stepwise(kind: str) -> str:
 def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     """Parameters whose gradient is exactly zero in all samples, where such an operation is in the graph."""
     walks = [{op for kind in one.kinds if (op := stepwise(kind))} for one in run.of(Walk) if one.nodes]
-    ops = sorted(walks[0].intersection(*walks)) if walks else []
+    same = next((one for one in answers(run, "flat") if one.evidence.get("constant")), None)
+    ops = [str(same.evidence["op"])] if same is not None else sorted(walks[0].intersection(*walks)) if walks else []
     seen = grouped(
         (number, grad)
         for norms in run.of(Norms)
@@ -208,13 +209,17 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
     names, op = names_of(run, zero), ops[0]
+    why = "its gradient is zero everywhere", f"{op} gives steps"
+    fix = f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient"
+    if same is not None:
+        why = "it gives the same, whatever goes into it", "Along an axis with one entry nothing can differ"
+        fix = f"print the shape of what {op} is given: its axis needs more than one entry"
     place = next((one for one in answers(run, "flat") if one.evidence["op"] == op), back)
     yield Found(
         text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
-        f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and its gradient is zero "
-        "everywhere.",
-        fix=f"y = x + ({op}(x) - x).detach()  # straight through; or a relaxation of {op} with a gradient",
-        cause=f"{op} gives steps: the loss does not change with what goes into it, so that nothing before it in "
+        f"{counted(len(seen[zero[0]]), 'sample')}: {op} is on the way to the loss, and {why[0]}.",
+        fix=fix,
+        cause=f"{why[1]}: the loss does not change with what goes into it, so that nothing before it in "
         f"{root_variable(run, run.parameters[min(zero)].root)} is trained.",
         since=back,
         where=place,

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from anybatch.doctor.rules.registry import RUNS_AWAY, STANDS_STILL, Found, Limit, rule
+from anybatch.doctor.rules.wiring import in_no_group
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, left_out, optimizers
 from anybatch.doctor.views.windows import Pass, Window, by_closure, concerns, members, passes, written
@@ -17,7 +18,10 @@ _ENOUGH = 20  # steps of which one shows what lies between the clearing and the 
 @rule("AB301", "ZERO_GRAD_MISSING", "error", explains=(*RUNS_AWAY, "ACCUM_NOT_DIVIDED", "LEAK_TO_OTHER_NET"))
 def zero_grad_missing(run: Run, *, steps: float = Limit(3, "in a row, without the end of an epoch")) -> Iterator[Found]:
     """Steps that use gradients which an earlier step had used."""
-    for one in optimizers(run):
+    every = optimizers(run)
+    for one in every:
+        if in_no_group(run) and any(one.own <= other.own for other in every if other is not one):
+            continue  # it was given a net of another optimizer, and its own one is in none
         row: list[tuple[Stepped, Pass]] = []
         for window, step in one.stepped:
             added = next((back for back in window.used if back.kept is not None and back.kept & one.own), None)

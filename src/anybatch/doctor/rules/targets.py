@@ -110,11 +110,11 @@ def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterat
     for same in by_line(run, lambda one: one.function in ("cross_entropy", "nll_loss")).values():
         known = [(one, one.value) for one in same if one.target_classes >= 0 and one.value is not None]
         looked = sum(one.items for one, _ in known)
-        if len(same) < steps or len(known) < _LOOKS or looked < _TARGETS or not 1 < known[0][0].classes <= classes:
+        if len(same) < steps or len(known) < _LOOKS or looked < _TARGETS or known[0][0].classes < 2:
             continue
-        first = known[0][0]
+        first, stays = known[0][0], outcome(run).word == "not learning"  # as of pairs, whose scores are of each other
         is_one = all(one.target_classes == 1 and one.target_mean == first.target_mean for one, _ in known)
-        if is_one and known[-1][1] < (1 - gone) * known[0][1]:
+        if is_one and (stays or (first.classes <= classes and known[-1][1] < (1 - gone) * known[0][1])):
             yield Found(
                 text=f"All targets of {first.function} in the run are of class {first.target_mean or 0:g}.",
                 fix="print(y.unique(return_counts=True))  # where the labels are made",

@@ -21,6 +21,7 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
+from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
@@ -31,7 +32,7 @@ _LATE = 3  # backwards: a few may be of something else than the training
 
 
 @remembered
-def _in_no_group(run: Run) -> list[int]:
+def in_no_group(run: Run) -> list[int]:
     """Trainable parameters that got gradient while optimizers stepped, are in no group and were never written."""
     first = next((one.touched for one in passes(run) if one.touched), frozenset[int]())
     found = {
@@ -101,7 +102,7 @@ def _holds_frozen_only(run: Run, wanted: list[int]) -> bool:
 def _stale(run: Run) -> dict[int, tuple[list[int], list[int]]]:
     """For each optimizer: its parameters that no model uses, and the parameters of models that they should be."""
     called = {one.root for one in run.of(Forward)}
-    left = [one for one in _in_no_group(run) if run.parameters[one].root in called]
+    left = [one for one in in_no_group(run) if run.parameters[one].root in called]
     found = {}
     for optimizer in optimizers(run):
         stale = [
@@ -178,7 +179,7 @@ def opt_param_missing(
 ) -> Iterator[Found]:
     """Parameters that get a gradient with optimized ones and are in no optimizer."""
     replaced = {number for _, live in _stale(run).values() for number in live}
-    left = [one for one in _in_no_group(run) if one not in replaced and run.parameters[one].registered]
+    left = [one for one in in_no_group(run) if one not in replaced and run.parameters[one].registered]
     for numbers in _apart(run, left) if run.optimizers else ():
         step = _first_step_after(run, numbers)
         if step is None or not _with_optimized(run, numbers, shared):
@@ -250,7 +251,7 @@ def _owner(root: Root | None, module: str) -> ModuleFacts | None:
 def opt_param_unregistered(run: Run) -> Iterator[Found]:
     """Parameters that their model does not register."""
     left = [
-        number for number in _in_no_group(run)
+        number for number in in_no_group(run)
         if not (one := run.parameters[number]).registered and (one.is_parameter or one.root >= 0 or one.numel == 1)
     ]  # fmt: skip
     for numbers in _apart(run, left) if run.optimizers else ():
@@ -497,4 +498,5 @@ def frozen_at_zero(run: Run) -> Iterator[Found]:
             step=step.number,
             parameters=found,
             evidence={"parameters": len(names)},
+            severity="warning" if outcome(run).guess and not learned_well(run) else "",
         )

@@ -311,7 +311,7 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
         cause = "The module was never called, or its output is in no loss."
         overwritten = lost is not None and bool(lost.evidence["again"])
         if overwritten:
-            fix, cause = "loss = loss + ...  # in the loop over its terms", "The next term replaces it in the loss."
+            fix, cause = "loss = loss + ...  # for each of its terms", "Another term replaces it in the loss."
         yield Found(
             text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
             fix=fix,

@@ -179,7 +179,10 @@ def decay_dominates(
         pulled = [math.hypot(*(e.weight for e in entries(run, one.samples[at]) if e.grad)) for at in (0, -1)]
         shrinking = shrinking or (outcome(run).word == "not learning" and pulled[1] < _LITTLE_LEFT * pulled[0])
         strong = shrinking or (usual >= times and not losses.fell)
-        if not strong or last > rest * first or first == 0:
+        is_late = (
+            one.faded is not None and one.faded.early and rate < share
+        )  # no gradient held against it from the start
+        if not strong or last > rest * first or first == 0 or is_late:
             continue
         falls = losses.fell and not _stands(losses)
         strength = f"takes {rate:.2g} of the weights at each step"

@@ -195,7 +195,7 @@ def _by_hand(run: Run) -> list[Phase]:
 def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     """What a loss shows counts for nothing where it is the same with the targets, or inputs, of other rows."""
     probed = _unrelated(run, part, "related")
-    inputs = _unrelated(run, part, "related inputs") if found.word == "learning" and not found.guess else None
+    inputs = None if found.guess else _unrelated(run, part, "related inputs")
     same = probed or inputs
     if found.word == "not learning" or same is None:
         return found
@@ -205,7 +205,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
     scored = any(True for _ in run.of(Scored))  # what was drawn then is unlikely now, whatever was learned
     if (
-        probed is None
+        (probed is None and found.word == "learning")
         or beats
         or scored
         or found.steps < ENOUGH_STEPS
@@ -213,7 +213,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
         or _still_falls(run, part)
     ):
         return Outcome("undecided", said, steps=found.steps)
-    return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=probed)
+    return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=same)
 
 
 def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
