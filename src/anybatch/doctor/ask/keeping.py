@@ -345,6 +345,8 @@ class Kept:
 
     def _start(self, module: torch.nn.Module) -> bool:
         """Begins to write a step down; whether that was possible."""
+        if self._tape is not None:
+            self._remember(module)  # of a step that trains several
         if self._tape is not None or self._saw_mode() or has_compiled() or _is_fused(module):
             return False
         held = [
