@@ -298,6 +298,7 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
+@unseen
 def _has_nan(found: Iterable[torch.Tensor]) -> bool:
     read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
     return any(bool(one.isnan().any()) for one in read)
