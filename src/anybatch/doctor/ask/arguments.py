@@ -153,7 +153,8 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
-    if not alike or count < max(_ENOUGH_NOISE, _WIDE * len(noise)) or not noise.is_floating_point() or not is_normal(noise):
+    is_enough = count >= max(_ENOUGH_NOISE, _WIDE * len(noise))
+    if not alike or not is_enough or not noise.is_floating_point() or not is_normal(noise):
         return False
     drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)

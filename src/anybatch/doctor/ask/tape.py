@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class Tape(TorchFunctionMode):
 
     Args:
         held: the ``id`` of all parameters and buffers of models.
+        net: the model whose call began it; the tape keeps its parameters, but not the model.
 
     Attributes:
         operations: in order.
@@ -114,9 +116,10 @@ class Tape(TorchFunctionMode):
         failed: why it is of no use; empty if it is.
     """
 
-    def __init__(self, held: Iterable[int] = ()) -> None:
+    def __init__(self, held: Iterable[int] = (), net: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.held = set(held)
+        self.net: Callable[[], torch.nn.Module | None] = (lambda: None) if net is None else weakref.ref(net)
         self.operations: list[Operation] = []
         self.leaves: dict[Slot, torch.Tensor] = {}
         self.parameters: dict[Slot, torch.Tensor] = {}
