@@ -117,7 +117,7 @@ def fold(weights: list["weakref.ref[torch.Tensor]"]) -> None:
     """Trains a model of 68 MiB, which nobody holds afterwards."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 1_000_000), torch.nn.ReLU(), torch.nn.Linear(1_000_000, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    weights.append(weakref.ref(model[0].weight))
+    weights.append(weakref.ref(next(model.parameters())))
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.randn(1, 16)).pow(2).mean().backward()
