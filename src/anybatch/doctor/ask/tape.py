@@ -131,8 +131,8 @@ class Tape(TorchFunctionMode):
         self.sizes = False
         self.nan: Operation | None = None
         self.failed = ""
-        self._slots: dict[int, Slot] = {}
-        self._alive: list[torch.Tensor] = []
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], Slot]] = {}  # holds none of them: memory is scarce
+        self._count = 0
         self.bytes = 0
         self._off = True
         self._entered = False
@@ -154,7 +154,6 @@ class Tape(TorchFunctionMode):
         """
         self._off = True
         self._slots.clear()
-        self._alive.clear()
         modes = function_modes()
         is_last = bool(modes) and modes[-1] is self and threading.get_ident() == self._thread
         if self._entered and is_last and not in_backward():
@@ -164,7 +163,7 @@ class Tape(TorchFunctionMode):
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is notified of a backward that is about to run."""
-        slot = self._slots.get(id(loss))
+        slot = self._slot_of(loss)
         if slot is not None and not self._off:
             self.losses.append(Loss(slot, len(self.operations), *user_place(2)))
 
@@ -223,17 +222,22 @@ class Tape(TorchFunctionMode):
         if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
             self._give_up("the step is too long")
 
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        known = self._slots.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1]
+
     def _slot_of_new(self, tensor: torch.Tensor) -> Slot:
-        slot = self._slots.get(id(tensor))
+        slot = self._slot_of(tensor)
         if slot is None:
-            slot = self._slots[id(tensor)] = Slot(len(self._slots))
-            self._alive.append(tensor)
+            slot = Slot(self._count)
+            self._count += 1
+            self._slots[id(tensor)] = weakref.ref(tensor), slot
         return slot
 
     def _encoded(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        known = self._slots.get(id(value))
+        known = self._slot_of(value)
         return self._leaf(value) if known is None else known
 
     @unseen
