@@ -113,14 +113,14 @@ def inputs_first(start: Any, known: Container[Any] = (), most: float = math.inf)
             yield node
 
 
-def outputs_first(starts: Iterable[Any], most: float = math.inf, known: Container[Any] = ()) -> list[Any]:
-    """Some nodes and those behind them that are not known, the nearest first; a few more than the most if there are."""
-    found = dict.fromkeys(one for one in starts if one not in known)
+def outputs_first(starts: Iterable[Any], most: float = math.inf) -> list[Any]:
+    """Some nodes and those behind them, the nearest first; a few more than the most if there are."""
+    found = dict.fromkeys(starts)
     for node in (waiting := list(found)):
         if len(waiting) > most:
             break
         for one, _ in node.next_functions:
-            if one is not None and one not in found and one not in known:
+            if one is not None and one not in found:
                 found[one] = None
                 waiting.append(one)
     return waiting

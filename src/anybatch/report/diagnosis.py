@@ -159,7 +159,8 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     ended = next(run.of(Ended), None)
     said = []
     if ended is not None and ended.seconds > 0:
-        share = f" ({diagnosis.overhead:.1%} of the script's own time)" if diagnosis.overhead is not None else ""
+        says_little = diagnosis.overhead is None or diagnosis.overhead > 1  # of a script that did next to nothing
+        share = "" if says_little else f" ({diagnosis.overhead:.1%} of the script's own time)"
         own, took = format_seconds(ended.own_seconds), format_seconds(ended.seconds)
         said.append(f"the doctor took {own} of {took}{share}")
     elif diagnosis.overhead is not None:

@@ -20,6 +20,7 @@ from anybatch.torch_private import (
     number_of_function_modes,
     number_of_modes,
     set_function_state,
+    without_torch_function,
 )
 
 __all__ = [
@@ -177,12 +178,13 @@ def without_user_modes() -> Iterator[None]:
 
 
 def unseen(function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a function so that no mode sees its operations, such as a FLOP counter of the user."""
+    """Wraps a function so that no mode or class of tensors sees its operations, such as a FLOP counter of the user."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not (number_of_modes() or number_of_function_modes()):  # the fast path: this runs in each step
-            return function(*args, **kwargs)
+            with without_torch_function():
+                return function(*args, **kwargs)
         with nobody_looks():
             return function(*args, **kwargs)
 

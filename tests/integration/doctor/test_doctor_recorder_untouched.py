@@ -1,7 +1,9 @@
 """A run is bitwise the same with and without the recorder, and torch is left as it was found."""
 
+import gc
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -109,3 +111,23 @@ def test_two_doctors_at_once() -> None:
     assert len(list(other.run.of(Stepped))) == 12
     after = surface()
     assert [name for name in before if before[name] != after.get(name)] == []
+
+
+def fold(weights: list["weakref.ref[torch.Tensor]"]) -> None:
+    """Trains a model of 68 MiB, which nobody holds afterwards."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 1_000_000), torch.nn.ReLU(), torch.nn.Linear(1_000_000, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    weights.append(weakref.ref(next(model.parameters())))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(1, 16)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def test_models_of_one_fold_after_the_other_do_not_stay_in_memory() -> None:
+    weights: list[weakref.ref[torch.Tensor]] = []
+    with Doctor():
+        for count in range(1, 5):
+            fold(weights)
+            gc.collect()
+            assert sum(one() is not None for one in weights) <= min(count, 2)

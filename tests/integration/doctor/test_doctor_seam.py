@@ -12,7 +12,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -259,6 +259,34 @@ class Strict(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+
+class Logged(torch.Tensor):
+    """A tensor that writes down what is called with it."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+def test_a_class_of_tensors_sees_nothing_of_the_doctor(steps: int) -> None:
+    lists = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        Logged.seen.clear()
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Doctor(model, optimizer) if watched else warnings.catch_warnings():
+            for _ in range(steps):
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.randn(6, 4).as_subclass(Logged)), torch.zeros(6, 2)).backward()
+                optimizer.step()
+        lists.append(list(Logged.seen))
+    assert lists[0] == lists[1]
 
 
 @pytest.mark.parametrize("steps", [1, 12, 60])

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 N = 24
 
 
-def train(net: nn.Module, loss: Callable[[], Tensor], count: int = 3) -> None:
-    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+def train(net: nn.Module, loss: Callable[[], Tensor], count: int = 3, rate: float = 0.01) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), rate)
     for _ in range(count):
         optimizer.zero_grad()
         loss().backward()
@@ -228,6 +228,14 @@ def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: floa
     net = wide(std)
     step = lambda: F.cross_entropy(net(scale * torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
     assert answer(lambda: train(net, step), "start") == expected
+
+
+@pytest.mark.parametrize(("std", "expected"), [(0.1, "no"), (3.0, "yes")])
+def test_layers_of_a_second_net_that_the_first_step_made_large_did_not_begin_so(std: float, expected: str) -> None:
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(16, 16), wide(std)
+    step = lambda: F.cross_entropy(decoder(encoder(torch.randn(64, 16))), torch.randint(0, 5, (64,)))  # noqa: E731
+    assert answer(lambda: train(nn.ModuleList([encoder, decoder]), step, 12, rate=2.0), "start") == expected
 
 
 def test_large_targets_are_no_large_weights() -> None:

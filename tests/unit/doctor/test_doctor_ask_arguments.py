@@ -79,6 +79,21 @@ def squared(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (made - noise).pow(2).mean()
 
 
+def of_a_table(target: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """One number is predicted from another, of which it is no linear function."""
+    net, x = nn.Linear(1, 1), torch.randn(256, 1)
+    optimizer, y = torch.optim.Adam(net.parameters()), target(x)
+    y = (y - y.mean()) / y.std()
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+def test_targets_that_are_spread_as_draws_are_and_go_with_the_input_along_a_curve_are_not() -> None:
+    assert answer(lambda: of_a_table(lambda x: torch.sin(9 * x) + 0.9 * torch.randn_like(x)), "drawn targets") == "no"
+
+
 def in_order(made: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(made.sort(0).values, noise.sort(0).values)
 

@@ -28,6 +28,7 @@ _ALIKE = 0.9  # a correlation
 _LENGTHS = frozenset({"pow", "square", "abs", "norm"})
 _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are drawn from an interval
 _ENOUGH_NOISE = 100  # numbers
+_WIDE = 8  # numbers in a row: fewer targets of data may well be normal, and go with the inputs along no line
 _SIGMAS = 4
 _NOTHING = 1e-3  # of the power of the noise
 _LEAST_TIMES = 4
@@ -152,7 +153,8 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
-    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
+    is_enough = count >= max(_ENOUGH_NOISE, _WIDE * len(noise))
+    if not alike or not is_enough or not noise.is_floating_point() or not is_normal(noise):
         return False
     drawn = noise.detach().double().flatten().cpu()
     return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)

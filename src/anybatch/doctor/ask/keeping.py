@@ -340,6 +340,8 @@ class Kept:
 
     def _start(self, module: torch.nn.Module) -> bool:
         """Begins to write a step down; whether that was possible."""
+        if self._tape is not None:
+            self._remember(module)  # of a step that trains several
         if self._tape is not None or self._saw_mode() or has_compiled() or _is_fused(module):
             return False
         held = [
@@ -348,7 +350,7 @@ class Kept:
             if (net := state.module()) is not None
             for one in itertools.chain(net.parameters(), net.buffers())
         ]
-        tape = Tape([*held, *(id(one) for one in itertools.chain(module.parameters(), module.buffers()))])
+        tape = Tape([*held, *(id(one) for one in itertools.chain(module.parameters(), module.buffers()))], module)
         tape.rows = self._rows
         if not tape.start():
             return False
@@ -401,6 +403,18 @@ class Kept:
             if before is not None and before.bytes < _MOST_BYTES // 2:
                 self.earlier[optimizer] = before
             self.tapes[optimizer], self._written[optimizer] = tape, count + 1
+
+    def release(self) -> None:
+        """Lets go of the steps of large models that nobody holds any more: the next one may need the memory."""
+        dead = [(number, tape) for number, tape in self.tapes.items() if tape.net() is None]
+        room = _MOST_BYTES
+        for number, tape in reversed(dead):
+            room -= sum(one.numel() * one.element_size() for one in tape.parameters.values())
+            if room < 0:
+                del self.tapes[number]
+                self.earlier.pop(number, None)
+                for one in tape.parameters.values():
+                    self.initial.pop(id(one), None)
 
     def _look_at_all(self, step: int) -> None:
         for state in self.states.values():

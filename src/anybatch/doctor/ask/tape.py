@@ -1,12 +1,12 @@
 """One step of a run as a list of operations, which can be run again with other rows."""
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from anybatch.doctor.graphs import outputs_first
 from anybatch.doctor.recording.modes import SafeMode
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import hidden
@@ -16,6 +16,7 @@ from anybatch.tensors.dispatch import unseen
 
 _MOST_OPERATIONS = 20_000
 _MOST_BYTES = 256 * 2**20
+_WRITTEN = "anybatch.doctor.written"
 RANDOM = frozenset(
     (
         *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
@@ -89,6 +90,7 @@ class Tape(SafeMode):
 
     Args:
         held: the ``id`` of all parameters and buffers of models.
+        net: the model whose call began it; the tape keeps its parameters, but not the model.
 
     Attributes:
         operations: in order.
@@ -104,9 +106,10 @@ class Tape(SafeMode):
         bytes: of the leaves that are no parameters.
     """
 
-    def __init__(self, held: Iterable[int] = ()) -> None:
+    def __init__(self, held: Iterable[int] = (), net: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.held = set(held)
+        self.net: Callable[[], torch.nn.Module | None] = (lambda: None) if net is None else weakref.ref(net)
         self.operations: list[Operation] = []
         self.leaves: dict[Slot, torch.Tensor] = {}
         self.parameters: dict[Slot, torch.Tensor] = {}
@@ -117,21 +120,18 @@ class Tape(SafeMode):
         self.numbers: dict[Slot, int] = {}
         self.sizes = False
         self.made: dict[str, set[tuple[str, int]]] = {}
-        self._nodes: set[Any] = set()
-        self._slots: dict[int, Slot] = {}
-        self._alive: list[torch.Tensor] = []
+        self._slots: dict[int, tuple[weakref.ref[torch.Tensor], Slot]] = {}  # holds none of them: memory is scarce
+        self._count = 0
         self.bytes = 0
 
     def stop(self) -> bool:
         """Also lets go of the tensors of the run."""
         self._slots.clear()
-        self._alive.clear()
-        self._nodes.clear()
         return super().stop()
 
     def loss(self, loss: torch.Tensor) -> None:
         """Is notified of a backward that is about to run."""
-        slot = self._slots.get(id(loss))
+        slot = self._slot_of(loss)
         if slot is not None and not self._off:
             self.losses.append(Loss(slot, len(self.operations), *user_place(2)))
 
@@ -166,26 +166,28 @@ class Tape(SafeMode):
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
-        place, waiting = (operation.file, operation.line), [one.grad_fn for one in found]
-        for node in waiting:
-            if node is not None and node not in self._nodes:
-                self._nodes.add(node)
-                self.made.setdefault(node.name(), set()).add(place)
-                waiting.extend([after for after, _ in node.next_functions])
+        place = operation.file, operation.line
+        for node in _nodes_of([one.grad_fn for one in found]):
+            self.made.setdefault(node.name(), set()).add(place)
         if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
             self.give_up("the step is too long")
 
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        known = self._slots.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1]
+
     def _slot_of_new(self, tensor: torch.Tensor) -> Slot:
-        slot = self._slots.get(id(tensor))
+        slot = self._slot_of(tensor)
         if slot is None:
-            slot = self._slots[id(tensor)] = Slot(len(self._slots))
-            self._alive.append(tensor)
+            slot = Slot(self._count)
+            self._count += 1
+            self._slots[id(tensor)] = weakref.ref(tensor), slot
         return slot
 
     def _encoded(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        known = self._slots.get(id(value))
+        known = self._slot_of(value)
         return self._leaf(value) if known is None else known
 
     @unseen
@@ -204,11 +206,21 @@ class Tape(SafeMode):
         self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
-            self._nodes.update(outputs_first([tensor.grad_fn], known=self._nodes))
+            for _ in _nodes_of([tensor.grad_fn]):  # no operation of this step has made them
+                pass
         return slot
 
 
 hidden(Tape.__torch_function__)
+
+
+def _nodes_of(starts: list[Any]) -> Iterator[Any]:
+    """Nodes of the graph and those behind them, each once. The node holds the mark, so that nothing keeps it alive."""
+    for node in starts:
+        if node is not None and _WRITTEN not in (marks := node.metadata):
+            marks[_WRITTEN] = True
+            yield node
+            starts.extend([behind for behind, _ in node.next_functions])
 
 
 def slots(value: Any) -> Iterable[Slot]:

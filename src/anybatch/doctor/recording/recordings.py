@@ -25,7 +25,7 @@ from anybatch.records.events import ThreadsAtOnce
 from anybatch.records.lines import Fact
 from anybatch.records.repeats import DIFFERING
 from anybatch.tensors.dispatch import nobody_looks
-from anybatch.torch_private import number_of_function_modes, number_of_modes
+from anybatch.torch_private import number_of_function_modes, number_of_modes, without_torch_function
 
 FIRST = 10
 """Steps from the beginning that are all sampled: causes show there."""
@@ -265,8 +265,9 @@ class Recording:
                     self.take_in()
                 if not self.active or os.getpid() != pid:
                     return None
-                if not (number_of_modes() or number_of_function_modes()):  # no call more, as this is done in each step
-                    return function(*args, **kwargs)
+                if not (number_of_modes() or number_of_function_modes()):
+                    with without_torch_function():  # a class of tensors that writes down what is called
+                        return function(*args, **kwargs)
                 self.saw_mode = number_of_modes() > 0
                 with nobody_looks():  # by what the user counts operations with, say
                     return function(*args, **kwargs)

@@ -176,6 +176,7 @@ class Samplers:
                 del self.last_inputs[next(iter(self.last_inputs))]
             for number in self.last_losses.keys() - self.last_inputs.keys():
                 del self.last_losses[number]
+            self.kept.release()
 
     # backwards
 
