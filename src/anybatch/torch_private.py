@@ -143,9 +143,12 @@ def number_of_node() -> int:
 
 
 def hooks_on_all_modules() -> list[dict[Any, Any]]:
-    """The global module hooks, such as those of a module tracker; the dictionaries are torch's own."""
+    """The global hooks of modules and optimizers, as of a module tracker; the dictionaries are torch's own."""
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    found = (getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names)
+    found = [getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names]
+    names = ("optimizer_pre_hooks", "optimizer_post_hooks")
+    optimizer = sys.modules["torch.optim.optimizer"]  # torch.optim has no attribute of this name
+    found += [getattr(optimizer, f"_global_{name}", None) for name in names]
     return [hooks for hooks in found if hooks]
 
 

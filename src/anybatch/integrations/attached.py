@@ -57,7 +57,7 @@ class AttachedDoctor:
     def begin(self, *subjects: Any) -> None:
         """Attaches a new doctor to models and optimizers."""
         if self.doctor is not None:
-            self.doctor.detach()
+            self.doctor.detach(ask=False)
         self.doctor = Doctor(*subjects, path=self._path, every=self._every, on_finding=self._on_finding)
         self.doctor.attach()
 
