@@ -99,6 +99,13 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no doctor put questions when it is closed, except in tests that are marked: most are of what is recorded."""
+    if request.node.get_closest_marker("asks") is None and not os.environ.get("ANYBATCH_TESTS_ASK"):
+        monkeypatch.setattr("anybatch.doctor.recorder._answers", lambda *_, **more: ())
+
+
+@pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> None:
     """Lets a test begin as a fresh process does, in which nothing was compiled; the doctor asks for that."""
     evaluation = sys.modules.get("torch._dynamo.eval_frame")

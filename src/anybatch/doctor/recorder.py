@@ -134,7 +134,7 @@ class Doctor:
         self._telling = None if on_finding is None else Telling(self, on_finding)
         self._after_step: AfterStep | None = None
         self.kept.on = ask
-        self._asked = -1  # after how many steps questions were put last
+        self._asked = -1  # the number of the last fact when questions were put last
         self._process = os.getpid()
         self.answers: Callable[[], Iterable[Fact]] = lambda: _answers(self, active=active, seconds=seconds)
 
@@ -221,15 +221,15 @@ class Doctor:
         if self._attached:
             self._remove()
             if ask and self._may_ask():
-                self._asked = self.step
                 for fact in self.answers():
                     self.emit(fact)
+                self._asked = self._journal.counter.at
 
     def _may_ask(self) -> bool:
         """Whether there is something new to ask, and time for it: not on the way out, nor in the copy of a process."""
         is_leaving = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SystemExit))
         is_ours = os.getpid() == self._process and not self._recording.threads.is_over
-        return self.kept.on and self.step > self._asked and is_ours and not is_leaving
+        return self.kept.on and self._journal.counter.at > self._asked and is_ours and not is_leaving
 
     def _remove(self) -> None:
         self._attached = False
