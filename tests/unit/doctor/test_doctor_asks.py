@@ -40,12 +40,12 @@ class Doubled(torch.autograd.Function):
     calls = 0
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         Doubled.calls += 1
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         Doubled.calls += 1
         return gradient * 2
 
@@ -171,7 +171,8 @@ def state(net: nn.Module, optimizer: torch.optim.Optimizer, seen: list[Any]) -> 
     tensors += [value for of in optimizer.state.values() for value in of.values()]
     return [
         [(one.clone(), one._version) if one is not None else None for one in tensors],
-        [one.data_ptr() for one in tensors if one is not None], torch.get_rng_state(), random.getstate(), np.random.get_state()[1:],
+        [one.data_ptr() for one in tensors if one is not None],
+        torch.get_rng_state(), random.getstate(), list(np.random.get_state())[1:],
         [one.training for one in net.modules()], torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(),
         torch.backends.mkldnn.enabled, torch.get_default_dtype(), torch.is_anomaly_enabled(),
@@ -192,6 +193,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.asks("all")
 def test_the_process_is_as_before(capfd: pytest.CaptureFixture[str]) -> None:
     net, seen = Net(), list[Any]()
     hidden = net.first.register_forward_hook(lambda module, given, made: seen.append(made.shape))
@@ -308,20 +310,18 @@ def test_it_can_be_closed_in_another_thread(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-@pytest.mark.parametrize("by", ["with", "finally"])
+@pytest.mark.parametrize("by", ["with", "close"])
 def test_only_after_a_crash_it_asks_as_well(error: type[BaseException], by: str) -> None:
     doctor = anybatch.Doctor()
-    with pytest.raises(error):
-        if by == "with":
-            with doctor:
-                train(Net())
-                raise error
-        try:
-            doctor.attach()
+
+    def run() -> None:
+        doctor.attach()
+        with doctor if by == "with" else contextlib.closing(doctor):
             train(Net())
             raise error
-        finally:
-            doctor.close()
+
+    with pytest.raises(error):
+        run()
     assert bool(answers(doctor)) == (error is ValueError)
     assert any(doctor.run.of(Ended))
 
