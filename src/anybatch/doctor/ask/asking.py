@@ -22,6 +22,7 @@ from anybatch.doctor.ask import (
     schedules,
     source,
     states,
+    straightness,
     weighing,
 )
 from anybatch.doctor.ask.keeping import Kept
@@ -40,7 +41,10 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
-OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, ideals, outweighing, fitting, relating)
+OF_A_STEP = (
+    *(rows, pairs, axes, weighing, functions, arguments, ideals, straightness),
+    *(outweighing, fitting, relating),
+)
 """Has what is asked of each step that was written down; the last three run it many times."""
 
 
