@@ -112,8 +112,8 @@ def _is_of_pairs(step: Step, slot: Slot) -> bool:
 def hidden_tokens(step: Step) -> Iterator[Probed]:
     """Whether scores are hidden where tokens are, and not where padding is."""
     rows = step.rows
-    given = [one for slot in step.inputs if (one := step.leaves[slot]).shape[:1] == (rows,)]
-    paddings = [one for leaf in given if (one := _ends_of(leaf)) is not None]
+    data = [one for slot in step.inputs if (one := step.leaves[slot]).shape[:1] == (rows,)]
+    paddings = [ends for one in data if (ends := _ends_of(one)) is not None]
     for operation in step.operations:
         value = operation.kwargs.get("value", operation.args[-1] if operation.args else None)
         if operation.name == "multi_head_attention_forward" and operation.kwargs.get("key_padding_mask") is not None:
