@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import anybatch
 from anybatch.doctor.diagnosing import diagnose
@@ -364,3 +366,27 @@ def test_it_asks_again_where_more_was_trained() -> None:
     doctor.close()
     assert counts == [0, 1, 1, 2]
     assert len([one for one in doctor.findings if one.name == "BATCH_MIXING"]) == 1
+
+
+class Gathering(Net):
+    """Adds up over all processes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        dist.all_reduce(made.detach().clone())
+        return made
+
+
+def test_no_question_waits_for_another_process() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with anybatch.Doctor() as doctor:
+            train(Gathering())
+        with anybatch.Doctor() as other:
+            train(Net())
+    finally:
+        dist.destroy_process_group()
+    found = next(one for one in doctor.run.of(Probed) if one.probe == "batch")
+    assert found.answer == "unknown"
+    assert "other processes" in found.detail
+    assert ("batch", "yes") in answers(other)

@@ -27,6 +27,7 @@ from anybatch.doctor.ask import (
 )
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import Question, Step
+from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -50,6 +51,9 @@ OF_A_STEP = (
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
     """The answers of all questions; one that fails leaves the others theirs."""
+    for tapes in (kept.tapes, kept.earlier):
+        for number in [number for number, tape in tapes.items() if any(map(is_freed, tape.parameters.values()))]:
+            del tapes[number]
     for question in OBSERVED:
         try:
             yield from question(kept, run)

@@ -240,7 +240,7 @@ class Tape(TorchFunctionMode):
             self.parameters[slot] = tensor
             if isinstance(tensor, torch.nn.Parameter):
                 return slot
-        if _is_freed(tensor):
+        if is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self.bytes += tensor.numel() * tensor.element_size()
         base = tensor._base
@@ -292,14 +292,14 @@ def slots(value: Any) -> Iterable[Slot]:
         yield from slots(tuple(value.values()))
 
 
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its storage was resized to nothing; to read it would end the process."""
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing, as FSDP does; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _has_nan(found: Iterable[torch.Tensor]) -> bool:
-    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not _is_freed(one))
+    read = (one for one in found if one.is_cpu and one.is_floating_point() and one.numel() and not is_freed(one))
     return any(bool(one.isnan().any()) for one in read)
 
 

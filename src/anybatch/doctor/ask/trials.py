@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
+from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.crashing.live import whose
 from anybatch.doctor.paths import Preserved
 from anybatch.doctor.sites import Running
 from anybatch.interception import unobserved
 from anybatch.records.lossfacts import Probed
-from anybatch.tensors.dispatch import without_user_modes
+from anybatch.tensors.dispatch import Mode, without_user_modes
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
 from anybatch.torch_private import hooks_on_saved_tensors
@@ -139,13 +141,15 @@ class Trial:
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until
-        inner = _unwrapped(module)
+        inner = unwrapped(module)
         parameters = list(inner.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
         if size > MOST_BYTES:
             raise Unknown(f"the model has {size} bytes of parameters; larger ones are not copied")
         if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters):
             raise Unknown("the model has parameters without a shape")
+        if any(map(is_freed, parameters)):
+            raise Unknown("the memory of a parameter was freed")
         try:
             self.module: torch.nn.Module = copy.deepcopy(inner)
         except (*FAILURES, RecursionError) as error:
@@ -214,6 +218,15 @@ class _Muted(io.StringIO):
         return len(text) if threading.get_ident() == self._thread or not self._stream else self._stream.write(text)
 
 
+class _Alone(Mode):
+    """Lets no operation wait for other processes, which may be asked something else, or nothing any more."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("the model waits for other processes")
+        return func(*args, **(kwargs or {}))
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -240,6 +253,8 @@ def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
             for kind in {"cpu", *(device.type for device in in_use())}:
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                stack.enter_context(_Alone())
             warnings.simplefilter("ignore")  # they are not of the user's run; and where they are errors, they'd end it
             yield
     finally:
@@ -284,15 +299,15 @@ def mapped(node: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return container.rebuild([mapped(child.value, change) for child in container.children])
 
 
-def _unwrapped(module: Any) -> torch.nn.Module:
+def unwrapped(module: Any) -> torch.nn.Module:
     """The user's own model within a wrapper."""
     if not isinstance(module, torch.nn.Module):
         raise Unknown("the model is gone")
     name = type(module).__name__
     if name in ("DistributedDataParallel", "DataParallel"):
-        return _unwrapped(module.module)
+        return unwrapped(module.module)
     if name == "OptimizedModule":
-        return _unwrapped(module._orig_mod)
+        return unwrapped(module._orig_mod)
     if "FSDP" in name or "FullyShardedDataParallel" in name:
         raise Unknown("the model is spread over processes")
     return module
