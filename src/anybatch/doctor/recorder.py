@@ -85,6 +85,9 @@ class Doctor:
         (1, ['SGD'])
     """
 
+    _after_step: AfterStep | None = None
+    _asked = -1  # the number of the last fact when questions were put last
+
     def __init__(
         self,
         *subjects: Any,
@@ -132,17 +135,14 @@ class Doctor:
         self._seconds = 0.0
         self._head = (script, tuple(arguments))
         self._telling = None if on_finding is None else Telling(self, on_finding)
-        self._after_step: AfterStep | None = None
         self.kept.on = ask
-        self._asked = -1  # the number of the last fact when questions were put last
-        self._process = os.getpid()
         self.answers: Callable[[], Iterable[Fact]] = lambda: _answers(self, active=active, seconds=seconds)
 
     def attach(self) -> None:
         """Adds the hooks; does nothing if they are there."""
         if self._attached:
             return
-        self._attached = True
+        self._attached, self._process = True, os.getpid()
         started = self._started = time.perf_counter()
         if self._journal.counter.at < 0:
             self._journal.emit(_head(*self._head))
