@@ -5,10 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from anybatch.doctor.ask import ignoring, leaks, straightness
 from anybatch.doctor.ask.asking import asked
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -43,14 +42,9 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
 
 def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:
     """What code of the user's that a question runs may change: what copies share with their models, and other code."""
-    kept = getattr(doctor, "kept", None)
-    nets = [one[0] for one in given.values()]
-    if kept is None:
-        return nets
-    nets += [state.module() for state in kept.states.values()]
-    parts = {part for net in nets if isinstance(net, torch.nn.Module) for part in net.modules()}
-    hooks = [value for part in parts for name, value in vars(part).items() if name.endswith("_hooks")]
-    return [*nets, *hooks, *kept.collates, *(one.cls for one in kept.functions)]
+    kept = getattr(doctor, "kept", None) or Kept(int, bool, bool)
+    nets = [one[0] for one in given.values()] + [state.module() for state in kept.states.values()]
+    return [*nets, *kept.collates, *(one.cls for one in kept.functions)]
 
 
 def _of_root(

@@ -254,7 +254,7 @@ def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                stack.enter_context(_Alone())
+                stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")  # they are not of the user's run; and where they are errors, they'd end it
             yield
     finally:
