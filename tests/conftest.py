@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from anybatch.doctor.ask.asking import OF_A_STEP
 from anybatch.planning.planner import Planner
 from anybatch.tensors.randomness import seed
 from asked import asked_for
@@ -96,6 +97,18 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     seed(0)
+
+
+@pytest.fixture(autouse=True)
+def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no doctor put questions when it is closed, except in tests that are marked: most are of what is recorded.
+
+    Those that run a step many times are put where the mark says ``"all"``.
+    """
+    if (mark := request.node.get_closest_marker("asks")) is None:
+        monkeypatch.setattr("anybatch.doctor.recorder._answers", lambda *_, **more: ())
+    elif not mark.args:
+        monkeypatch.setattr("anybatch.doctor.ask.asking.OF_A_STEP", OF_A_STEP[:-3])
 
 
 @pytest.fixture(autouse=True)

@@ -143,9 +143,12 @@ def number_of_node() -> int:
 
 
 def hooks_on_all_modules() -> list[dict[Any, Any]]:
-    """The global module hooks, such as those of a module tracker; the dictionaries are torch's own."""
-    names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    found = (getattr(torch.nn.modules.module, f"_global_{name}", None) for name in names)
+    """The global hooks of modules and optimizers, as of a module tracker; the dictionaries are torch's own."""
+    names = {
+        "torch.nn.modules.module": ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"),
+        "torch.optim.optimizer": ("optimizer_pre_hooks", "optimizer_post_hooks"),
+    }
+    found = [getattr(sys.modules[home], f"_global_{name}", None) for home, own in names.items() for name in own]
     return [hooks for hooks in found if hooks]
 
 

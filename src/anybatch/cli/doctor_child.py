@@ -7,6 +7,7 @@ module is loaded before the script, and loads nothing that the script might noti
 import atexit
 import contextlib
 import copy
+import functools
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,13 +137,12 @@ class Attendance:
                 script=settings["script"],
                 arguments=tuple(settings["arguments"]),
                 every=settings["every"],
+                ask=settings["ask"],
+                active=settings["active"],
             )
-            doctor.kept.on = settings["ask"]
-            try:
-                doctor.attach()
-            except BaseException:
-                doctor.detach()
-                raise
+            limit = _ACTIVE_SECONDS if settings["active"] else _SECONDS
+            doctor.answers = functools.partial(_apart, doctor.answers, limit)
+            doctor.attach()
         except BaseException as error:  # the script must not notice
             self._broken(error)
             if isinstance(error, KeyboardInterrupt):
@@ -222,38 +222,35 @@ class Attendance:
             self.note(PROCESSES, str(number))
 
     def finish(self) -> None:
-        """Detaches the doctor, runs the probes and closes the record; the exit code is unchanged."""
+        """Has the doctor put its questions and close the record; the exit code is unchanged."""
         if os.getpid() != self._process:
             return
         try:
-            self._doctor.detach()
             self._note_processes()
             error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if isinstance(error, BaseException):  # of a script with an excepthook of its own
                 self._emit(self._tell(error), error)
-            for fact in _probed(self._doctor, active=self._settings["active"]) if self._settings["ask"] else ():
-                self._doctor.emit(fact)
-        except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the probes and nothing else
+        except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
+            self._broken(failure)
+        try:
+            self._doctor.close()
+        except BaseException as failure:  # noqa: BLE001 - also Ctrl-C, which ends the questions and nothing else
             if not isinstance(failure, KeyboardInterrupt):
                 self._broken(failure)
         self._frames.take_off()
-        try:
-            self._doctor.close()
-        except BaseException as failure:  # noqa: BLE001 - the script has ended, and not for this
-            self._broken(failure)
         if self._doctor.lost:
             self.note(BROKEN, self._doctor.lost)
 
 
-def _probed(doctor: Any, *, active: bool) -> list[Any]:
-    """Runs the probes, in a fork of this process where that is possible.
+def _apart(answers: Callable[[], Iterable[Any]], limit: float) -> Iterable[Any]:
+    """Puts the questions in a fork of this process where that is possible.
 
     This process loads nothing for them: Python, where it compiles a text, forgets that Ctrl-C ended the script, and
     gives it another exit code. A fork can run out of time or memory, or crash, without a change of that code. If the
     script used a GPU there is no fork, since CUDA does not survive one.
     """
     if not hasattr(os, "fork") or _has_gpu():
-        return list(_answers(doctor, active=active))
+        return answers()
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # there may be none, or it is closed
@@ -262,10 +259,10 @@ def _probed(doctor: Any, *, active: bool) -> list[Any]:
         warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside the threads of torch
         process = os.fork()
     if process == 0:
-        _in_copy(doctor, writing, active=active)
+        _in_copy(answers, writing)
     os.close(writing)
     try:
-        lines = _read(reading, _ACTIVE_SECONDS if active else _SECONDS)
+        lines = _read(reading, limit)
     finally:
         os.close(reading)
         os.kill(process, signal.SIGKILL)
@@ -285,16 +282,7 @@ def _has_gpu() -> bool:
     return bool(in_use())
 
 
-def _answers(doctor: Any, *, active: bool) -> Iterable[Any]:
-    from anybatch.doctor.probing import run_probes
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found: Iterable[Any] = run_probes(doctor, active=active)
-    return found
-
-
-def _in_copy(doctor: Any, writing: int, *, active: bool) -> NoReturn:
+def _in_copy(answers: Callable[[], Iterable[Any]], writing: int) -> NoReturn:
     try:
         from anybatch.records.lines import to_line
 
@@ -305,7 +293,7 @@ def _in_copy(doctor: Any, writing: int, *, active: bool) -> NoReturn:
         torch = sys.modules["torch"]
         torch.set_num_threads(1)  # the threads of this process are not in its copy
         with open(writing, "w", encoding="utf-8") as file:
-            for fact in _answers(doctor, active=active):
+            for fact in answers():
                 file.write(to_line(fact) + "\n")
     except BaseException:  # noqa: BLE001 - a copy ends here whatever happens
         os._exit(1)

@@ -42,24 +42,25 @@ class Judge:
         """Whether it is time to run the rules."""
         return step >= self._due or (not_finite and not self._seen_not_finite)
 
-    def news(self, run: Run, step: int) -> tuple[Finding, ...]:
+    def news(self, run: Run, step: int, *, has_ended: bool = False) -> tuple[Finding, ...]:
         """New findings: errors and warnings that are no consequence of another one, and those of non-finite numbers.
 
-        Those that only a whole run can show (codes AB8..) are left out.
+        Those that only a whole run can show (codes AB8..) are left out until it has ended.
         """
         while self._due <= step:
             self._due = self._due * 3 if str(self._due)[0] == "1" else self._due // 3 * 10
         self._seen_not_finite |= next(run.of(NonFinite), None) is not None
-        found = self._told(diagnose(_whole_steps(run), self._policy))
+        found = self._told(diagnose(run if has_ended else _whole_steps(run), self._policy), has_ended=has_ended)
         if self._seen_not_finite and not any(one.name in NOT_FINITE for one in found):
             found += self._told(one for one in diagnose(run, self._policy) if one.name in NOT_FINITE)
         new = {_key(one): one for one in found if _key(one) not in self._known}
         self._known |= new.keys()
         return tuple(new.values())
 
-    def _told(self, findings: Iterable[Finding]) -> list[Finding]:
+    def _told(self, findings: Iterable[Finding], *, has_ended: bool = False) -> list[Finding]:
         roots = (one for one in findings if not one.consequence_of or one.name in NOT_FINITE)
-        return [one for one in roots if one.severity != "info" and not one.code.startswith(_AT_THE_END)]
+        told = (one for one in roots if has_ended or not one.code.startswith(_AT_THE_END))
+        return [one for one in told if one.severity != "info"]
 
 
 def is_met(one: Finding, stop_on: Sequence[str]) -> bool:
@@ -145,10 +146,10 @@ class Telling:
         self._is_odd |= odd
         self.tell(step)
 
-    def tell(self, step: int) -> None:
+    def tell(self, step: int, *, has_ended: bool = False) -> None:
         """Runs the rules now."""
         started = time.perf_counter()
-        found = self._judge.news(self._doctor.run, step)
+        found = self._judge.news(self._doctor.run, step, has_ended=has_ended)
         self._cost, self._judged = time.perf_counter() - started, max(step, 1)
         for one in found:
             self._on_finding(one)

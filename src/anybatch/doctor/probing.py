@@ -1,11 +1,13 @@
-"""run_probes: questions to a copy of a model after the script has ended."""
+"""run_probes: questions to a copy of a model after the run."""
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from anybatch.doctor.ask import ignoring, leaks, straightness
 from anybatch.doctor.ask.asking import asked
+from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.trials import Trial, Unknown, undisturbed
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -25,7 +27,7 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
         until = time.perf_counter() + seconds
         given = dict(getattr(doctor, "last_inputs", None) or {})
         run = getattr(doctor, "run", None) or Run([])
-        with undisturbed():
+        with undisturbed(_reached(doctor, given)):
             for root in sorted(given)[:_MOST_ROOTS]:
                 module, args, kwargs = given[root]
                 found.extend(_of_root(doctor, run, root, module, args, kwargs, active, until))
@@ -36,6 +38,13 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
         _log.warning("the probes stopped: %s: %s", type(error).__name__, error)
     return found
+
+
+def _reached(doctor: Any, given: Mapping[int, Any]) -> list[Any]:
+    """What code of the user's that a question runs may change: what copies share with their models, and other code."""
+    kept = getattr(doctor, "kept", None) or Kept(int, bool, bool)
+    nets = [one[0] for one in given.values()] + [state.module() for state in kept.states.values()]
+    return [*nets, *kept.collates, *(one.cls for one in kept.functions)]
 
 
 def _of_root(

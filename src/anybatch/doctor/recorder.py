@@ -1,9 +1,10 @@
 """The recorder: observes a run by global hooks and records it as facts."""
 
+import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,8 @@ class Doctor:
     """Records what a training run does, and says what is wrong with it.
 
     It observes by global hooks, which ``detach`` and the end of ``with`` remove. The run is bitwise the same with and
-    without it.
+    without it. When the hooks are removed, it puts questions to copies of the models, unless Ctrl-C or ``sys.exit``
+    is ending the run; weights, gradients, random state and what the models reach in Python stay as they are.
 
     Args:
         subjects: models and optimizers; others are found when they are used.
@@ -62,9 +64,13 @@ class Doctor:
         arguments: the script's arguments.
         on_finding: is called with each error and warning that is no consequence of another one, during the run or at
             its end; its exceptions end the run.
+        ask: whether to put the questions.
+        active: whether to put those as well that train a copy on its last batch.
+        seconds: after these no further question is put.
 
     Attributes:
         numbering: the numbers of parameters, models, optimizers and schedulers.
+        answers: puts the questions, and gives the answers as facts.
 
     Raises:
         TypeError: a subject is neither a module nor an optimizer.
@@ -79,6 +85,9 @@ class Doctor:
         (1, ['SGD'])
     """
 
+    _after_step: AfterStep | None = None
+    _asked = -1  # the number of the last fact when questions were put last
+
     def __init__(
         self,
         *subjects: Any,
@@ -88,6 +97,9 @@ class Doctor:
         script: str = "",
         arguments: Sequence[str] = (),
         on_finding: "Callable[[Finding], None] | None" = None,
+        ask: bool = True,
+        active: bool = False,
+        seconds: float = 20.0,
     ) -> None:
         for subject in subjects:
             if not isinstance(subject, (torch.nn.Module, torch.optim.Optimizer)):
@@ -123,13 +135,14 @@ class Doctor:
         self._seconds = 0.0
         self._head = (script, tuple(arguments))
         self._telling = None if on_finding is None else Telling(self, on_finding)
-        self._after_step: AfterStep | None = None
+        self.kept.on = ask
+        self.answers: Callable[[], Iterable[Fact]] = lambda: _answers(self, active=active, seconds=seconds)
 
     def attach(self) -> None:
         """Adds the hooks; does nothing if they are there."""
         if self._attached:
             return
-        self._attached = True
+        self._attached, self._process = True, os.getpid()
         started = self._started = time.perf_counter()
         if self._journal.counter.at < 0:
             self._journal.emit(_head(*self._head))
@@ -145,7 +158,7 @@ class Doctor:
             self._forward.attach()
             self._forward.search(self._recording.sampled)
         except BaseException:
-            self.detach()
+            self._remove()
             raise
         watchers.append(self)
         if self._telling is not None:
@@ -199,10 +212,26 @@ class Doctor:
     def __call__(self, step: Any, result: Any) -> None:
         """Does nothing: the hooks saw the logical batch. It makes the doctor an ``Observer``."""
 
-    def detach(self) -> None:
-        """Removes all hooks; facts can still be added. Does nothing if there are none."""
-        if not self._attached:
-            return
+    def detach(self, *, ask: bool = True) -> None:
+        """Removes all hooks, and puts the questions. Facts can still be added. Does nothing if there are no hooks.
+
+        Args:
+            ask: whether to put the questions, if the doctor does so at all.
+        """
+        if self._attached:
+            self._remove()
+            if ask and self._may_ask():
+                for fact in self.answers():
+                    self.emit(fact)
+                self._asked = self._journal.counter.at
+
+    def _may_ask(self) -> bool:
+        """Whether there is something new to ask, and time for it: not on the way out, nor in the copy of a process."""
+        is_leaving = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SystemExit))
+        is_ours = os.getpid() == self._process and not self._recording.threads.is_over
+        return self.kept.on and self._journal.counter.at > self._asked and is_ours and not is_leaving
+
+    def _remove(self) -> None:
         self._attached = False
         started = time.perf_counter()
         if self in watchers:
@@ -233,23 +262,25 @@ class Doctor:
         return self._recording.emit(fact)
 
     def close(self, exit_code: int | None = None) -> None:
-        """Removes the hooks, records the end, and calls ``on_finding`` with what is left to report.
+        """Removes the hooks, puts the questions, records the end, and calls ``on_finding`` with what is left to report.
 
         Args:
             exit_code: the exit code of the script; ``None`` if it is not known.
         """
-        self.detach()
-        if not self._ended:
-            self._ended = True
-            self._journal.close(
-                Ended(
-                    exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
-                    dropped=self._journal.dropped, thinned=self._sampling.thinned,
-                    failure=self.failure,
-                )
-            )  # fmt: skip
-            if self._telling is not None:
-                self._telling.tell(self.step)
+        try:
+            self.detach()
+        finally:  # Ctrl-C ends the questions
+            is_first, self._ended = not self._ended, True
+            if is_first:
+                self._journal.close(
+                    Ended(
+                        exit_code=exit_code, seconds=self._seconds, own_seconds=self._own(),
+                        dropped=self._journal.dropped, thinned=self._sampling.thinned,
+                        failure=self.failure,
+                    )
+                )  # fmt: skip
+        if is_first and self._telling is not None:
+            self._telling.tell(self.step, has_ended=True)
 
     def __enter__(self) -> "Doctor":
         self.attach()
@@ -434,6 +465,12 @@ class Doctor:
         """Seconds that the doctor has taken."""
         entered = _ENTERING * max(0, self._journal.counter.at)
         return self._recording.own + self._samplers.seconds + entered
+
+
+def _answers(doctor: Doctor, *, active: bool, seconds: float) -> Iterable[Fact]:
+    from anybatch.doctor.probing import run_probes  # loads all questions
+
+    return run_probes(doctor, active=active, seconds=seconds)
 
 
 def _head(script: str, arguments: tuple[str, ...]) -> Started:

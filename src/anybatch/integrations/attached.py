@@ -23,6 +23,7 @@ class AttachedDoctor:
         every: steps between two samples, see ``anybatch.Doctor``.
         console: where to print the report; ``None`` for standard output.
         on_finding: is called with findings during the run, see ``anybatch.Doctor``.
+        ask, active, seconds: whether and how long questions are put to copies after the run, see ``anybatch.Doctor``.
 
     Attributes:
         doctor: the doctor of the current or last run; ``None`` before the first.
@@ -47,22 +48,28 @@ class AttachedDoctor:
         every: int | None = None,
         console: "Console | None" = None,
         on_finding: "Callable[[Finding], None] | None" = None,
+        ask: bool = True,
+        active: bool = False,
+        seconds: float = 20.0,
     ) -> None:
         self._output = None if output is None else Path(output)
         if self._output is not None and not self._output.parent.is_dir():
             raise BatchError(f"output={str(output)!r}; expected a file in a folder that exists")
-        self._path, self._every, self._console, self._on_finding = path, every, console, on_finding
+        self._console = console
+        self._options: dict[str, Any] = {
+            "path": path, "every": every, "on_finding": on_finding, "ask": ask, "active": active, "seconds": seconds,
+        }  # fmt: skip
         self.doctor: Doctor | None = None
 
     def begin(self, *subjects: Any) -> None:
         """Attaches a new doctor to models and optimizers."""
         if self.doctor is not None:
-            self.doctor.detach()
-        self.doctor = Doctor(*subjects, path=self._path, every=self._every, on_finding=self._on_finding)
+            self.doctor.detach(ask=False)
+        self.doctor = Doctor(*subjects, **self._options)
         self.doctor.attach()
 
     def end(self, *, error: BaseException | None = None, is_reporting: bool = True) -> None:
-        """Detaches the doctor and reports; does nothing before ``begin``.
+        """Detaches the doctor, which puts its questions, and reports; does nothing before ``begin``.
 
         Args:
             error: the exception that ended the run, ``None`` if there was none.

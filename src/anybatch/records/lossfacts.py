@@ -41,10 +41,6 @@ class Walk(Fact):
     # multiplied with a constant to give ``(N, N)``, and only elementwise operations, means and sums follow up to the
     # loss. The shape of that tensor; empty if there is none.
     spread: tuple[int, ...] = ()
-    # Consecutive linear layers, the last pair first: there is no nonlinearity (activation, norm of a sample, product of
-    # two results) from the input to the last layer, and each weight is used once. For each pair: the number of input,
-    # inner (0 if the layers are ordered in another way) and output features.
-    linear: tuple[tuple[int, int, int], ...] = ()
     # pairs of names such as ``("relu", "mse_loss")``: an activation, and the regression loss that it feeds directly
     activated: tuple[tuple[str, str], ...] = ()
 

@@ -77,9 +77,6 @@ class Activations(Fact):
     modules: tuple[ModuleSample, ...] = ()
     # names of modules with parameters of their own that have not been called so far in the run
     uncalled: tuple[str, ...] = ()
-    # the shares that the padding mask of the first ``nn.MultiheadAttention`` hides: of the positions with content, and
-    # of the padding at the end (zeros or one repeated token); ``None`` if there is no such mask
-    hidden: tuple[float, float] | None = None
 
 
 @fact("input")

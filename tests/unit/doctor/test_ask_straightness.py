@@ -75,3 +75,40 @@ def trains(net: nn.Module, shape: tuple[int, ...] = (6,)) -> Callable[[], None]:
 )
 def test_layers_that_together_are_one_are_told(net: nn.Module, shape: tuple[int, ...], expected: str) -> None:
     assert answer(trains(net, shape), "straight") == expected
+
+
+class Parallel(nn.Module):
+    """Two layers beside each other, before a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.one(x) + self.other(x))  # type: ignore[no-any-return]
+
+
+def frozen() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    net[1].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)), "yes"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3), nn.Softmax(1)), "yes"),
+        (Parallel, "yes"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), "no"),
+        (lambda: nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), "no"),  # a bottleneck
+        (lambda: nn.Sequential(layer := nn.Linear(6, 6), layer), "no"),  # over time
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), "no"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), "no"),
+        (frozen, "no"),
+        (lambda: nn.Linear(6, 3), "no"),
+    ],
+    ids=["normed", "squashed", "parallel", "bent", "narrow", "twice", "layer norm", "in place", "frozen", "one"],
+)
+def test_layers_that_fold_are_told_by_the_graph_of_a_step(net: Callable[[], nn.Module], expected: str) -> None:
+    assert answer(trains(net()), "layers") == expected

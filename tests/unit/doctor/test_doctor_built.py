@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anybatch.doctor.ask.straightness import linear_layers
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.findings import Finding
+
+pytestmark = pytest.mark.asks
 
 
 def first(program: Callable[[], Any]) -> tuple[Finding, ...]:

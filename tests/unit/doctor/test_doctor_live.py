@@ -91,9 +91,9 @@ def test_judging_costs_nothing_between_the_steps_at_which_it_is_done(
     judged: list[int] = []
     news = Judge.news
 
-    def counted(self: Judge, run: Run, step: int) -> tuple[Finding, ...]:
+    def counted(self: Judge, run: Run, step: int, *, has_ended: bool) -> tuple[Finding, ...]:
         judged.append(step)
-        return news(self, run, step)
+        return news(self, run, step, has_ended=has_ended)
 
     monkeypatch.setattr(Judge, "news", counted)
     train(anybatch.Doctor(on_finding=lambda one: None), 320)

@@ -12,7 +12,6 @@ from anybatch.records.tables import ModuleFacts
 from number_runs import Training, call, fires, found, silent
 from rule_runs import RunBuilder, findings
 
-LINEAR = ((16, 16, 10), (8, 16, 16))
 REGRESSION: dict[str, Any] = {"low": 0.0, "high": 2.0, "target_mean": 0.0, "target_std": 1.0}
 
 
@@ -26,27 +25,6 @@ def walked(loss: Callable[[int], float] | None = None, **values: Any) -> Trainin
 
 def flat(step: int) -> float:
     return 2.3 + 0.01 * (step % 3)
-
-
-def test_no_activation_fires_on_layers_that_fold() -> None:
-    one = fires(walked(linear=LINEAR).run(), "NO_ACTIVATION", "warning")
-    assert one.evidence["layers"] == [[8, 16], [16, 16], [16, 10]]
-    assert "model" in one.message
-
-
-@pytest.mark.parametrize(
-    "linear",
-    [(), ((64, 4, 64),), ((64, 4, 10),), ((64, 0, 10),)],
-    ids=["bent or one layer", "low rank", "adapter", "flattened"],
-)
-def test_no_activation_is_quiet(linear: tuple[tuple[int, int, int], ...]) -> None:
-    silent(walked(linear=linear).run(), "NO_ACTIVATION")
-
-
-def test_no_activation_is_quiet_where_some_graphs_bend() -> None:
-    training = Training(every=lambda step: [Walk(nodes=9, linear=LINEAR if step % 2 else ())])
-    silent(training.run(), "NO_ACTIVATION")
-    silent(walked(linear=LINEAR, cut_short=True).run(), "NO_ACTIVATION")
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,26 @@
 """Padding masks with the wrong sign are found, and others are not looked at."""
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from answer_runs import asked
 from anybatch.doctor.recorder import Doctor
-from anybatch.doctor.samples.activations import PaddingLook
 from anybatch.records.findings import Finding
-from anybatch.records.samples import Activations
-from number_runs import Training, fires, silent
+from number_runs import fires, silent
 
 PAD = 0
-
-
-def masked(*hidden: tuple[float, float] | None) -> Training:
-    class Masked(Training):
-        def _activations(self, step: int, at: int) -> Activations:
-            return dataclasses.replace(super()._activations(step, at), hidden=hidden[step % len(hidden)])
-
-    return Masked()
+pytestmark = pytest.mark.asks
 
 
 def test_mask_inverted_fires() -> None:
-    one = fires(masked((1.0, 0.0), None).run(), "MASK_INVERTED", "error")
-    assert one.evidence["content_hidden"] == 1.0
+    assert fires(asked("hidden tokens", "yes").run(), "MASK_INVERTED", "error").evidence["op"]
 
 
-@pytest.mark.parametrize("hidden", [[(0.0, 1.0)], [None], [(1.0, 0.0), (0.0, 1.0)], [(1.0, 1.0)], [(0.3, 0.0)]])
-def test_mask_inverted_is_quiet(hidden: list[tuple[float, float] | None]) -> None:
-    silent(masked(*hidden).run(), "MASK_INVERTED")
+@pytest.mark.parametrize("answer", ["no", "unknown"])
+def test_mask_inverted_is_quiet(answer: str) -> None:
+    silent(asked("hidden tokens", answer).run(), "MASK_INVERTED")
 
 
 class Reader(nn.Module):
@@ -76,22 +64,42 @@ def test_other_masks_are_quiet(how: str) -> None:
     assert not [one for one in findings(how) if one.severity != "info"]
 
 
-def looked(attention: nn.Module, *args: Any, **kwargs: Any) -> tuple[float, float] | None:
-    look = PaddingLook()
-    with look.attached(attention):
-        attention(*args, **kwargs)
-    assert not attention._forward_pre_hooks
-    return look.result
+class Attending(nn.Module):
+    """An attention that is given its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 1, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        made, _ = self.attention(x, key, key, key_padding_mask=mask)
+        out: Tensor = self.head(made[:, 0])
+        return out
 
 
-def test_zeros_at_the_end_are_padding_and_all_else_is_not() -> None:
-    attention = nn.MultiheadAttention(4, 1, batch_first=True)
-    x = torch.cat([torch.ones(2, 3, 4), torch.zeros(2, 2, 4)], 1)
-    keep = torch.tensor([[True] * 3 + [False] * 2] * 2)
-    assert looked(attention, x, x, x, key_padding_mask=keep) == (1.0, 0.0)
-    assert looked(attention, x, x, x, ~keep) == (0.0, 1.0)
-    assert looked(attention, x, x, x) is None
-    assert looked(attention, x + 1, x, x, ~keep) == (0.0, 1.0)  # the keys have zeros
-    full = torch.ones(2, 5, 4)
-    assert looked(attention, full, full, full, key_padding_mask=keep) is None
-    assert looked(nn.Linear(4, 2), x) is None
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("kept", True), ("hidden", False), ("none", False), ("full", False), ("all", False), ("mostly", True),
+     ("a part", False), ("keys alone", True), ("of numbers", True)],
+)  # fmt: skip
+def test_zeros_at_the_end_are_padding_and_all_else_is_not(kind: str, expected: bool) -> None:
+    net = Attending()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with Doctor() as doctor:
+        for _ in range(3):
+            x = torch.randn(8, 12, 4)
+            lengths = torch.randint(4, 9, (8,))
+            keep = torch.arange(12) < lengths[:, None]
+            key = x if kind == "full" else x * keep[..., None]
+            masks = {"hidden": ~keep, "none": None, "all": torch.ones_like(keep) & (torch.arange(12) > 0),
+                     "of numbers": torch.zeros(8, 12).masked_fill(keep, float("-inf"))}  # fmt: skip
+            mask = masks.get(kind, keep)
+            if kind == "mostly":
+                mask = keep ^ (torch.arange(96) % 19 == 1).reshape(8, 12)
+            if kind == "a part":
+                mask = keep & (torch.arange(12) > 2)
+            scores = net(x if kind == "keys alone" else key, key, mask)
+            optimizer.zero_grad()
+            F.cross_entropy(scores.nan_to_num(), torch.arange(8) % 2).backward()
+            optimizer.step()
+    assert ("MASK_INVERTED" in {one.name for one in doctor.findings}) == expected

@@ -22,10 +22,12 @@ from anybatch.doctor.ask import (
     schedules,
     source,
     states,
+    straightness,
     weighing,
 )
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import Question, Step
+from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -40,12 +42,18 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
-OF_A_STEP = (rows, pairs, axes, weighing, functions, arguments, ideals, outweighing, fitting, relating)
+OF_A_STEP = (
+    *(rows, pairs, axes, weighing, functions, arguments, ideals, straightness),
+    *(outweighing, fitting, relating),
+)
 """Has what is asked of each step that was written down; the last three run it many times."""
 
 
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
     """The answers of all questions; one that fails leaves the others theirs."""
+    for tapes in (kept.tapes, kept.earlier):
+        for number in [number for number, tape in tapes.items() if any(map(is_freed, tape.parameters.values()))]:
+            del tapes[number]
     for question in OBSERVED:
         try:
             yield from question(kept, run)

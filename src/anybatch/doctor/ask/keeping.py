@@ -564,6 +564,7 @@ def _versions(module: torch.nn.Module) -> dict[str, Any]:
     return {name: (one._version, one.data_ptr()) for name, one in tensors if name in kept and not one.is_inference()}
 
 
+@unseen
 def marks(module: torch.nn.Module) -> dict[str, Any]:
     """For each parameter and buffer what tells its values from others."""
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())

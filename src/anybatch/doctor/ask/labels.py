@@ -14,7 +14,7 @@ from torch import nn
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.training import fresh
-from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told
+from anybatch.doctor.ask.trials import FAILURES, Unknown, tensors, told, unwrapped
 from anybatch.records.lossfacts import Probed
 
 _LEAST = 240
@@ -42,7 +42,7 @@ def unrelated(kept: Kept, module: nn.Module | None, root: int, until: float) -> 
     if module is None:
         raise Unknown("the model is gone")
     guess = float(-(share.clamp_min(1e-12).log() * share).sum())
-    best, own = _fitted(fresh(module), inputs, labels, width, half, until)
+    best, own = _fitted(fresh(unwrapped(module)), inputs, labels, width, half, until)
     evidence |= {"held_out": best, "guess": guess}
     if classes == 2 and best < (1 - _LITTLE) * own:
         return told("labels", root=root, answer="no", **evidence)

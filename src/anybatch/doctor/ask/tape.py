@@ -197,7 +197,7 @@ class Tape(SafeMode):
             self.parameters[slot] = tensor
             if isinstance(tensor, torch.nn.Parameter):
                 return slot
-        if _is_freed(tensor):
+        if is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
         self.bytes += tensor.numel() * tensor.element_size()
         base = tensor._base
@@ -236,8 +236,8 @@ def slots(value: Any) -> Iterable[Slot]:
         yield from slots(tuple(value.values()))
 
 
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its storage was resized to nothing; to read it would end the process."""
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing, as FSDP does; to read it would end the process."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 

@@ -3,23 +3,30 @@
 import copy
 import io
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
 from anybatch.batch.trees import opened
+from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.paths import Preserved
 from anybatch.doctor.recording.naming import whose_file
 from anybatch.doctor.sites import Running
+from anybatch.interception import unobserved
 from anybatch.records.lossfacts import Probed
+from anybatch.tensors.dispatch import Mode, without_user_modes
 from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.sideeffects import SideEffects
+from anybatch.torch_private import hooks_on_saved_tensors
 
 MOST_BYTES = 2 * 2**30
 """Of the parameters of a model that is still copied."""
@@ -134,13 +141,15 @@ class Trial:
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until
-        inner = _unwrapped(module)
+        inner = unwrapped(module)
         parameters = list(inner.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
         if size > MOST_BYTES:
             raise Unknown(f"the model has {size} bytes of parameters; larger ones are not copied")
         if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters):
             raise Unknown("the model has parameters without a shape")
+        if any(map(is_freed, parameters)):
+            raise Unknown("the memory of a parameter was freed")
         try:
             self.module: torch.nn.Module = copy.deepcopy(inner)
         except (*FAILURES, RecursionError) as error:
@@ -197,21 +206,60 @@ class Trial:
         return inputs
 
 
+class _Muted(io.StringIO):
+    """Stands for a stream: what this thread prints is lost, and what other threads print is not."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Passes on what other threads print."""
+        return len(text) if threading.get_ident() == self._thread or not self._stream else self._stream.write(text)
+
+
+class _Alone(Mode):
+    """Lets no operation wait for other processes, which may be asked something else, or nothing any more."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError("the model waits for other processes")
+        return func(*args, **(kwargs or {}))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Puts random state, modes of autograd and filters of warnings back at its end; what is printed is not shown."""
-    random = RandomState(in_use())
+def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
+    """A block like the end of a script, that leaves the process as it was.
+
+    Modes, hooks and observers of the user's are off in it, and what is printed is not shown. Random state, filters of
+    warnings, and the values in Python that some objects reach are put back at its end.
+    """
+    random, effects = RandomState(in_use()), SideEffects(reached)
     try:
-        with (
-            warnings.catch_warnings(),
-            redirect_stdout(io.StringIO()),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(True),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(redirect_stdout(_Muted(sys.stdout)))
+            stack.enter_context(redirect_stderr(_Muted(sys.stderr)))
+            stack.enter_context(unobserved())
+            stack.enter_context(without_user_modes())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(True))
+            if hooks_on_saved_tensors() is not None:  # only the last ones run
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+            for kind in {"cpu", *(device.type for device in in_use())}:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")  # they are not of the user's run; and where they are errors, they'd end it
             yield
     finally:
         random.restore()
+        effects.restore()
 
 
 def _line() -> tuple[str, int]:
@@ -251,15 +299,15 @@ def mapped(node: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return container.rebuild([mapped(child.value, change) for child in container.children])
 
 
-def _unwrapped(module: Any) -> torch.nn.Module:
+def unwrapped(module: Any) -> torch.nn.Module:
     """The user's own model within a wrapper."""
     if not isinstance(module, torch.nn.Module):
         raise Unknown("the model is gone")
     name = type(module).__name__
     if name in ("DistributedDataParallel", "DataParallel"):
-        return _unwrapped(module.module)
+        return unwrapped(module.module)
     if name == "OptimizedModule":
-        return _unwrapped(module._orig_mod)
+        return unwrapped(module._orig_mod)
     if "FSDP" in name or "FullyShardedDataParallel" in name:
         raise Unknown("the model is spread over processes")
     return module

@@ -23,6 +23,7 @@ _BETWEEN = frozenset({"dropout", "to", "float", "half", "type_as", "contiguous"}
 _HIDING = frozenset({"masked_fill", "masked_fill_"})
 _SCALING = _BETWEEN | {"div", "mul", "add", *_HIDING}
 _HIDDEN = -1e3  # a score that a softmax makes 0 of
+_MOSTLY = 0.9  # of the tokens: some padding is a token, too
 _SCORED = re.compile(r"log_?p|\blps?\b|ratio", re.IGNORECASE)
 _REWARD = re.compile(r"adv|reward|returns?\b|\b[RG]\b", re.IGNORECASE)
 _LEFT = re.compile(r"^\s*(return\b|[\w., \[\]]+=(?!=))")
@@ -111,16 +112,38 @@ def _is_of_pairs(step: Step, slot: Slot) -> bool:
 def hidden_tokens(step: Step) -> Iterator[Probed]:
     """Whether scores are hidden where tokens are, and not where padding is."""
     rows = step.rows
-    paddings = [one for leaf in step.leaves.values() if (one := padding_of(leaf)) is not None and len(leaf) == rows]
+    data = [one for slot in step.inputs if (one := step.leaves[slot]).shape[:1] == (rows,)]
+    paddings = [ends for one in data if (ends := _ends_of(one)) is not None]
     for operation in step.operations:
         value = operation.kwargs.get("value", operation.args[-1] if operation.args else None)
-        is_hiding = operation.name in _HIDING and len(operation.given) > 1
-        if not is_hiding or not isinstance(value, (int, float)) or value > _HIDDEN:
+        if operation.name == "multi_head_attention_forward" and operation.kwargs.get("key_padding_mask") is not None:
+            mask = step.values[operation.kwargs["key_padding_mask"]]
+            mask = mask if mask.dtype is torch.bool else mask < _HIDDEN
+        elif operation.name in _HIDING and len(operation.given) > 1 and isinstance(value, (int, float)):
+            mask = step.values[operation.given[1]] if value <= _HIDDEN else torch.zeros(0)
+        else:
             continue
-        mask = step.values[operation.given[1]]
-        small = mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask
-        if any(small.shape == one.shape and bool((small == ~one).all()) for one in paddings):
-            yield said(operation, op=operation.name)
+        small = (mask.reshape(rows, -1) if mask.numel() % rows == 0 else mask).bool()
+        for one in paddings:
+            if small.shape == one.shape and _mean_of(small[~one]) >= _MOSTLY > 1 - _MOSTLY >= _mean_of(small[one]):
+                yield said(operation, op=operation.name)
+
+
+def _mean_of(hidden: torch.Tensor) -> float:
+    return float(hidden.double().mean())
+
+
+def _ends_of(given: torch.Tensor) -> torch.Tensor | None:
+    """Where an input is padding: one token, or nothing but zeros, at the ends of some rows; ``None`` without."""
+    if given.dim() == 3:
+        same = (given == 0).all(-1)
+    elif given.dim() != 2 or given.is_floating_point() or given.shape[1] < 2 or bool((given <= 1).all()):
+        return None  # no tokens, or a mask itself
+    else:
+        ends = given[:, -1][given[:, -1] == given[:, -2]]
+        same = given == ends.mode().values if len(ends) else torch.zeros_like(given, dtype=torch.bool)
+    behind = same.flip(1).long().cumprod(1).flip(1).bool()
+    return behind if bool((behind.sum(1) > 1).any()) and not bool(behind.all()) else None
 
 
 def padding_of(tokens: torch.Tensor) -> torch.Tensor | None:

@@ -5,11 +5,9 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
-from anybatch.doctor.views.measures import latest
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import learned_well, outcome
@@ -277,29 +275,3 @@ def _repeated(run: Run, loader: Epoch, samples: list[InputSample], why: str, fix
         where=loader,
         evidence={"equal": len(samples), "batches_of_the_loader": loader.batches, "workers": loader.workers},
     )
-
-
-@rule(
-    "AB654", "MASK_INVERTED", "error", explains=("INPUT_IGNORED", "CANNOT_FIT_BATCH", "LR_TOO_LOW", "NAN_IN_FORWARD"),
-)  # fmt: skip
-def mask_inverted(
-    run: Run, *, share: float = Limit(0.9, "of the tokens: some padding is a token, too")
-) -> Iterator[Found]:
-    """Masks whose sign is the wrong one."""
-    yield from say(run, "AB654")
-    for root, samples in latest(run):
-        looked = [(one, *one.hidden) for one in samples if one.hidden is not None]
-        wrong = [entry for entry in looked if entry[1] >= share and entry[2] <= 1 - share]
-        if len(wrong) < 2 or len(wrong) < len(looked):
-            continue
-        sample, content, padding = wrong[0]
-        yield Found(
-            text=f"The padding mask of the attention in {root_variable(run, root)} hides {content:.0%} of the tokens, "
-            f"and {padding:.0%} of the padding.",
-            fix="key_padding_mask=~mask  # True is what is left out; from 0 and 1: mask == 0",
-            cause="True in a padding mask of torch means that a position is left out.",
-            since=sample,
-            step=wrong[1][0],
-            where=next((one for one in run.of(Forward) if one.at == sample.forward), None),
-            evidence={"content_hidden": content, "padding_hidden": padding, "samples": len(wrong)},
-        )

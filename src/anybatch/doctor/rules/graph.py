@@ -1,7 +1,7 @@
-"""Rules of the family graph: parameters that no loss reaches because their way is cut, or that are one linear layer."""
+"""Rules of the family graph: parameters that no loss reaches because their way is cut."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -11,10 +11,8 @@ from anybatch.doctor.rules.registry import STANDS_STILL, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import COPIES, followed, unused_names
 from anybatch.doctor.views.naming import (
-    Names,
     at_line,
     counted,
-    module_code,
     module_facts,
     names_of,
     near,
@@ -287,46 +285,6 @@ def ckpt_no_input_grad(run: Run) -> Iterator[Found]:
         parameters=inside,
         evidence={"parameters": len(names)} | ({"warning": warned.text[:120]} if warned is not None else {}),
     )
-
-
-@rule("AB208", "NO_ACTIVATION", "warning", explains=("CANNOT_FIT_BATCH", "LR_TOO_LOW"), slows=True)
-def no_activation(run: Run, *, graphs: float = Limit(3, "the first one may be of another model")) -> Iterator[Found]:
-    """Linear layers that follow each other with nothing between them."""
-    walks = [one for one in run.of(Walk) if one.nodes]
-    folded = [[one for one in walk.linear if one[1] >= min(one[0], one[2]) > 0] for walk in walks]
-    enough = len(walks) >= min(graphs, max(run.steps, 2))
-    if not folded or not enough or not all(folded) or any(one.cut_short for one in walks):
-        yield from say(run, "AB208")  # where the graph is not that of one net
-        return
-    layers = list(dict.fromkeys(pair for one in folded[0][::-1] for pair in (one[:2], one[1:])))
-    back = next((one for one in run.of(Backward) if one.function == "backward"), Backward())
-    call = next((one for one in run.of(Forward) if one.grad and not one.inference), None)
-    root = call.root if call is not None else min(run.roots, default=-1)
-    modules = run.roots[root].modules if root in run.roots else ()
-    inner = _of_sizes(run, root, layers)
-    names = Names(qualified(run, root, one) for one in inner)
-    yield Found(
-        text=f"Nothing bends between the layers of {root_variable(run, root)} "
-        f"({', '.join(f'{one}→{other}' for one, other in layers[:4])}{', ...' if len(layers) > 4 else ''})"
-        f"{f', {names}' if names else ''}: together they are one linear layer.",
-        fix=f"F.relu({module_code(run, root, inner[0]) if inner else 'layer'}(x))  # an activation after each layer "
-        "but the last one",
-        cause="A linear function of a linear function is linear, so that more layers can't do more than one.",
-        since=walks[0],
-        where=modules[0] if modules and modules[0].file else back,
-        module=(root, ""),
-        evidence={"layers": [list(one) for one in layers], "graphs": len(walks)},
-    )
-
-
-def _of_sizes(run: Run, root: int, layers: Sequence[tuple[int, ...]]) -> list[str]:
-    """The modules that have these layers."""
-    keys = {"linear": ("in_features", "out_features"), "conv": ("in_channels", "out_channels")}
-    modules = run.roots[root].modules if root in run.roots else ()
-    return [
-        one.name for one in modules
-        if one.kind in keys and tuple(one.options.get(key) for key in keys[one.kind]) in layers
-    ]  # fmt: skip
 
 
 @rule(

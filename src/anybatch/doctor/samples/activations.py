@@ -1,4 +1,4 @@
-"""Looks at the outputs of the modules in one forward: how large, how many zeros, units that never answer, masks."""
+"""Looks at the outputs of the modules in one forward: how large, how many zeros, units that never answer."""
 
 import threading
 import time
@@ -19,72 +19,6 @@ from anybatch.tensors.graph import is_recomputing
 if TYPE_CHECKING:
     from anybatch.doctor.recording.numbering import Numbering
     from anybatch.doctor.samples.draws import Draws
-
-_LEAST = 2  # positions of padding at the end of a sequence
-
-
-class PaddingLook:
-    """Compares the padding mask of the first attention of a forward with the padding of what the model is given."""
-
-    def __init__(self) -> None:
-        self._given: list[torch.Tensor] = []
-        self.result: tuple[float, float] | None = None
-        """The share of the positions with content that are hidden, and that of the padding."""
-
-    @contextmanager
-    def attached(self, root: torch.nn.Module) -> Iterator[None]:
-        """Looks at one forward."""
-        self.result = None
-        attention = next((one for one in root.modules() if isinstance(one, torch.nn.MultiheadAttention)), None)
-        hooked = {} if attention is None else {attention: self._at_attention, root: self._at_root}
-        with ExitStack() as undo:
-            for module, hook in hooked.items():
-                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            undo.callback(self._given.clear)
-            yield
-
-    def _at_root(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self._given[:] = [one for one in tensors_in((args, kwargs)) if one.dim() in (2, 3)]
-        if isinstance(module, torch.nn.MultiheadAttention):
-            self._at_attention(module, args, kwargs)
-
-    def _at_attention(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        mask = kwargs.get("key_padding_mask", args[3] if len(args) > 3 else None)
-        if self.result is not None or type(mask) is not torch.Tensor or mask.dim() != 2:
-            return
-        try:
-            with torch.no_grad():
-                self.result = _shares(mask, self._given)
-        except Exception:  # noqa: BLE001 - of a transform, say, or on different devices; the user's run goes on
-            return
-
-
-def _shares(mask: torch.Tensor, given: list[torch.Tensor]) -> tuple[float, float] | None:
-    hidden = mask if mask.dtype is torch.bool else mask.isneginf()
-    for tensor in given:
-        if tensor.shape[:2] != mask.shape or tensor.dtype is torch.bool or tensor is mask:
-            continue
-        padding = _padding(tensor)
-        if padding is not None and bool(padding.any()) and not bool(padding.all()):
-            content, rest = hidden[~padding].double().mean(), hidden[padding].double().mean()
-            return float(content), float(rest)
-    return None
-
-
-def _padding(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The end of each sequence that holds nothing but one token, or zeros; ``None`` where few sequences have one."""
-    if tensor.dim() == 3:
-        same = (tensor == 0).all(-1)
-    elif tensor.is_floating_point() or tensor.is_complex() or bool((tensor <= 1).all()):  # no tokens, or a mask itself
-        return None
-    else:
-        ends = tensor[:, -1][tensor[:, -1] == tensor[:, -2]] if tensor.shape[1] > 1 else tensor[:0, 0]
-        if not ends.numel():
-            return None
-        same = tensor == ends.mode().values
-    padding = same.flip(1).cumprod(1).flip(1).bool()
-    return padding if bool((padding.sum(1) >= _LEAST).any()) else None
-
 
 _NEAR = 1e-3
 _LEAST_SAMPLES = 3
@@ -237,7 +171,6 @@ class ActivationSampler:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # what modules gave, and along which dim
         self._calls: dict[int, int] = {}
         self._thread = 0
-        self._padding = PaddingLook()
         self.first = ""  # the class of the leaf module that was called first in the last forward
         self.seconds = 0.0  # that its hooks took
         # the first error of a hook of its own, after which nothing is looked at
@@ -251,7 +184,6 @@ class ActivationSampler:
         self._thread = threading.get_ident()
         with ExitStack() as undo:
             if root is not None and self._surveyed(root):
-                undo.enter_context(self._padding.attached(root))
                 for module in (reference() for reference in self._hooked):
                     if module is None or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                         continue
@@ -282,9 +214,8 @@ class ActivationSampler:
             given = {f"input_{name}": found[one.key, "input"][name] for name in ("dead", "always_dead") if one.input}
             modules.append(ModuleSample(order=order, **one.facts, **found[one.key, "output"], **given))
         return Activations(
-            root=-1 if number is None else number, forward=forward, uncalled=uncalled, hidden=self._padding.result,
-            modules=tuple(modules),
-        )  # fmt: skip
+            root=-1 if number is None else number, forward=forward, uncalled=uncalled, modules=tuple(modules)
+        )
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""

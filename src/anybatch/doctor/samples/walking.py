@@ -10,7 +10,6 @@ import torch
 
 from anybatch.doctor.graphs import Graph, leaf_of, outputs_first, reentrant, sort_of, summands
 from anybatch.doctor.samples import lossgraphs
-from anybatch.doctor.samples.lossgraphs import linear_layers
 from anybatch.records.lossfacts import Walk
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ class Walker:
                 if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
             ),
             spread=lossgraphs.spread(loss.grad_fn, rows),
-            linear=linear_layers(loss.grad_fn, seen.names),
             activated=tuple(dict.fromkeys(lossgraphs.fed(seen.nodes, seen.names, lossgraphs.DISTANCES))),
         )
 
