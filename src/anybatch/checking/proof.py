@@ -269,8 +269,8 @@ class _Prover:
         """What each micro-batch moves, and makes a difference at another value only."""
         failure = None
         try:
-            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
-                if (self._trial.counts or self._trial.has_state) and not self._task.is_planned:
+            if (self._trial.counts or self._trial.has_state) and not self._task.is_planned:
+                for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
                     return self._trial.isolated(cut, later_state)
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
             failure = Failure(error)

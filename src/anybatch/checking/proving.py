@@ -15,6 +15,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.trees import leaves
 from anybatch.errors import warn
 from anybatch.interception import trial
+from anybatch.loss.sums import Sums, values_of
 from anybatch.options import Verify
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
@@ -126,13 +127,16 @@ class Proofs:
         replay = Replay(task, parts, parameters, optimizations, self.latest)
         return replay.task, replay
 
-    def conclude(self, task: Task, replay: "Replay") -> None:
+    def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
         """Looks at the loss of all micro-batches that have run.
+
+        Args:
+            sums: what they gave.
 
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
-        found = replay.found()
+        found = replay.found(values_of(sums))
         if found is not None:
             key = layout_key(task.splittable)
             self._known.pop(key, None)  # it is proved again if it is tried again

@@ -7,11 +7,11 @@ and the model need not run for it: what it gave in each micro-batch of the first
 import contextlib
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
 from anybatch.checking.elsewhere import moved, thinned
 from anybatch.checking.proof import Found, prove_among_many
+from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
@@ -43,6 +44,8 @@ _FEW = (8, 6, 6)  # samples of micro-batches, for which the model gives other nu
 _APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
+_SAME_VALUE = 1e-5  # relative, below which two values of a loss are the same
+T = TypeVar("T")
 
 
 class Replay:
@@ -123,12 +126,18 @@ class Replay:
             self._bytes = _MOST_BYTES + 1
         self._given.clear()  # and nothing is looked at
 
-    def found(self) -> Found | None:
-        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
+    def found(self, losses: Mapping[str, float]) -> Found | None:
+        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing.
+
+        Args:
+            losses: the values that they gave.
+        """
         failure = None
         try:
             with surroundings():
                 if calls := self._joined():
+                    if self._is_the_same(calls, losses):
+                        return None
                     return self._compared(calls) or self._elsewhere(calls)
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
@@ -160,6 +169,13 @@ class Replay:
             return []
         given, self._given = self._given, []
         return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
+
+    def _is_the_same(self, calls: list["_Call"], losses: Mapping[str, float]) -> bool:
+        """Whether the loss of all samples has the value of the micro-batches, and is a sum over samples, or drawn."""
+        operations = RowWise()
+        ran = self._with_outputs(calls, self._task, lambda trial, cut: trial.value_of(cut), operations=operations)[0]
+        error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
+        return ran.drew_torch or ran.drew_others or (operations.is_so and error <= _SAME_VALUE)
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         rows, sizes = self._task.splittable.rows, self._sizes
@@ -198,14 +214,23 @@ class Replay:
             splittable: another batch, for which the model gives the same.
         """
         task = self._task if splittable is None else replace(self._task, splittable=splittable)
-        player = _Player(calls, task, is_same=splittable is None)
-        cut, limit = Cut(task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        is_same = splittable is None
+        compare = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
+        found, is_low = self._with_outputs(calls, task, compare, sizes, is_same=is_same)
+        least = (_APART_IN_LOW if is_low else _APART) if found.is_single else _IN_DOUBT
+        return None if found.draws or not math.isfinite(found.error) or found.error < least else found
+
+    def _with_outputs(
+        self, calls: list["_Call"], task: Task, ask: Callable[[Trial, Cut], T], sizes: tuple[int, ...] = (), *,
+        is_same: bool = True, operations: RowWise | None = None,
+    ) -> tuple[T, bool]:  # fmt: skip
+        """Asks something of the loss while outputs stand in for the model; and whether it came in low precision."""
+        player = _Player(calls, task, is_same=is_same, operations=operations)
+        cut, limit = Cut(task.splittable, sizes or self._sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
         is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
-            found = trial.difference(cut, in_single=False)
-        least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
-        return None if found.draws or not math.isfinite(found.error) or found.error < least else found
+            return ask(trial, cut), player.is_low
 
 
 class _Kept:
@@ -296,8 +321,8 @@ def _joined(own: Sequence[Any]) -> Any:
 class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool) -> None:
-        self._of_calls, self._task, self._is_same = calls, task, is_same
+    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool, operations: RowWise | None) -> None:
+        self._of_calls, self._task, self._is_same, self._operations = calls, task, is_same, operations
         self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
@@ -314,7 +339,10 @@ class _Player:
         rows = lay_out(batch, splittable.broadcast).rows
         start = self._end % splittable.rows
         self._rows, self._calls, self._end = slice(start, start + rows), 0, start + rows
-        result = self._task.loss_fn(model, batch)
+        with contextlib.nullcontext() if self._operations is None else self._operations.seeing():
+            result = self._task.loss_fn(model, batch)
+        if self._operations is not None and isinstance(result, GeneratorType):
+            self._operations.is_so = False  # its operations come later
         leaves = [] if isinstance(result, GeneratorType) else flat(result)
         self.is_low |= any(isinstance(one, torch.Tensor) and one.dtype in LOW_PRECISION for one in leaves)
         return result
@@ -322,9 +350,10 @@ class _Player:
     def _play(self, *args: Any, **kwargs: Any) -> Any:
         call = self._of_calls[self._calls]
         self._calls += 1
-        if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
-            raise ValueError("the model is called with other inputs, or with the samples in another order")
-        return call.output(self._rows)
+        with without_modes() if self._operations is not None else contextlib.nullcontext():
+            if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
+                raise ValueError("the model is called with other inputs, or with the samples in another order")
+            return call.output(self._rows)
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:

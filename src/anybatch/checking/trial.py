@@ -238,6 +238,10 @@ class Trial:
         is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
         return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws)
 
+    def value_of(self, cut: Cut) -> Ran:
+        """What a cut gives whole, without its gradient."""
+        return self.run(cut, cut.whole, None, differentiate=False)
+
     def of_losses(self, cut: Cut) -> Difference:
         """Compares the losses of parts that together may fit only without their gradients.
 
