@@ -4,16 +4,46 @@ A loss over the triplets that are active, the samples above a threshold or the p
 them as long as all are, as often in the first batch.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.batches import Splittable
-from anybatch.batch.trees import flat, leaves, like
+from anybatch.batch.trees import flat, leaves, like, lookup
 
 _FACTORS = (0.3, 30.0)
 _NOISE = 0.5  # of what a sample has
+
+
+class Unseen(NamedTuple):
+    """What a batch does not have, and would have to be proved for."""
+
+    path: str  # of the leaf
+    has: Callable[[torch.Tensor], torch.Tensor]  # which entries of it are so
+
+    def is_in(self, splittable: Splittable) -> bool:
+        """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
+        found = (lookup(batch, self.path) for batch in splittable.batches)
+        return any(one.device.type == "cpu" and bool(self.has(one).any()) for one in found)
+
+
+def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
+    """Batches in which one leaf has what it has not: numbers that are missing or left out, or that are not all one."""
+    (batch,) = splittable.batches
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
+        path, values = ".".join(keys), flat(batch)
+        is_plain = type(leaf) is torch.Tensor and leaf.dim() > 0 and leaf.numel() > 1 and path not in splittable.broadcast
+        if is_plain and not leaf.is_complex() and leaf.dtype is not torch.bool and not _is_full(leaf):
+            kept, first = _by_chance(leaf), leaf.flatten()[0].item()
+            for has, other in (
+                (torch.isnan, float("nan") if leaf.is_floating_point() else None),
+                (lambda one: one < 0, -100 if not leaf.is_floating_point() and not leaf.lt(0).any() else None),
+                (lambda one, first=first: one != first, first / 4 if first and bool((leaf == first).all()) else None),
+            ):
+                if other is not None:
+                    values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
+                    yield Unseen(path, has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
 
 
 def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -41,11 +71,16 @@ def thinned(splittable: Splittable, only: str = "") -> tuple[list[str], Splittab
             and ".".join(path) not in splittable.broadcast
             and _is_full(leaf)
         ):
-            rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
-            kept = torch.rand(leaf.shape, generator=generator, device="cpu") < rate
-            values[place] = torch.where(kept.to(leaf.device), leaf, torch.zeros_like(leaf))
+            values[place] = torch.where(_by_chance(leaf, generator), leaf, torch.zeros_like(leaf))
             labels.append(label)
     return labels, Splittable([like(batch, values)], broadcast=splittable.broadcast) if labels else splittable
+
+
+def _by_chance(leaf: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Which entries are kept, by another rate in each sample."""
+    generator = generator or torch.Generator("cpu").manual_seed(0)
+    rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
+    return (torch.rand(leaf.shape, generator=generator, device="cpu") < rate).to(leaf.device)
 
 
 def _is_full(leaf: torch.Tensor) -> bool:

@@ -72,25 +72,25 @@ def prove(
     optimizations: Optimizations,
     update: int | None,
     known: Proof | None = None,
-) -> Found | None:
+) -> tuple[Proof, Reason | None, bool] | None:
     """Proves that a step may split its batch.
 
     Args:
         known: what was proved of another batch, and may hold for this one.
 
     Returns:
-        What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
-        refuse the split.
+        What was found, the reason where it is not exact, or may not stay so, and whether hooks may change gradients;
+        ``None`` where the step is about to refuse the split.
     """
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
-        return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
+        return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None, False
     with surroundings():
         trial = Trial(task, parameters, optimizations)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
         if over_time is not None and (over_time[1] is not None or len(parts) < 2):
-            return replace(over_time[0], update=update), over_time[1]
+            return replace(over_time[0], update=update), over_time[1], False
         prover = _Prover(trial, task, parts)
         again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
         proof, reason = again or prover.found()
@@ -102,7 +102,7 @@ def prove(
         proof = replace(proof, chunks=() if reason else over_time[0].chunks, note=note)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
-    return replace(proof, update=update), reason
+    return replace(proof, update=update), reason, trial.has_hooks
 
 
 def prove_among_many(
@@ -131,14 +131,16 @@ class _Prover:
         self._times = 0  # micro-batches whose losses there is room for
 
     def found(self) -> Found:
-        """What some samples show; under a plan also more of them, for which no outputs are kept."""
+        """What some samples show; under a plan, or where samples are put in an order, also more of them."""
         found = self._moved()
         coupled = as_coupled(self._task.loss_fn)
         if coupled is not None and coupled.row_block is not None and found[0].exact and found[1] is None:
             return self._in_blocks(coupled) or found
-        if not self._task.is_planned or not found[0].exact or found[1] is not None or found[0].group > 1:
+        if not found[0].exact or found[1] is not None or found[0].group > 1:
             return found
-        many = self.among_many()
+        many = self.among_many() if self._task.is_planned or self._trial.ranks else None
+        if not self._task.is_planned:
+            return many or found
         note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
         return many or (replace(found[0], note="; ".join(filter(None, (found[0].note, note)))), None)
 

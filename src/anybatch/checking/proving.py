@@ -23,6 +23,7 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
+    from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
     from anybatch.records.certificates import Reason
@@ -42,6 +43,7 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
         self._switches: Switches | None = None  # as long as nothing was proved
 
     def look(
@@ -73,6 +75,8 @@ class Proofs:
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if known is not None and self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+            holds, known = False, None
+        if known is not None and any(one.is_in(task.splittable) for one in self._unseen.get(key, ())):
             holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
@@ -115,8 +119,9 @@ class Proofs:
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None
-        self._conclude(*found, task)
-        self._known[key] = self.latest = found[0]
+        proof, reason, has_hooks = found
+        self._conclude(proof, reason, task)
+        self._known[key] = self.latest = proof
         if self.latest.outcome == "undecided":
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
@@ -124,7 +129,7 @@ class Proofs:
             )  # fmt: skip
         if not Replay.can_be(task, parts, optimizations, self.latest):
             return task, None
-        replay = Replay(task, parts, parameters, optimizations, self.latest)
+        replay = Replay(task, parts, parameters, optimizations, proof, has_hooks=has_hooks)
         return replay.task, replay
 
     def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
@@ -137,6 +142,7 @@ class Proofs:
             NotSplittable: the loss of the whole batch has another gradient.
         """
         found = replay.found(values_of(sums))
+        self._unseen[layout_key(task.splittable)] = replay.unseen
         if found is not None:
             key = layout_key(task.splittable)
             self._known.pop(key, None)  # it is proved again if it is tried again

@@ -17,11 +17,11 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
-from anybatch.batch.trees import flat, like
+from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import moved, thinned
+from anybatch.checking.elsewhere import Unseen, moved, thinned, unseen
 from anybatch.checking.proof import Found, prove_among_many
 from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -53,16 +53,18 @@ class Replay:
 
     Args:
         proof: what was found of some samples.
+        has_hooks: whether hooks or functions of the user's own may change gradients, which values do not show.
     """
 
     def __init__(
         self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations,
-        proof: Proof,
+        proof: Proof, *, has_hooks: bool,
     ) -> None:  # fmt: skip
         self._task, self._parts, self._parameters = task, parts, parameters
-        self._optimizations, self._proof = optimizations, proof
+        self._optimizations, self._proof, self._has_hooks = optimizations, proof, has_hooks
         self._given: list[list[Any]] = []  # by micro-batch and call
         self._bytes = 0
+        self.unseen: list[Unseen] = []  # what makes a difference in other batches, which are then proved again
 
     @staticmethod
     def can_be(task: Task, parts: Sequence[Part], optimizations: Optimizations, proof: Proof) -> bool:
@@ -136,7 +138,7 @@ class Replay:
         try:
             with surroundings():
                 if calls := self._joined():
-                    if self._is_the_same(calls, losses):
+                    if not self._has_hooks and self._is_the_same(calls, losses):
                         return None
                     return self._compared(calls) or self._elsewhere(calls)
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
@@ -175,7 +177,23 @@ class Replay:
         operations = RowWise()
         ran = self._with_outputs(calls, self._task, lambda trial, cut: trial.value_of(cut), operations=operations)[0]
         error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
-        return ran.drew_torch or ran.drew_others or (operations.is_so and error <= _SAME_VALUE)
+        if ran.drew_torch or ran.drew_others:
+            return True
+        is_same = operations.is_so and error <= _SAME_VALUE
+        self.unseen = [one for given in operations.labels if is_same for one in self._uncounted(*given)]
+        return is_same
+
+    def _uncounted(self, given: torch.Tensor, ignored: int) -> Iterator[Unseen]:
+        """The leaf of labels none of which is ignored, where one would not be counted as such."""
+        (batch,), count = self._task.splittable.batches, self._task.count
+        functions = [one for one in (count.values() if isinstance(count, Mapping) else [count]) if callable(one)]
+        for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
+            if type(leaf) is torch.Tensor and _are_of(leaf, given) and not bool((leaf == ignored).any()):
+                values = flat(batch)
+                values[place] = torch.full_like(leaf, ignored)
+                other = like(batch, values)
+                if all(float(one(other)) == float(one(batch)) for one in functions):
+                    yield Unseen(".".join(keys), lambda labels: labels == ignored)
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         rows, sizes = self._task.splittable.rows, self._sizes
@@ -200,10 +218,20 @@ class Replay:
             alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
             masks = [*alone] or labels
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
+            self.unseen = [one for one, other in unseen(splittable) if self._differs(calls, sizes, other)]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
         return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
+
+    def _differs(self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable) -> bool:
+        failure = None
+        try:
+            return self._difference(calls, sizes, splittable) is not None
+        except Exception as error:  # noqa: BLE001 - the loss may take no such batch
+            failure = Failure(error)
+        failure.release()
+        return False
 
     def _difference(
         self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None
@@ -228,9 +256,18 @@ class Replay:
         player = _Player(calls, task, is_same=is_same, operations=operations)
         cut, limit = Cut(task.splittable, sizes or self._sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
         is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
+        given = (one for call in calls for own in call.outputs for one in own if isinstance(one, torch.Tensor))
+        leaves = [*self._parameters, *(one for one in given if one.requires_grad)]
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
+            trial = Trial(replace(task, loss_fn=player.loss_fn()), leaves, self._optimizations)
             return ask(trial, cut), player.is_low
+
+
+def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether labels are those of a leaf, maybe shifted by one."""
+    shifted = (leaf, leaf[..., 1:], leaf[..., :-1]) if leaf.dim() > 1 else (leaf,)
+    same = (one for one in shifted if one.numel() == labels.numel() and one.device == labels.device)
+    return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
 
 
 class _Kept:

@@ -22,7 +22,7 @@ _ALONG = frozenset(
     "slice std sum var".split()
 )
 _VIEWS = frozenset("_unsafe_view expand permute reshape squeeze t transpose unsqueeze view".split())
-_OF_LABELS = frozenset({"multi_margin_loss", "nll_loss_forward", "nll_loss2d_forward"})
+_OF_LABELS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 
 
 _LEAVING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"})
@@ -46,6 +46,7 @@ class RowWise(Mode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_so = True
+        self.labels: list[tuple[torch.Tensor, int]] = []  # of means over those that are not ignored, with that number
 
     @contextlib.contextmanager
     def seeing(self) -> Iterator[None]:
@@ -61,6 +62,8 @@ class RowWise(Mode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.is_so = self.is_so and _keeps_rows_apart(func, args, kwargs, result)
+        if func.overloadpacket.__name__ in _OF_LABELS and argument(func, args, kwargs, "reduction") == 1:
+            self.labels.append((args[1], argument(func, args, kwargs, "ignore_index", -100)))
         return result
 
 
@@ -73,7 +76,7 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         return True
     if name in _LINEAR or name in _ELEMENTWISE:  # what all samples give together is a number, and not of a sample
         return len(dims) == 1 and 0 not in dims and len({one.shape[0] for one in given}) == 1
-    if name in _OF_LABELS:
+    if name in _OF_LABELS or name == "multi_margin_loss":
         return True
     if name in _ALONG:
         along = argument(func, args, kwargs, "dim")

@@ -146,6 +146,7 @@ class Trial:
         # whether a run moves buffers, or there is a flag among them
         self.has_state = any(map(is_flag, _buffers(self._every_module)))
         self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
+        self.ranks = False  # whether samples are put in an order, so that more of them may show something else
         self._room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
@@ -169,6 +170,7 @@ class Trial:
             whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
         if recording is not None:
             self._room = max(self._room, recording.most)
+        self.ranks = self.ranks or of_whole.ranks
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
