@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import cast
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.cuts import MOST, Cut, own_rows
 from anybatch.checking.examination import opened
 from anybatch.checking.gradients import distance, relative
@@ -60,7 +60,7 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
         except AnyBatchError as error:
             note = str(error)
         except Exception as error:  # noqa: BLE001 - the loss may run chunks of some lengths only
-            failure, note = Failure(error), f"in chunks of {other} steps it fails ({type(error).__name__})"
+            failure, note = Failure(error), f"in chunks of {other} steps it fails ({in_one_line(error)})"
     if failure is not None:
         failure.release()
     return Proof("undecided", note=f"whether it matters where time is cut is not known: {note}"), None

@@ -25,25 +25,48 @@ class Unseen(NamedTuple):
     def is_in(self, splittable: Splittable) -> bool:
         """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
         found = (lookup(batch, self.path) for batch in splittable.batches)
-        return any(one.device.type == "cpu" and bool(self.has(one).any()) for one in found)
+        return any(_is_numbers(one) and bool(self.has(one).any()) for one in found)
+
+
+def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts: Sequence[Any]) -> Iterator[Unseen]:
+    """The leaf of labels of a mean, none of which is ignored so far, where the counts do not leave such a one out."""
+    (batch,) = splittable.batches
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
+        if _is_numbers(leaf) and _are_of(leaf, labels.cpu()) and not bool((leaf == ignored).any()):
+            values = flat(batch)
+            values[place] = torch.full_like(leaf, ignored)
+            if all(float(one(like(batch, values))) == float(one(batch)) for one in counts):
+                yield Unseen(".".join(keys), lambda one: one == ignored)
+
+
+def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether labels are those of a leaf, maybe shifted by one."""
+    shifted = (leaf, leaf[..., 1:], leaf[..., :-1]) if leaf.dim() > 1 else (leaf,)
+    same = (one for one in shifted if one.numel() == labels.numel())
+    return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
 
 
 def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
-    """Batches in which one leaf has what it has not: numbers that are missing or left out, or that are not all one."""
+    """Batches in which numbers of one leaf are missing, or are not all one; no whole number is larger than it was."""
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
         path, values = ".".join(keys), flat(batch)
-        is_plain = type(leaf) is torch.Tensor and leaf.dim() > 0 and leaf.numel() > 1 and path not in splittable.broadcast
-        if is_plain and not leaf.is_complex() and leaf.dtype is not torch.bool and not _is_full(leaf):
-            kept, first = _by_chance(leaf), leaf.flatten()[0].item()
-            for has, other in (
-                (torch.isnan, float("nan") if leaf.is_floating_point() else None),
-                (lambda one: one < 0, -100 if not leaf.is_floating_point() and not leaf.lt(0).any() else None),
-                (lambda one, first=first: one != first, first / 4 if first and bool((leaf == first).all()) else None),
-            ):
-                if other is not None:
-                    values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
-                    yield Unseen(path, has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
+        if not _is_numbers(leaf) or path in splittable.broadcast or leaf.dtype is torch.bool or _is_full(leaf):
+            continue
+        kept, first, others = _by_chance(leaf), leaf.flatten()[0].item(), list[tuple[Any, float]]()
+        if leaf.is_floating_point():
+            others.append((torch.isnan, float("nan")))
+        if first > 0 and bool((leaf == first).all()):
+            others.append((lambda one, first=first: one != first, first / 4))
+        for has, other in others:
+            values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
+            yield Unseen(path, has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Whether it is a tensor that later batches are looked at for."""
+    is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    return is_plain and leaf.dim() > 0 and leaf.numel() > 1 and not leaf.is_complex()
 
 
 def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:

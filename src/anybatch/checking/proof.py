@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.checking.causes import more, seeded
+from anybatch.checking.causes import in_one_line, more, seeded
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import (
@@ -65,6 +65,13 @@ Compared = Iterator[tuple[Cut, Difference] | str]
 Found = tuple[Proof, Reason | None]
 
 
+class Seen(NamedTuple):
+    """What was seen of a program while its split was proved."""
+
+    has_hooks: bool = False  # whether hooks or functions of the user's own may change gradients, which no value shows
+    ranks: bool = False  # whether samples are put in an order, so that more of them may show something else
+
+
 def prove(
     task: Task,
     parts: Sequence[Part],
@@ -72,37 +79,42 @@ def prove(
     optimizations: Optimizations,
     update: int | None,
     known: Proof | None = None,
-) -> tuple[Proof, Reason | None, bool] | None:
+) -> tuple[Proof, Reason | None, Seen] | None:
     """Proves that a step may split its batch.
 
     Args:
         known: what was proved of another batch, and may hold for this one.
 
     Returns:
-        What was found, the reason where it is not exact, or may not stay so, and whether hooks may change gradients;
-        ``None`` where the step is about to refuse the split.
+        What was found, the reason where it is not exact, or may not stay so, and what was seen of the program; ``None``
+        where the step is about to refuse the split.
     """
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
-        return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None, False
+        return (
+            Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"),
+            None,
+            False,
+        )
     with surroundings():
         trial = Trial(task, parameters, optimizations)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
         if over_time is not None and (over_time[1] is not None or len(parts) < 2):
-            return replace(over_time[0], update=update), over_time[1], False
+            return replace(over_time[0], update=update), over_time[1], Seen()
         prover = _Prover(trial, task, parts)
-        again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
-        proof, reason = again or prover.found()
+        proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
-            note = f"as long as `{reason.where}` makes no difference"
-            proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+            proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
+        if prover.is_of_now:
+            proof = _with_note(
+                proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
+            )
     if over_time is not None:
-        note = "; ".join(filter(None, (proof.note, over_time[0].note)))
-        proof = replace(proof, chunks=() if reason else over_time[0].chunks, note=note)
+        proof = replace(_with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
-    return replace(proof, update=update), reason, trial.has_hooks
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks)
 
 
 def prove_among_many(
@@ -125,24 +137,35 @@ class _Prover:
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
         self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
         self._trial, self._task, self._parts = trial, task, parts
+        self.is_of_now = False  # whether there was no room to see what begins later
         self._is_of_torch = False  # whether a part can't be run, and not because something is refused
         self._rows = [part.samples for part in parts]
         self._largest = max(map(len, self._rows))
         self._times = 0  # micro-batches whose losses there is room for
 
+    def shown(self, known: Proof | None) -> Found:
+        """What is found; where the user's program fails in a run of its own, that it can't be told."""
+        failure = None
+        try:
+            return (self.in_groups((known.group,), again=_AGAIN) if known is not None else None) or self.found()
+        except Exception as error:
+            if isinstance(error, AnyBatchError) or is_out_of_memory(error):
+                raise
+            failure, note = Failure(error), f"the program fails where some samples run once more ({in_one_line(error)})"
+        failure.release()
+        return Proof("undecided", note=note), None
+
     def found(self) -> Found:
-        """What some samples show; under a plan, or where samples are put in an order, also more of them."""
+        """What some samples show; under a plan also more of them, for which no outputs are kept."""
         found = self._moved()
         coupled = as_coupled(self._task.loss_fn)
         if coupled is not None and coupled.row_block is not None and found[0].exact and found[1] is None:
             return self._in_blocks(coupled) or found
-        if not found[0].exact or found[1] is not None or found[0].group > 1:
+        if not self._task.is_planned or not found[0].exact or found[1] is not None or found[0].group > 1:
             return found
-        many = self.among_many() if self._task.is_planned or self._trial.ranks else None
-        if not self._task.is_planned:
-            return many or found
+        many = self.among_many()
         note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
-        return many or (replace(found[0], note="; ".join(filter(None, (found[0].note, note)))), None)
+        return many or (_with_note(found[0], note), None)
 
     def _moved(self) -> Found:
         """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
@@ -271,9 +294,13 @@ class _Prover:
         """What each micro-batch moves, and makes a difference at another value only."""
         failure = None
         try:
-            if (self._trial.counts or self._trial.has_state) and not self._task.is_planned:
-                for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
-                    return self._trial.isolated(cut, later_state)
+            if self._trial.counts or self._trial.has_state:
+                most = 2 if self._task.is_planned else MOST
+                for cut in islice(cuts_inside(self._task.splittable, self._parts, most), 1):
+                    with self._trial.in_room():
+                        return self._trial.isolated(cut, later_state)
+        except OverBudget as error:
+            failure, self.is_of_now = Failure(error), True
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
             failure = Failure(error)
         if failure is not None:
@@ -323,7 +350,7 @@ class _Prover:
         except OverBudget:
             note = f"{note}, and two samples do not fit, not even without their gradient"
         except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
-            note = f"{note}, and two can't be run without their gradient ({type(error).__name__})"
+            note = f"{note}, and two can't be run without their gradient ({in_one_line(error)})"
             failure = Failure(error)
         if failure is not None:
             failure.release()
@@ -367,8 +394,7 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     self._is_of_torch = not isinstance(error, AnyBatchError)
-                    note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    note = f"some of the samples can't be run without the others ({note})"
+                    note = f"some of the samples can't be run without the others ({in_one_line(error)})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
@@ -469,6 +495,10 @@ class _Prover:
                 return None
             first = first or tried
         return first
+
+
+def _with_note(proof: Proof, note: str) -> Proof:
+    return replace(proof, note="; ".join(filter(None, (proof.note, note))))
 
 
 def _proof(

@@ -119,7 +119,7 @@ class Proofs:
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None
-        proof, reason, has_hooks = found
+        proof, reason, seen = found
         self._conclude(proof, reason, task)
         self._known[key] = self.latest = proof
         if self.latest.outcome == "undecided":
@@ -129,7 +129,7 @@ class Proofs:
             )  # fmt: skip
         if not Replay.can_be(task, parts, optimizations, self.latest):
             return task, None
-        replay = Replay(task, parts, parameters, optimizations, proof, has_hooks=has_hooks)
+        replay = Replay(task, parts, parameters, optimizations, proof, seen)
         return replay.task, replay
 
     def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:

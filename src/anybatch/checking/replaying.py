@@ -17,12 +17,12 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
-from anybatch.batch.trees import flat, leaves, like
+from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import Unseen, moved, thinned, unseen
-from anybatch.checking.proof import Found, prove_among_many
+from anybatch.checking.elsewhere import Unseen, moved, thinned, uncounted, unseen
+from anybatch.checking.proof import Found, Seen, prove_among_many
 from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
@@ -53,15 +53,15 @@ class Replay:
 
     Args:
         proof: what was found of some samples.
-        has_hooks: whether hooks or functions of the user's own may change gradients, which values do not show.
+        seen: what was seen of the program then.
     """
 
     def __init__(
         self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations,
-        proof: Proof, *, has_hooks: bool,
+        proof: Proof, seen: Seen,
     ) -> None:  # fmt: skip
         self._task, self._parts, self._parameters = task, parts, parameters
-        self._optimizations, self._proof, self._has_hooks = optimizations, proof, has_hooks
+        self._optimizations, self._proof, self._seen = optimizations, proof, seen
         self._given: list[list[Any]] = []  # by micro-batch and call
         self._bytes = 0
         self.unseen: list[Unseen] = []  # what makes a difference in other batches, which are then proved again
@@ -138,9 +138,10 @@ class Replay:
         try:
             with surroundings():
                 if calls := self._joined():
-                    if not self._has_hooks and self._is_the_same(calls, losses):
-                        return None
-                    return self._compared(calls) or self._elsewhere(calls)
+                    is_same = not self._seen.has_hooks and self._is_the_same(calls, losses)
+                    found = None if is_same else self._compared(calls) or self._elsewhere(calls)
+                    if found is not None or not self._seen.ranks:  # else a model may, of which outputs show nothing
+                        return found
         except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
             failure = Failure(error)
         if failure is not None:
@@ -179,21 +180,12 @@ class Replay:
         error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
         if ran.drew_torch or ran.drew_others:
             return True
-        is_same = operations.is_so and error <= _SAME_VALUE
-        self.unseen = [one for given in operations.labels if is_same for one in self._uncounted(*given)]
-        return is_same
-
-    def _uncounted(self, given: torch.Tensor, ignored: int) -> Iterator[Unseen]:
-        """The leaf of labels none of which is ignored, where one would not be counted as such."""
-        (batch,), count = self._task.splittable.batches, self._task.count
-        functions = [one for one in (count.values() if isinstance(count, Mapping) else [count]) if callable(one)]
-        for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
-            if type(leaf) is torch.Tensor and _are_of(leaf, given) and not bool((leaf == ignored).any()):
-                values = flat(batch)
-                values[place] = torch.full_like(leaf, ignored)
-                other = like(batch, values)
-                if all(float(one(other)) == float(one(batch)) for one in functions):
-                    yield Unseen(".".join(keys), lambda labels: labels == ignored)
+        count = self._task.count
+        counts = [one for one in (count.values() if isinstance(count, Mapping) else [count]) if callable(one)]
+        with contextlib.suppress(Exception):  # of a count that takes no such labels
+            for labels in operations.labels if self._proof.exact else ():
+                self.unseen += uncounted(self._task.splittable, *labels, counts)
+        return operations.is_so and error <= _SAME_VALUE
 
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         rows, sizes = self._task.splittable.rows, self._sizes
@@ -218,7 +210,7 @@ class Replay:
             alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
             masks = [*alone] or labels
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
-            self.unseen = [one for one, other in unseen(splittable) if self._differs(calls, sizes, other)]
+            self.unseen += [one for one, other in unseen(splittable) if self._differs(calls, sizes, other)]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
@@ -261,13 +253,6 @@ class Replay:
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), leaves, self._optimizations)
             return ask(trial, cut), player.is_low
-
-
-def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
-    """Whether labels are those of a leaf, maybe shifted by one."""
-    shifted = (leaf, leaf[..., 1:], leaf[..., :-1]) if leaf.dim() > 1 else (leaf,)
-    same = (one for one in shifted if one.numel() == labels.numel() and one.device == labels.device)
-    return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
 
 
 class _Kept:

@@ -10,22 +10,21 @@ from torch.overrides import TorchFunctionMode
 from anybatch.checking.standins import argument
 from anybatch.tensors.dispatch import Mode
 
-_ELEMENTWISE = frozenset(
-    "abs bitwise_and bitwise_not bitwise_or binary_cross_entropy binary_cross_entropy_with_logits clamp clamp_max "
-    "clamp_min eq exp expm1 ge gelu gt hardtanh huber_loss isfinite le leaky_relu log log1p log_sigmoid_forward "
-    "logical_and logical_not logical_or lt maximum minimum mse_loss ne pow reciprocal relu rsqrt sigmoid silu "
-    "masked_fill smooth_l1_loss softplus sqrt tanh where xlogy".split()
-)
-_LINEAR = frozenset("_to_copy add alias clone detach div lift_fresh mul neg rsub sub".split())
-_ALONG = frozenset(
-    "_log_softmax _softmax all amax amin any argmax argmin gather linalg_vector_norm logsumexp max mean min select "
-    "slice std sum var".split()
-)
-_VIEWS = frozenset("_unsafe_view expand permute reshape squeeze t transpose unsqueeze view".split())
-_OF_LABELS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
-
-
-_LEAVING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"})
+_ELEMENTWISE = {
+    "abs", "bitwise_and", "bitwise_not", "bitwise_or", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "clamp", "clamp_max", "clamp_min", "eq", "exp", "expm1", "ge", "gelu", "gt", "hardtanh", "huber_loss", "isfinite",
+    "le", "leaky_relu", "log", "log1p", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "lt",
+    "masked_fill", "maximum", "minimum", "mse_loss", "ne", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu",
+    "smooth_l1_loss", "softplus", "sqrt", "tanh", "where", "xlogy",
+}  # fmt: skip
+_LINEAR = {"_to_copy", "add", "alias", "clone", "detach", "div", "lift_fresh", "mul", "neg", "rsub", "sub"}
+_ALONG = {
+    "_log_softmax", "_softmax", "all", "amax", "amin", "any", "argmax", "argmin", "gather", "linalg_vector_norm",
+    "logsumexp", "max", "mean", "min", "select", "slice", "std", "sum", "var",
+}  # fmt: skip
+_VIEWS = {"_unsafe_view", "expand", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view"}
+_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
+_LEAVING = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
 class _Leaving(TorchFunctionMode):
@@ -86,6 +85,5 @@ def _keeps_rows_apart(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         is_all = name == "slice" and result.shape == first.shape
         return is_all or (first.dim() > 1 and all(dim % first.dim() for dim in along))
     # The samples stay where they are: further apart than what each has.
-    return name in _VIEWS and 0 < first.dim() and 0 < result.dim() and (
-        result.shape[0] >= first.shape[0] and result.stride(0) == max(result.stride())
-    )  # fmt: skip
+    is_view = name in _VIEWS and first.dim() > 0 and result.dim() > 0
+    return is_view and result.shape[0] >= first.shape[0] and result.stride(0) == max(result.stride())

@@ -43,6 +43,9 @@ def prove_together(
             failure = None
             try:
                 proof, why = _compared(trial, task, parts)
+                if task.cut_of_time is not None:  # whose pieces each rank would have to gather at the same time
+                    note = "where time is cut was not compared, since the model lies in parts"
+                    proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
