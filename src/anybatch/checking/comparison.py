@@ -10,6 +10,7 @@ from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.errors import CountError
+from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.update.transaction import is_out_of_memory
 
@@ -85,7 +86,7 @@ class Case:
         try:
             return self.rig.run(parts, **options)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, OverBudget):
                 raise
             return error.with_traceback(None)
 
