@@ -70,6 +70,7 @@ class Seen(NamedTuple):
 
     has_hooks: bool = False  # whether hooks or functions of the user's own may change gradients, which no value shows
     ranks: bool = False  # whether samples are put in an order, so that more of them may show something else
+    room: int = 0  # bytes that samples with their gradients have taken
 
 
 def prove(
@@ -114,7 +115,7 @@ def prove(
         proof = replace(_with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
-    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks)
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
 
 
 def prove_among_many(

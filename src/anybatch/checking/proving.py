@@ -1,5 +1,6 @@
 """What was proved so far, so that it is proved once; what proves it is imported when it is first needed."""
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -111,7 +112,7 @@ class Proofs:
         update: int | None,
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.proof import prove
-        from anybatch.checking.replaying import Replay
+        from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
 
         self._switches = self._switches or Switches()
@@ -127,7 +128,14 @@ class Proofs:
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        if not Replay.can_be(task, parts, optimizations, self.latest):
+        if not Replay.can_be(task, parts, proof):
+            return task, None
+        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
+            if proof.exact and proof.group == 1 and reason is None:
+                apart, self._unseen[key] = looked_at_apart(task, parts, parameters, optimizations, proof, seen)
+                if apart is not None:
+                    self._conclude(*apart, task)
+                    self._known[key] = self.latest = apart[0]
             return task, None
         replay = Replay(task, parts, parameters, optimizations, proof, seen)
         return replay.task, replay

@@ -28,7 +28,7 @@ from anybatch.checking.trial import Difference, Optimizations, Trial, surroundin
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
-from anybatch.memory.meter import Recording
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.dispatch import without_modes
@@ -67,15 +67,13 @@ class Replay:
         self.unseen: list[Unseen] = []  # what makes a difference in other batches, which are then proved again
 
     @staticmethod
-    def can_be(task: Task, parts: Sequence[Part], optimizations: Optimizations, proof: Proof) -> bool:
-        """Whether the loss of all samples may be seen so, and was not in the proof."""
+    def can_be(task: Task, parts: Sequence[Part], proof: Proof) -> bool:
+        """Whether the loss may be seen so."""
         splittable, model, loss_fn = task.splittable, task.model, task.loss_fn
         is_plain = isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
         is_whole = len(splittable.layouts) == 1 and splittable.obstacle is None
         is_of_pieces = isinstance(loss_fn, InPieces) or as_coupled(loss_fn) is not None
-        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
-            return False  # a plan has no room for it
         compiler = sys.modules.get("torch._dynamo.eval_frame")
         if compiler is not None and any(one is not None for one in compiler.cached_backends.values()):
             return False  # what is compiled would be compiled again, with the hook
@@ -139,14 +137,16 @@ class Replay:
             with surroundings():
                 if calls := self._joined():
                     is_same = not self._seen.has_hooks and self._is_the_same(calls, losses)
-                    found = None if is_same else self._compared(calls) or self._elsewhere(calls)
+                    found: Found | None = None if is_same else self._compared(calls) or self._elsewhere(calls)
                     if found is not None or not self._seen.ranks:  # else a model may, of which outputs show nothing
                         return found
-        except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
-            failure = Failure(error)
+        except Exception as error:
+            if self._task.is_planned and isinstance(error, OverBudget):
+                raise
+            failure = Failure(error)  # what was given may be of no sample, or the loss may use more of a model
         if failure is not None:
             failure.release()
-        if self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
+        if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
             found = prove_among_many(self._task, parts, self._parameters, self._optimizations)
@@ -246,13 +246,40 @@ class Replay:
     ) -> tuple[T, bool]:  # fmt: skip
         """Asks something of the loss while outputs stand in for the model; and whether it came in low precision."""
         player = _Player(calls, task, is_same=is_same, operations=operations)
-        cut, limit = Cut(task.splittable, sizes or self._sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
-        is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
+        is_planned = self._task.is_planned
+        limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        cut = Cut(task.splittable, sizes or self._sizes)
+        # Also where all numbers of all samples are compared with one another.
+        is_small = not is_planned and self._bytes**2 < limit
         given = (one for call in calls for own in call.outputs for one in own if isinstance(one, torch.Tensor))
         leaves = [*self._parameters, *(one for one in given if one.requires_grad)]
         with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
             trial = Trial(replace(task, loss_fn=player.loss_fn()), leaves, self._optimizations)
             return ask(trial, cut), player.is_low
+
+
+def looked_at_apart(
+    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations, proof: Proof,
+    seen: Seen,
+) -> tuple[Found | None, list[Unseen]]:  # fmt: skip
+    """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
+    sizes = tuple(min(most, len(part.samples)) for most, part in zip(_FEW, parts, strict=False))
+    rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
+    failure = None
+    try:
+        cut = Cut(task.splittable.chosen(rows), sizes)
+        own = replace(task, splittable=cut.splittable, is_planned=True)
+        replay = Replay(own, cut.parts, parameters, optimizations, proof, seen)
+        with surroundings(), Recording(limit=seen.room):
+            losses = Trial(replay.task, parameters, optimizations).run(cut, cut.parts, None).losses
+        return replay.found(losses), replay.unseen
+    except OverBudget as error:
+        failure, note = Failure(error), "what the loss does with other outputs takes more, and was not seen"
+        proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+    except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
+        failure = Failure(error)
+    failure.release()
+    return (proof, None), []
 
 
 class _Kept:

@@ -147,7 +147,7 @@ class Trial:
         self.has_state = any(map(is_flag, _buffers(self._every_module)))
         self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
         self.ranks = False  # whether samples are put in an order, so that more of them may show something else
-        self._room = 0  # bytes that samples with their gradients have taken
+        self.room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
@@ -171,7 +171,7 @@ class Trial:
         with Recording() if self._task.is_planned else contextlib.nullcontext() as recording:
             whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
         if recording is not None:
-            self._room = max(self._room, recording.most)
+            self.room = max(self.room, recording.most)
         self.ranks = self.ranks or of_whole.ranks
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
@@ -262,7 +262,7 @@ class Trial:
 
     def in_room(self) -> AbstractContextManager[Any]:
         """Stops, under a plan, what takes more than some samples have taken with their gradient."""
-        return Recording(limit=self._room) if self._task.is_planned else contextlib.nullcontext()
+        return Recording(limit=self.room) if self._task.is_planned else contextlib.nullcontext()
 
     def fitting(self, part: Part, most: int) -> tuple[int, int]:
         """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
@@ -273,7 +273,7 @@ class Trial:
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
         with Recording() as full:
             self.run(alone, alone.whole, None)
-        self._room = max(self._room, full.most)
+        self.room = max(self.room, full.most)
         room = full.most if self._task.is_planned else max(full.most, _FREE)
         with Recording() as light:
             self.of_losses_beside(alone, room)
@@ -293,7 +293,7 @@ class Trial:
         Raises:
             OverBudget: they take more than a plan has room for.
         """
-        reserved = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
+        reserved = max(self.room, sum(one.nbytes for one in self.parameters if one.grad is None))
         limit, failure = room or (reserved if self._task.is_planned else None), None
         try:
             chosen, difference, drew_others = self._of_losses(cut, limit)

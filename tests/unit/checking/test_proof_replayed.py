@@ -67,7 +67,8 @@ class Centred(torch.autograd.Function):
 
 
 def of_many_in_the_gradient(model: Any, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(Centred.apply(model(batch["x"])), batch["y"])
+    centred: torch.Tensor = Centred.apply(model(batch["x"]))  # type: ignore[no-untyped-call]
+    return F.cross_entropy(centred, batch["y"])
 
 
 def of_another_call_if_many(model: Any, batch: Batch) -> torch.Tensor:

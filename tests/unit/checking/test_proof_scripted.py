@@ -25,7 +25,8 @@ class Decayed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.layer.weight.mul_(self.factor)
-        return self.layer(x).relu_()
+        out: torch.Tensor = self.layer(x)
+        return out.relu_()
 
 
 def batch_of() -> dict[str, torch.Tensor]:
