@@ -93,11 +93,8 @@ def prove(
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
-        return (
-            Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"),
-            None,
-            False,
-        )
+        note = "BatchNorm without running statistics sees other samples"
+        return Proof("undecided", update=update, note=note), None, Seen()
     with surroundings():
         trial = Trial(task, parameters, optimizations)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
@@ -146,14 +143,13 @@ class _Prover:
 
     def shown(self, known: Proof | None) -> Found:
         """What is found; where the user's program fails in a run of its own, that it can't be told."""
-        failure = None
         try:
             return (self.in_groups((known.group,), again=_AGAIN) if known is not None else None) or self.found()
         except Exception as error:
             if isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 raise
-            failure, note = Failure(error), f"the program fails where some samples run once more ({in_one_line(error)})"
-        failure.release()
+            note = f"the program fails where some samples run once more ({in_one_line(error)})"
+            Failure(error).release()
         return Proof("undecided", note=note), None
 
     def found(self) -> Found:
@@ -224,7 +220,6 @@ class _Prover:
         runs: list[Found] = []
         for label, path, other in uncut_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
-            failure = None
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
@@ -236,9 +231,7 @@ class _Prover:
                 if found.is_none:
                     return runs[-1]
             except Exception as error:  # noqa: BLE001 - it may be another leaf
-                failure = Failure(error)
-            if failure is not None:
-                failure.release()
+                Failure(error).release()
         return runs[0] if len(runs) == 1 else None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
@@ -267,15 +260,14 @@ class _Prover:
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
         except OverBudget as error:
-            failure, is_larger = Failure(error), is_free and size is None  # than what fitted with its gradient
+            is_larger = is_free and size is None  # than what fitted with its gradient
+            Failure(error).release()
         except Exception as error:  # noqa: BLE001 - rows may not be picked, a loss may differentiate, memory run out
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
 
     def _in_blocks(self, coupled: Coupled) -> Found | None:
         """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
-        failure = None
         try:
             for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
                 rows = sum(cut.sizes)
@@ -287,13 +279,11 @@ class _Prover:
                     return _proof("not exact", "certificate", cut, difference, certificate), reason
             return None
         except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def later(self) -> Reason | None:
         """What each micro-batch moves, and makes a difference at another value only."""
-        failure = None
         try:
             if self._trial.counts or self._trial.has_state:
                 most = 2 if self._task.is_planned else MOST
@@ -301,16 +291,14 @@ class _Prover:
                     with self._trial.in_room():
                         return self._trial.isolated(cut, later_state)
         except OverBudget as error:
-            failure, self.is_of_now = Failure(error), True
+            self.is_of_now = True
+            Failure(error).release()
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            failure = Failure(error)
-        if failure is not None:
-            failure.release()
+            Failure(error).release()
         return None
 
     def among_many(self) -> Found | None:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
-        failure = None
         try:
             largest = max(self._parts, key=lambda part: len(part.samples))
             self._times, room = self._trial.fitting(largest, min(_TIMES, len(self._parts)))
@@ -323,8 +311,7 @@ class _Prover:
         except OverBudget:
             return None
         except Exception as error:  # noqa: BLE001 - rows may not be picked, or memory run out
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def _many(self, times: int, room: int) -> tuple[Cut, Difference] | None:
@@ -339,7 +326,6 @@ class _Prover:
         found, note = None, "a micro-batch has one sample"
         if any(map(is_scripted, self._task.every_module)):
             return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
-        failure = None
         try:
             for cut in cuts_between(self._task.splittable, self._parts, most=2):
                 difference = self._trial.of_losses(cut)
@@ -352,9 +338,7 @@ class _Prover:
             note = f"{note}, and two samples do not fit, not even without their gradient"
         except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
             note = f"{note}, and two can't be run without their gradient ({in_one_line(error)})"
-            failure = Failure(error)
-        if failure is not None:
-            failure.release()
+            Failure(error).release()
         return found or Proof("undecided", note=note), None
 
     def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
@@ -387,7 +371,6 @@ class _Prover:
         if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
             most, in_single = (min(most, self._largest // 2), True) if self._largest >= SMALL else (most, False)
         while most >= 2:
-            failure = None
             try:
                 for cut in cuts(self._task.splittable, self._parts, most):
                     yield cut, self._trial.difference(cut, in_single=in_single)
@@ -400,8 +383,7 @@ class _Prover:
                         break
                     in_single = False  # an operation may be there for low precision only
                     continue
-                failure = Failure(error)
-            failure.release()
+                Failure(error).release()
             note, most = "memory ran out", most // 2
         yield note
 
@@ -444,7 +426,6 @@ class _Prover:
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""
-        failure = None
         try:
             certificate = self._trial.certificate(cut)
             if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code == "count":
@@ -455,8 +436,7 @@ class _Prover:
         except AnyBatchError:
             return None
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def in_groups(self, groups: Sequence[int], again: int = _ANY) -> tuple[Proof, None] | None:

@@ -132,7 +132,6 @@ class Replay:
         Args:
             losses: the values that they gave.
         """
-        failure = None
         try:
             with surroundings():
                 if calls := self._joined():
@@ -143,9 +142,7 @@ class Replay:
         except Exception as error:
             if self._task.is_planned and isinstance(error, OverBudget):
                 raise
-            failure = Failure(error)  # what was given may be of no sample, or the loss may use more of a model
-        if failure is not None:
-            failure.release()
+            Failure(error).release()  # what was given may be of no sample, or the loss may use more of a model
         if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
@@ -217,12 +214,10 @@ class Replay:
         return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
 
     def _differs(self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable) -> bool:
-        failure = None
         try:
             return self._difference(calls, sizes, splittable) is not None
         except Exception as error:  # noqa: BLE001 - the loss may take no such batch
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return False
 
     def _difference(
@@ -265,7 +260,6 @@ def looked_at_apart(
     """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
     sizes = tuple(min(most, len(part.samples)) for most, part in zip(_FEW, parts, strict=False))
     rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
-    failure = None
     try:
         cut = Cut(task.splittable.chosen(rows), sizes)
         own = replace(task, splittable=cut.splittable, is_planned=True)
@@ -274,11 +268,11 @@ def looked_at_apart(
             losses = Trial(replay.task, parameters, optimizations).run(cut, cut.parts, None).losses
         return replay.found(losses), replay.unseen
     except OverBudget as error:
-        failure, note = Failure(error), "what the loss does with other outputs takes more, and was not seen"
+        Failure(error).release()
+        note = "what the loss does with other outputs takes more, and was not seen"
         proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
-        failure = Failure(error)
-    failure.release()
+        Failure(error).release()
     return (proof, None), []
 
 

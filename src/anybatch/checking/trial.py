@@ -294,7 +294,7 @@ class Trial:
             OverBudget: they take more than a plan has room for.
         """
         reserved = max(self.room, sum(one.nbytes for one in self.parameters if one.grad is None))
-        limit, failure = room or (reserved if self._task.is_planned else None), None
+        limit = room or (reserved if self._task.is_planned else None)
         try:
             chosen, difference, drew_others = self._of_losses(cut, limit)
         except OverBudget:
@@ -302,9 +302,7 @@ class Trial:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            failure = Failure(error)
-        if failure is not None:  # the loss may differentiate by itself, which takes a graph
-            failure.release()
+            Failure(error).release()  # the loss may differentiate by itself, which takes a graph
             chosen, difference, drew_others = self._of_losses(cut, limit, differentiate=True)
         return None if drew_others else (chosen, difference)
 
