@@ -75,9 +75,7 @@ class Proofs:
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
-        if known is not None and self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
-            holds, known = False, None
-        if known is not None and any(one.is_in(task.splittable) for one in self._unseen.get(key, ())):
+        if known is not None and self._is_new(key, task):
             holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
@@ -105,6 +103,11 @@ class Proofs:
         clear()
         with before.weights_put_back():
             return self._proved(key, known, task, parts, parameters, optimizations, update)
+
+    def _is_new(self, key: Hashable, task: Task) -> bool:
+        """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not."""
+        is_turned = self._switches is not None and self._switches.are_turned(task.model, task.loss_fn)
+        return is_turned or any(one.is_in(task.splittable) for one in self._unseen.get(key, ()))
 
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
