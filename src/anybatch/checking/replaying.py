@@ -258,7 +258,8 @@ def looked_at_apart(
     seen: Seen,
 ) -> tuple[Found | None, list[Unseen]]:  # fmt: skip
     """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
-    sizes = tuple(min(most, len(part.samples)) for most, part in zip(_FEW, parts, strict=False))
+    few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
+    sizes = tuple(max(1, min(most, few, len(part.samples))) for most, part in zip(_FEW, parts, strict=False))
     rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
     try:
         cut = Cut(task.splittable.chosen(rows), sizes)
