@@ -143,7 +143,7 @@ def run_backward(
                 kept, replay = proofs.look(task, parts, parameters, optimizations, before.snapshot)
                 outcome = _attempt(kept, parts, parameters, progress, before, optimizations)
                 if replay is not None:
-                    proofs.conclude(task, replay)
+                    proofs.conclude(task, replay, outcome.sums)
         before.commit_()
     result = outcome.result(retries.failed, splittable.rows, counts_anyway=True)
     result.proof, result.layout = proofs.latest, splittable.outline()

@@ -287,7 +287,7 @@ class TrainStep:
             progress.watch = watch
             weights, sums, skipped = self._gradient(kept, parts, parameters, progress)
             if replay is not None:
-                self._proofs.conclude(task, replay)
+                self._proofs.conclude(task, replay, sums)
             grad_norm = None
             if not skipped:
                 watch.on_gradient()

@@ -2,8 +2,12 @@
 
 import dataclasses
 import string
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from anybatch.records.certificates import Reason
 
@@ -15,6 +19,17 @@ _COUNTED = (
     'batch["{name}"] = step.updates + 1  # before step(batch); the loss reads batch["{name}"], not {code}',
     "step(batch)\n    {code} += 1  # here, once, and not in the loss",
 )
+
+
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error in one line, with the user's own line that it came of, where its traceback has one."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    own = [f" at {Path(file).name}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
+    first, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}{own[-1] if own else ''}: {first}".removesuffix(": ")
 
 
 class Cause(NamedTuple):
@@ -59,7 +74,7 @@ CAUSES: dict[str, Cause] = {
         "Operations that can't be raised to float64 ({shown}) computed in float32, so errors below its rounding do not "
         "show.",
     ),
-    "not examined": Cause("not-examined", "Not examined: {what} ({error}: {text})."),
+    "not examined": Cause("not-examined", "Not examined: {what} ({text})."),
     "value": Cause(
         "value",
         "The gradient is the whole batch's, but the value of the loss is {loss_error:.2g} off in micro-batches: it "

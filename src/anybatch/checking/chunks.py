@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import cast
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.cuts import MOST, Cut, own_rows
 from anybatch.checking.examination import opened
 from anybatch.checking.gradients import distance, relative
@@ -35,7 +35,7 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
     """What a few sequences show in the chunks of a step that cuts time, and in others."""
     loss, (length, total) = cast(OverTime, task.loss_fn), cast(tuple[int, float], task.cut_of_time)
     cut, other = _other_way(task, length, total, parts)
-    failure, note = None, "one sequence does not fit in a longer chunk"
+    note = "one sequence does not fit in a longer chunk"
     if other != length:
         try:
             in_chunks = [loss.in_chunks(one) for one in (length, other)]
@@ -60,9 +60,8 @@ def proof_of_chunks(trial: Trial, task: Task, parts: Sequence[Part]) -> Found:
         except AnyBatchError as error:
             note = str(error)
         except Exception as error:  # noqa: BLE001 - the loss may run chunks of some lengths only
-            failure, note = Failure(error), f"in chunks of {other} steps it fails ({type(error).__name__})"
-    if failure is not None:
-        failure.release()
+            note = f"in chunks of {other} steps it fails ({in_one_line(error)})"
+            Failure(error).release()
     return Proof("undecided", note=f"whether it matters where time is cut is not known: {note}"), None
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from anybatch.batch.batches import Part
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.rig import Outcome, Rig
 from anybatch.errors import CountError
+from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Reason
 from anybatch.update.transaction import is_out_of_memory
 
@@ -85,7 +86,7 @@ class Case:
         try:
             return self.rig.run(parts, **options)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, OverBudget):
                 raise
             return error.with_traceback(None)
 
@@ -100,8 +101,9 @@ class Case:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            text = str(error).splitlines()[0] if str(error) else ""
-            self.notes.append(reason("not examined", "check", {"error": type(error).__name__}, what=what, text=text))
+            self.notes.append(
+                reason("not examined", "check", {"error": type(error).__name__}, what=what, text=in_one_line(error))
+            )
             return otherwise
 
     def forgive_cancellation(self, comparison: Comparison) -> None:

@@ -4,16 +4,69 @@ A loss over the triplets that are active, the samples above a threshold or the p
 them as long as all are, as often in the first batch.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.batches import Splittable
-from anybatch.batch.trees import flat, leaves, like
+from anybatch.batch.trees import flat, leaves, like, lookup
 
 _FACTORS = (0.3, 30.0)
 _NOISE = 0.5  # of what a sample has
+
+
+class Unseen(NamedTuple):
+    """What a batch does not have, and would have to be proved for."""
+
+    path: str  # of the leaf
+    has: Callable[[torch.Tensor], torch.Tensor]  # which entries of it are so
+
+    def is_in(self, splittable: Splittable) -> bool:
+        """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
+        found = (lookup(batch, self.path) for batch in splittable.batches)
+        return any(_is_numbers(one) and bool(self.has(one).any()) for one in found)
+
+
+def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts: Sequence[Any]) -> Iterator[Unseen]:
+    """The leaf of labels of a mean, none of which is ignored so far, where the counts do not leave such a one out."""
+    (batch,) = splittable.batches
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
+        if _is_numbers(leaf) and _are_of(leaf, labels.cpu()) and not bool((leaf == ignored).any()):
+            values = flat(batch)
+            values[place] = torch.full_like(leaf, ignored)
+            if all(float(one(like(batch, values))) == float(one(batch)) for one in counts):
+                yield Unseen(".".join(keys), lambda one: one == ignored)
+
+
+def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether labels are those of a leaf, maybe shifted by one."""
+    shifted = (leaf, leaf[..., 1:], leaf[..., :-1]) if leaf.dim() > 1 else (leaf,)
+    same = (one for one in shifted if one.numel() == labels.numel())
+    return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
+
+
+def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
+    """Batches in which numbers of one leaf are missing, or are not all one; no whole number is larger than it was."""
+    (batch,) = splittable.batches
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
+        path, values = ".".join(keys), flat(batch)
+        if not _is_numbers(leaf) or path in splittable.broadcast or leaf.dtype is torch.bool or _is_full(leaf):
+            continue
+        kept, first, others = _by_chance(leaf), leaf.flatten()[0].item(), list[tuple[Any, float]]()
+        if leaf.is_floating_point():
+            others.append((torch.isnan, float("nan")))
+        if first > 0 and bool((leaf == first).all()):
+            others.append((lambda one, first=first: one != first, first / 4))
+        for has, other in others:
+            values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
+            yield Unseen(path, has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Whether it is a tensor that later batches are looked at for."""
+    is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    return is_plain and leaf.dim() > 0 and leaf.numel() > 1 and not leaf.is_complex()
 
 
 def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -41,11 +94,16 @@ def thinned(splittable: Splittable, only: str = "") -> tuple[list[str], Splittab
             and ".".join(path) not in splittable.broadcast
             and _is_full(leaf)
         ):
-            rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
-            kept = torch.rand(leaf.shape, generator=generator, device="cpu") < rate
-            values[place] = torch.where(kept.to(leaf.device), leaf, torch.zeros_like(leaf))
+            values[place] = torch.where(_by_chance(leaf, generator), leaf, torch.zeros_like(leaf))
             labels.append(label)
     return labels, Splittable([like(batch, values)], broadcast=splittable.broadcast) if labels else splittable
+
+
+def _by_chance(leaf: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Which entries are kept, by another rate in each sample."""
+    generator = generator or torch.Generator("cpu").manual_seed(0)
+    rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
+    return (torch.rand(leaf.shape, generator=generator, device="cpu") < rate).to(leaf.device)
 
 
 def _is_full(leaf: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from anybatch.checking.standins import Draw
 from anybatch.errors import AnyBatchError, BatchError, DoesNotFit
 from anybatch.loss.coupling import Coupled
 from anybatch.loss.sequence import OverTime
+from anybatch.memory.meter import OverBudget
 from anybatch.records.certificates import Certificate, Reason
 from anybatch.tensors.sideeffects import Effect
 from anybatch.tensors.spectral import power_iteration
@@ -106,7 +107,7 @@ def opened(task: Task, stack: ExitStack) -> tuple[Rig, Outcome, str]:
                 whole = rig.open(trial)
             except Exception as error:
                 is_last = (dtype, substitutes) == _PRECISIONS[-1]
-                if is_last or isinstance(error, AnyBatchError) or is_out_of_memory(error):
+                if is_last or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
                     raise
                 refused = refused or f"{type(error).__name__}: {error}"
                 continue

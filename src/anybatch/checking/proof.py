@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.checking.causes import more, seeded
+from anybatch.checking.causes import in_one_line, more, seeded
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.chunks import proof_of_chunks
 from anybatch.checking.cuts import (
@@ -65,6 +65,14 @@ Compared = Iterator[tuple[Cut, Difference] | str]
 Found = tuple[Proof, Reason | None]
 
 
+class Seen(NamedTuple):
+    """What was seen of a program while its split was proved."""
+
+    has_hooks: bool = False  # whether hooks or functions of the user's own may change gradients, which no value shows
+    ranks: bool = False  # whether samples are put in an order, so that more of them may show something else
+    room: int = 0  # bytes that samples with their gradients have taken
+
+
 def prove(
     task: Task,
     parts: Sequence[Part],
@@ -72,37 +80,39 @@ def prove(
     optimizations: Optimizations,
     update: int | None,
     known: Proof | None = None,
-) -> Found | None:
+) -> tuple[Proof, Reason | None, Seen] | None:
     """Proves that a step may split its batch.
 
     Args:
         known: what was proved of another batch, and may hold for this one.
 
     Returns:
-        What was found, and the reason where it is not exact, or may not stay so; ``None`` where the step is about to
-        refuse the split.
+        What was found, the reason where it is not exact, or may not stay so, and what was seen of the program; ``None``
+        where the step is about to refuse the split.
     """
     if task.batch_norm == "refuse" and coupling_modules(*task.modules):
         return None
     if task.batch_norm == "ghost" and without_statistics(coupling_modules(*task.modules)):
-        return Proof("undecided", update=update, note="BatchNorm without running statistics sees other samples"), None
+        note = "BatchNorm without running statistics sees other samples"
+        return Proof("undecided", update=update, note=note), None, Seen()
     with surroundings():
         trial = Trial(task, parameters, optimizations)
         over_time = None if task.cut_of_time is None else proof_of_chunks(trial, task, parts)
         if over_time is not None and (over_time[1] is not None or len(parts) < 2):
-            return replace(over_time[0], update=update), over_time[1]
+            return replace(over_time[0], update=update), over_time[1], Seen()
         prover = _Prover(trial, task, parts)
-        again = prover.in_groups((known.group,), again=_AGAIN) if known is not None and known.group else None
-        proof, reason = again or prover.found()
+        proof, reason = prover.shown(known)
         if proof.exact and reason is None and known is None and (reason := prover.later()) is not None:
-            note = f"as long as `{reason.where}` makes no difference"
-            proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+            proof = _with_note(proof, f"as long as `{reason.where}` makes no difference")
+        if prover.is_of_now:
+            proof = _with_note(
+                proof, "what begins later, such as a counter that is read then, takes more, and was not seen"
+            )
     if over_time is not None:
-        note = "; ".join(filter(None, (proof.note, over_time[0].note)))
-        proof = replace(proof, chunks=() if reason else over_time[0].chunks, note=note)
+        proof = replace(_with_note(proof, over_time[0].note), chunks=() if reason else over_time[0].chunks)
     if proof.exact and reason is None and prover.bound:
         proof, reason = until_crossed(proof, prover.bound)
-    return replace(proof, update=update), reason
+    return replace(proof, update=update), reason, Seen(trial.has_hooks, trial.ranks, trial.room)
 
 
 def prove_among_many(
@@ -125,10 +135,22 @@ class _Prover:
     def __init__(self, trial: Trial, task: Task, parts: Sequence[Part]) -> None:
         self.bound = ""  # the operation that bounds what the samples give together; ``""`` for none
         self._trial, self._task, self._parts = trial, task, parts
+        self.is_of_now = False  # whether there was no room to see what begins later
         self._is_of_torch = False  # whether a part can't be run, and not because something is refused
         self._rows = [part.samples for part in parts]
         self._largest = max(map(len, self._rows))
         self._times = 0  # micro-batches whose losses there is room for
+
+    def shown(self, known: Proof | None) -> Found:
+        """What is found; where the user's program fails in a run of its own, that it can't be told."""
+        try:
+            return (self.in_groups((known.group,), again=_AGAIN) if known is not None else None) or self.found()
+        except Exception as error:
+            if isinstance(error, AnyBatchError) or is_out_of_memory(error):
+                raise
+            note = f"the program fails where some samples run once more ({in_one_line(error)})"
+            Failure(error).release()
+        return Proof("undecided", note=note), None
 
     def found(self) -> Found:
         """What some samples show; under a plan also more of them, for which no outputs are kept."""
@@ -140,7 +162,7 @@ class _Prover:
             return found
         many = self.among_many()
         note = "" if self._times > 1 else "the loss of two whole micro-batches at once does not fit, and was not seen"
-        return many or (replace(found[0], note="; ".join(filter(None, (found[0].note, note)))), None)
+        return many or (_with_note(found[0], note), None)
 
     def _moved(self) -> Found:
         """What is shown as the weights are; where some are written to, with those moved, and with hooks, louder."""
@@ -198,7 +220,6 @@ class _Prover:
         runs: list[Found] = []
         for label, path, other in uncut_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
-            failure = None
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
@@ -210,9 +231,7 @@ class _Prover:
                 if found.is_none:
                     return runs[-1]
             except Exception as error:  # noqa: BLE001 - it may be another leaf
-                failure = Failure(error)
-            if failure is not None:
-                failure.release()
+                Failure(error).release()
         return runs[0] if len(runs) == 1 else None
 
     def _as_split(self, found: Found, size: int | None = None) -> Found:
@@ -241,15 +260,14 @@ class _Prover:
                 return proof, worded("unexplained", "loss", {"error": difference.error})
             return found
         except OverBudget as error:
-            failure, is_larger = Failure(error), is_free and size is None  # than what fitted with its gradient
+            is_larger = is_free and size is None  # than what fitted with its gradient
+            Failure(error).release()
         except Exception as error:  # noqa: BLE001 - rows may not be picked, a loss may differentiate, memory run out
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return self._as_split(found, found[0].samples // 2) if is_larger else found
 
     def _in_blocks(self, coupled: Coupled) -> Found | None:
         """What a loss of a few rows at a time is for two blocks and for one; ``None`` if the same, or not known."""
-        failure = None
         try:
             for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
                 rows = sum(cut.sizes)
@@ -261,26 +279,26 @@ class _Prover:
                     return _proof("not exact", "certificate", cut, difference, certificate), reason
             return None
         except Exception as error:  # noqa: BLE001 - the loss may take blocks of some sizes only
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def later(self) -> Reason | None:
         """What each micro-batch moves, and makes a difference at another value only."""
-        failure = None
         try:
-            for cut in islice(cuts_inside(self._task.splittable, self._parts), 1):
-                if (self._trial.counts or self._trial.has_state) and not self._task.is_planned:
-                    return self._trial.isolated(cut, later_state)
+            if self._trial.counts or self._trial.has_state:
+                most = 2 if self._task.is_planned else MOST
+                for cut in islice(cuts_inside(self._task.splittable, self._parts, most), 1):
+                    with self._trial.in_room():
+                        return self._trial.isolated(cut, later_state)
+        except OverBudget as error:
+            self.is_of_now = True
+            Failure(error).release()
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            failure = Failure(error)
-        if failure is not None:
-            failure.release()
+            Failure(error).release()
         return None
 
     def among_many(self) -> Found | None:
         """What the losses of as many micro-batches as there is room for show where those of two show nothing."""
-        failure = None
         try:
             largest = max(self._parts, key=lambda part: len(part.samples))
             self._times, room = self._trial.fitting(largest, min(_TIMES, len(self._parts)))
@@ -293,8 +311,7 @@ class _Prover:
         except OverBudget:
             return None
         except Exception as error:  # noqa: BLE001 - rows may not be picked, or memory run out
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def _many(self, times: int, room: int) -> tuple[Cut, Difference] | None:
@@ -309,7 +326,6 @@ class _Prover:
         found, note = None, "a micro-batch has one sample"
         if any(map(is_scripted, self._task.every_module)):
             return Proof("undecided", note=f"{note}, and what two take can't be measured in a torch.jit module"), None
-        failure = None
         try:
             for cut in cuts_between(self._task.splittable, self._parts, most=2):
                 difference = self._trial.of_losses(cut)
@@ -321,10 +337,8 @@ class _Prover:
         except OverBudget:
             note = f"{note}, and two samples do not fit, not even without their gradient"
         except Exception as error:  # noqa: BLE001 - a loss may differentiate by itself, or take one sample only
-            note = f"{note}, and two can't be run without their gradient ({type(error).__name__})"
-            failure = Failure(error)
-        if failure is not None:
-            failure.release()
+            note = f"{note}, and two can't be run without their gradient ({in_one_line(error)})"
+            Failure(error).release()
         return found or Proof("undecided", note=note), None
 
     def _judged(self, cuts: Cuts, turn: int, cut: Cut, difference: Difference) -> Found:
@@ -357,7 +371,6 @@ class _Prover:
         if in_single and self._task.is_planned:  # what a plan has room for is a micro-batch in low precision
             most, in_single = (min(most, self._largest // 2), True) if self._largest >= SMALL else (most, False)
         while most >= 2:
-            failure = None
             try:
                 for cut in cuts(self._task.splittable, self._parts, most):
                     yield cut, self._trial.difference(cut, in_single=in_single)
@@ -365,14 +378,12 @@ class _Prover:
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 if not is_out_of_memory(error):
                     self._is_of_torch = not isinstance(error, AnyBatchError)
-                    note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    note = f"some of the samples can't be run without the others ({note})"
+                    note = f"some of the samples can't be run without the others ({in_one_line(error)})"
                     if not in_single:
                         break
                     in_single = False  # an operation may be there for low precision only
                     continue
-                failure = Failure(error)
-            failure.release()
+                Failure(error).release()
             note, most = "memory ran out", most // 2
         yield note
 
@@ -415,7 +426,6 @@ class _Prover:
 
     def _certified(self, cut: Cut) -> Certificate | None:
         """The certificate of a cut, with a cause that holds among more samples where there are some."""
-        failure = None
         try:
             certificate = self._trial.certificate(cut)
             if not certificate.exact and not self._task.is_planned and certificate.reasons[0].code == "count":
@@ -426,8 +436,7 @@ class _Prover:
         except AnyBatchError:
             return None
         except Exception as error:  # noqa: BLE001 - the model may be one that can't run so
-            failure = Failure(error)
-        failure.release()
+            Failure(error).release()
         return None
 
     def in_groups(self, groups: Sequence[int], again: int = _ANY) -> tuple[Proof, None] | None:
@@ -467,6 +476,10 @@ class _Prover:
                 return None
             first = first or tried
         return first
+
+
+def _with_note(proof: Proof, note: str) -> Proof:
+    return replace(proof, note="; ".join(filter(None, (proof.note, note))))
 
 
 def _proof(

@@ -1,5 +1,6 @@
 """What was proved so far, so that it is proved once; what proves it is imported when it is first needed."""
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -15,6 +16,7 @@ from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.trees import leaves
 from anybatch.errors import warn
 from anybatch.interception import trial
+from anybatch.loss.sums import Sums, values_of
 from anybatch.options import Verify
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
@@ -22,6 +24,7 @@ from anybatch.update.passes import Task
 from anybatch.update.transaction import Snapshot
 
 if TYPE_CHECKING:
+    from anybatch.checking.elsewhere import Unseen
     from anybatch.checking.replaying import Replay
     from anybatch.checking.switches import Switches
     from anybatch.records.certificates import Reason
@@ -41,6 +44,7 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
         self._switches: Switches | None = None  # as long as nothing was proved
 
     def look(
@@ -71,7 +75,7 @@ class Proofs:
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
-        if known is not None and self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+        if known is not None and self._is_new(key, task):
             holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
@@ -100,13 +104,18 @@ class Proofs:
         with before.weights_put_back():
             return self._proved(key, known, task, parts, parameters, optimizations, update)
 
+    def _is_new(self, key: Hashable, task: Task) -> bool:
+        """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not."""
+        is_turned = self._switches is not None and self._switches.are_turned(task.model, task.loss_fn)
+        return is_turned or any(one.is_in(task.splittable) for one in self._unseen.get(key, ()))
+
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
         parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
         update: int | None,
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
         from anybatch.checking.proof import prove
-        from anybatch.checking.replaying import Replay
+        from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
 
         self._switches = self._switches or Switches()
@@ -114,25 +123,37 @@ class Proofs:
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None
-        self._conclude(*found, task)
-        self._known[key] = self.latest = found[0]
+        proof, reason, seen = found
+        self._conclude(proof, reason, task)
+        self._known[key] = self.latest = proof
         if self.latest.outcome == "undecided":
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
-        if not Replay.can_be(task, parts, optimizations, self.latest):
+        if not Replay.can_be(task, parts, proof):
             return task, None
-        replay = Replay(task, parts, parameters, optimizations, self.latest)
+        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
+            if proof.exact and proof.group == 1 and reason is None:
+                apart, self._unseen[key] = looked_at_apart(task, parts, parameters, optimizations, proof, seen)
+                if apart is not None:
+                    self._conclude(*apart, task)
+                    self._known[key] = self.latest = apart[0]
+            return task, None
+        replay = Replay(task, parts, parameters, optimizations, proof, seen)
         return replay.task, replay
 
-    def conclude(self, task: Task, replay: "Replay") -> None:
+    def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
         """Looks at the loss of all micro-batches that have run.
+
+        Args:
+            sums: what they gave.
 
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
-        found = replay.found()
+        found = replay.found(values_of(sums))
+        self._unseen[layout_key(task.splittable)] = replay.unseen
         if found is not None:
             key = layout_key(task.splittable)
             self._known.pop(key, None)  # it is proved again if it is tried again

@@ -7,11 +7,11 @@ and the model need not run for it: what it gave in each micro-batch of the first
 import contextlib
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,13 +21,14 @@ from anybatch.batch.trees import flat, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import moved, thinned
-from anybatch.checking.proof import Found, prove_among_many
+from anybatch.checking.elsewhere import Unseen, moved, thinned, uncounted, unseen
+from anybatch.checking.proof import Found, Seen, prove_among_many
+from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
 from anybatch.interception import unobserved
 from anybatch.loss.losses import LossFunction, as_coupled
 from anybatch.loss.pieces import InPieces
-from anybatch.memory.meter import Recording
+from anybatch.memory.meter import OverBudget, Recording
 from anybatch.records.certificates import Reason
 from anybatch.records.proofs import Proof
 from anybatch.tensors.dispatch import without_modes
@@ -43,6 +44,8 @@ _FEW = (8, 6, 6)  # samples of micro-batches, for which the model gives other nu
 _APART = 0.001  # an error that is none of rounding, since both losses are given the very same numbers
 _APART_IN_LOW = 0.01  # of a loss that is given in low precision
 _IN_DOUBT = 0.1  # the same in low precision
+_SAME_VALUE = 1e-5  # relative, below which two values of a loss are the same
+T = TypeVar("T")
 
 
 class Replay:
@@ -50,27 +53,27 @@ class Replay:
 
     Args:
         proof: what was found of some samples.
+        seen: what was seen of the program then.
     """
 
     def __init__(
         self, task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations,
-        proof: Proof,
+        proof: Proof, seen: Seen,
     ) -> None:  # fmt: skip
         self._task, self._parts, self._parameters = task, parts, parameters
-        self._optimizations, self._proof = optimizations, proof
+        self._optimizations, self._proof, self._seen = optimizations, proof, seen
         self._given: list[list[Any]] = []  # by micro-batch and call
         self._bytes = 0
+        self.unseen: list[Unseen] = []  # what makes a difference in other batches, which are then proved again
 
     @staticmethod
-    def can_be(task: Task, parts: Sequence[Part], optimizations: Optimizations, proof: Proof) -> bool:
-        """Whether the loss of all samples may be seen so, and was not in the proof."""
+    def can_be(task: Task, parts: Sequence[Part], proof: Proof) -> bool:
+        """Whether the loss may be seen so."""
         splittable, model, loss_fn = task.splittable, task.model, task.loss_fn
         is_plain = isinstance(model, torch.nn.Module) and type(model).__call__ is torch.nn.Module.__call__
         is_plain = is_plain and not any(map(is_scripted, task.every_module)) and task.devices is None
         is_whole = len(splittable.layouts) == 1 and splittable.obstacle is None
         is_of_pieces = isinstance(loss_fn, InPieces) or as_coupled(loss_fn) is not None
-        if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
-            return False  # a plan has no room for it
         compiler = sys.modules.get("torch._dynamo.eval_frame")
         if compiler is not None and any(one is not None for one in compiler.cached_backends.values()):
             return False  # what is compiled would be compiled again, with the hook
@@ -123,18 +126,24 @@ class Replay:
             self._bytes = _MOST_BYTES + 1
         self._given.clear()  # and nothing is looked at
 
-    def found(self) -> Found | None:
-        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing."""
-        failure = None
+    def found(self, losses: Mapping[str, float]) -> Found | None:
+        """What the loss of all samples shows, once all micro-batches have run; ``None`` if nothing.
+
+        Args:
+            losses: the values that they gave.
+        """
         try:
             with surroundings():
                 if calls := self._joined():
-                    return self._compared(calls) or self._elsewhere(calls)
-        except Exception as error:  # noqa: BLE001 - what was given may be of no sample, or the loss may use more of a model
-            failure = Failure(error)
-        if failure is not None:
-            failure.release()
-        if self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
+                    is_same = not self._seen.has_hooks and self._is_the_same(calls, losses)
+                    found: Found | None = None if is_same else self._compared(calls) or self._elsewhere(calls)
+                    if found is not None or not self._seen.ranks:  # else a model may, of which outputs show nothing
+                        return found
+        except Exception as error:
+            if self._task.is_planned and isinstance(error, OverBudget):
+                raise
+            Failure(error).release()  # what was given may be of no sample, or the loss may use more of a model
+        if self._task.is_planned or self._bytes > _MOST_BYTES or self._proof.group > 1 or not self._proof.exact:
             return None
         for parts in (*self._uneven(), self._parts):
             found = prove_among_many(self._task, parts, self._parameters, self._optimizations)
@@ -161,6 +170,20 @@ class Replay:
         given, self._given = self._given, []
         return [_Call.of(calls, sizes) for calls in zip(*given, strict=True)]
 
+    def _is_the_same(self, calls: list["_Call"], losses: Mapping[str, float]) -> bool:
+        """Whether the loss of all samples has the value of the micro-batches, and is a sum over samples, or drawn."""
+        operations = RowWise()
+        ran = self._with_outputs(calls, self._task, lambda trial, cut: trial.value_of(cut), operations=operations)[0]
+        error = max((abs(losses.get(name, 0.0) - one) / abs(one or 1.0) for name, one in ran.losses.items()), default=1)
+        if ran.drew_torch or ran.drew_others:
+            return True
+        count = self._task.count
+        counts = [one for one in (count.values() if isinstance(count, Mapping) else [count]) if callable(one)]
+        with contextlib.suppress(Exception):  # of a count that takes no such labels
+            for labels in operations.labels if self._proof.exact else ():
+                self.unseen += uncounted(self._task.splittable, *labels, counts)
+        return operations.is_so and error <= _SAME_VALUE
+
     def _compared(self, calls: list["_Call"]) -> tuple[Proof, Reason] | None:
         rows, sizes = self._task.splittable.rows, self._sizes
         difference = self._difference(calls, sizes)
@@ -184,10 +207,18 @@ class Replay:
             alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
             masks = [*alone] or labels
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
+            self.unseen += [one for one, other in unseen(splittable) if self._differs(calls, sizes, other)]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
         return replace(self._proof, note="; ".join(filter(None, (self._proof.note, note)))), told
+
+    def _differs(self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable) -> bool:
+        try:
+            return self._difference(calls, sizes, splittable) is not None
+        except Exception as error:  # noqa: BLE001 - the loss may take no such batch
+            Failure(error).release()
+        return False
 
     def _difference(
         self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None
@@ -198,14 +229,52 @@ class Replay:
             splittable: another batch, for which the model gives the same.
         """
         task = self._task if splittable is None else replace(self._task, splittable=splittable)
-        player = _Player(calls, task, is_same=splittable is None)
-        cut, limit = Cut(task.splittable, sizes), _LOSS_BYTES * self._bytes + _LOSS_ROOM
-        is_small = self._bytes**2 < limit  # also where all numbers of all samples are compared with one another
-        with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
-            trial = Trial(replace(task, loss_fn=player.loss_fn()), self._parameters, self._optimizations)
-            found = trial.difference(cut, in_single=False)
-        least = (_APART_IN_LOW if player.is_low else _APART) if found.is_single else _IN_DOUBT
+        is_same = splittable is None
+        compare = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
+        found, is_low = self._with_outputs(calls, task, compare, sizes, is_same=is_same)
+        least = (_APART_IN_LOW if is_low else _APART) if found.is_single else _IN_DOUBT
         return None if found.draws or not math.isfinite(found.error) or found.error < least else found
+
+    def _with_outputs(
+        self, calls: list["_Call"], task: Task, ask: Callable[[Trial, Cut], T], sizes: tuple[int, ...] = (), *,
+        is_same: bool = True, operations: RowWise | None = None,
+    ) -> tuple[T, bool]:  # fmt: skip
+        """Asks something of the loss while outputs stand in for the model; and whether it came in low precision."""
+        player = _Player(calls, task, is_same=is_same, operations=operations)
+        is_planned = self._task.is_planned
+        limit = self._seen.room if is_planned else _LOSS_BYTES * self._bytes + _LOSS_ROOM
+        cut = Cut(task.splittable, sizes or self._sizes)
+        # Also where all numbers of all samples are compared with one another.
+        is_small = not is_planned and self._bytes**2 < limit
+        given = (one for call in calls for own in call.outputs for one in own if isinstance(one, torch.Tensor))
+        leaves = [*self._parameters, *(one for one in given if one.requires_grad)]
+        with player.playing(), contextlib.nullcontext() if is_small else Recording(limit=limit):
+            trial = Trial(replace(task, loss_fn=player.loss_fn()), leaves, self._optimizations)
+            return ask(trial, cut), player.is_low
+
+
+def looked_at_apart(
+    task: Task, parts: Sequence[Part], parameters: Sequence[torch.Tensor], optimizations: Optimizations, proof: Proof,
+    seen: Seen,
+) -> tuple[Found | None, list[Unseen]]:  # fmt: skip
+    """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
+    few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
+    sizes = tuple(max(1, min(most, few, len(part.samples))) for most, part in zip(_FEW, parts, strict=False))
+    rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
+    try:
+        cut = Cut(task.splittable.chosen(rows), sizes)
+        own = replace(task, splittable=cut.splittable, is_planned=True)
+        replay = Replay(own, cut.parts, parameters, optimizations, proof, seen)
+        with surroundings(), Recording(limit=seen.room):
+            losses = Trial(replay.task, parameters, optimizations).run(cut, cut.parts, None).losses
+        return replay.found(losses), replay.unseen
+    except OverBudget as error:
+        Failure(error).release()
+        note = "what the loss does with other outputs takes more, and was not seen"
+        proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
+    except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
+        Failure(error).release()
+    return (proof, None), []
 
 
 class _Kept:
@@ -296,8 +365,8 @@ def _joined(own: Sequence[Any]) -> Any:
 class _Player:
     """Gives what a model gave: of all samples, or of one micro-batch after the other."""
 
-    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool) -> None:
-        self._of_calls, self._task, self._is_same = calls, task, is_same
+    def __init__(self, calls: list[_Call], task: Task, *, is_same: bool, operations: RowWise | None) -> None:
+        self._of_calls, self._task, self._is_same, self._operations = calls, task, is_same, operations
         self.is_low = False  # whether losses came in low precision
         self._rows, self._calls, self._end = slice(0, 0), 0, 0
 
@@ -314,7 +383,10 @@ class _Player:
         rows = lay_out(batch, splittable.broadcast).rows
         start = self._end % splittable.rows
         self._rows, self._calls, self._end = slice(start, start + rows), 0, start + rows
-        result = self._task.loss_fn(model, batch)
+        with contextlib.nullcontext() if self._operations is None else self._operations.seeing():
+            result = self._task.loss_fn(model, batch)
+        if self._operations is not None and isinstance(result, GeneratorType):
+            self._operations.is_so = False  # its operations come later
         leaves = [] if isinstance(result, GeneratorType) else flat(result)
         self.is_low |= any(isinstance(one, torch.Tensor) and one.dtype in LOW_PRECISION for one in leaves)
         return result
@@ -322,9 +394,10 @@ class _Player:
     def _play(self, *args: Any, **kwargs: Any) -> Any:
         call = self._of_calls[self._calls]
         self._calls += 1
-        if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
-            raise ValueError("the model is called with other inputs, or with the samples in another order")
-        return call.output(self._rows)
+        with without_modes() if self._operations is not None else contextlib.nullcontext():
+            if self._is_same and not call.is_of(flat((args, kwargs)), self._rows):
+                raise ValueError("the model is called with other inputs, or with the samples in another order")
+            return call.output(self._rows)
 
     @contextlib.contextmanager
     def playing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anybatch.checking.standins import argument
 from anybatch.tensors.dispatch import Mode
 from anybatch.tensors.graph import in_backward
 from anybatch.tensors.shards import local_of
@@ -24,6 +25,7 @@ _AT_A_BOUND = frozenset(
         "hardtanh", "leaky_relu", "max", "maximum", "median", "min", "minimum", "relu", "relu_", "threshold", "where",
     )
 )  # fmt: skip
+_RANKING = frozenset(getattr(torch.ops.aten, name) for name in ("argsort", "cumsum", "kthvalue", "sort", "topk"))
 
 
 class Bound(NamedTuple):
@@ -41,6 +43,7 @@ class Bounds(Mode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met: list[Bound] = []  # in their order
+        self.ranks = False  # whether samples are put in an order, or counted on, as by a number that is taken of them
         # runs an operation in the place of torch, as ``__torch_dispatch__`` of another mode would
         self.run: Callable[..., Any] | None = None
         self._bounded: Any = None  # what the last operation gave, if it was one of these
@@ -51,6 +54,7 @@ class Bounds(Mode):
         """Notes the operation, and runs it."""
         packet, last, self._bounded = getattr(func, "overloadpacket", None), self._bounded, None
         is_noted = False
+        self.ranks = self.ranks or (packet in _RANKING and _is_along_samples(func, args, kwargs or {}))
         if torch.is_grad_enabled() and (packet in _AT_A_BOUND or packet in _COMPARED) and not in_backward():
             is_noted = self._note(packet, args)
         elif packet is torch.ops.aten.ne and last is not None and args[0] is last:  # ``isfinite`` takes the abs
@@ -71,6 +75,12 @@ class Bounds(Mode):
         totals = [local_of(one).detach().sum(dtype=torch.float32) for one in given]
         self.met.append(Bound(name, [one.shape for one in given], totals, limit))
         return True
+
+
+def _is_along_samples(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    own, dim = args[0], argument(func, args, kwargs, "dim", -1)
+    is_of_lengths = func.overloadpacket is not torch.ops.aten.cumsum and not own.is_floating_point()
+    return own.dim() > 0 and not dim % own.dim() and not is_of_lengths and not in_backward()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from anybatch.batch.batches import Part, sizes_of
-from anybatch.checking.causes import reason
+from anybatch.checking.causes import in_one_line, reason
 from anybatch.checking.cuts import Cut
 from anybatch.checking.trial import Trial
 from anybatch.errors import AnyBatchError
@@ -31,8 +31,7 @@ def another_size(trial: Trial, task: Task, parts: Sequence[Part]) -> tuple[Proof
         except Exception as error:  # noqa: BLE001 - only what a shape may cause speaks of the size
             if not isinstance(error, _OF_SHAPES) or isinstance(error, AnyBatchError) or is_out_of_memory(error):
                 return None
-            text = str(error).splitlines()[0] if str(error) else ""
-            failed = failed or f"{type(error).__name__}: {text}"
+            failed = failed or in_one_line(error)
             Failure(error).release()
             continue
         if failed is None:  # the step's own do not fail

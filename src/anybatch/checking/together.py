@@ -40,9 +40,11 @@ def prove_together(
     with surroundings():
         trial = Trial(task, parameters, optimizations, task.settings.reducer)
         for _ in range(_TRIES):
-            failure = None
             try:
                 proof, why = _compared(trial, task, parts)
+                if task.cut_of_time is not None:  # each chunk gathers the weights, on all ranks at once
+                    note = "where time is cut was not compared, since the model lies in parts"
+                    proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
                 return replace(proof, update=update), why
             except ShortageElsewhere as found:
                 note = found.shortage.text or "the ranks run other units of the model"
@@ -52,7 +54,6 @@ def prove_together(
                 raise
             except Exception as error:  # noqa: BLE001 - the loss may run micro-batches of one size only
                 failure = Failure(error)
-            if failure is not None:
                 failure.release()
                 reducer = task.settings.reducer
                 note = reducer.agree(0, is_final=False, where="the proof", text=failure.text or "memory ran out").text

@@ -146,10 +146,13 @@ class Trial:
         # whether a run moves buffers, or there is a flag among them
         self.has_state = any(map(is_flag, _buffers(self._every_module)))
         self._changers: set[str] = set()  # modules of Python from which gradients on their way are changed
-        self._room = 0  # bytes that samples with their gradients have taken
+        self.ranks = False  # whether samples are put in an order, so that more of them may show something else
+        self.room = 0  # bytes that samples with their gradients have taken
         self.written: dict[int, torch.Tensor] = {}  # weights that the forward or the loss writes to, by identity
         self._draws = True  # until a run has drawn nothing
         self._may_write = not any(map(is_scripted, self._every_module))  # to tensors that nobody else puts back
+        # the weights of TorchScript that writes to something, which no mode sees; until a run has moved none of them
+        self._scripted = [one for module in self._every_module if _writes(module) for one in module.parameters()]
         functions = [task.loss_fn, *getattr(task.loss_fn, "user_functions", ()), task.splittable.collate, task.count]
         self._effects = SideEffects([*self._modules, *functions], tensors=False)
         self._before, self._random = Snapshot(self._modules, devices, task.loss_fn), RandomState(devices)
@@ -168,7 +171,8 @@ class Trial:
         with Recording() if self._task.is_planned else contextlib.nullcontext() as recording:
             whole, numbers = self._whole(cut, numbers, wider, bounds=of_whole)
         if recording is not None:
-            self._room = max(self._room, recording.most)
+            self.room = max(self.room, recording.most)
+        self.ranks = self.ranks or of_whole.ranks
         self._draws = draws = bool(numbers is not None and numbers.draws) or whole.drew_others
         watched = of_parts if of_whole.met else None
         split = self.run(cut, cut.parts, numbers if in_single or draws else None, bounds=watched)
@@ -238,6 +242,10 @@ class Trial:
         is_low = self._task.settings.autocast is not None or lowest in LOW_PRECISION
         return Difference(error if math.isfinite(error) else math.inf, off, lowest, in_single or not is_low, draws)
 
+    def value_of(self, cut: Cut) -> Ran:
+        """What a cut gives whole, without its gradient."""
+        return self.run(cut, cut.whole, None, differentiate=False)
+
     def of_losses(self, cut: Cut) -> Difference:
         """Compares the losses of parts that together may fit only without their gradients.
 
@@ -252,6 +260,10 @@ class Trial:
                 break
         return self._of_losses(cut, recording.most)[1]
 
+    def in_room(self) -> AbstractContextManager[Any]:
+        """Stops, under a plan, what takes more than some samples have taken with their gradient."""
+        return Recording(limit=self.room) if self._task.is_planned else contextlib.nullcontext()
+
     def fitting(self, part: Part, most: int) -> tuple[int, int]:
         """How many micro-batches there is room for without their gradients, up to a number, and the bytes of it.
 
@@ -261,6 +273,7 @@ class Trial:
         alone = Cut(self._task.splittable.chosen([*part.samples], part.batch), (len(part.samples),))
         with Recording() as full:
             self.run(alone, alone.whole, None)
+        self.room = max(self.room, full.most)
         room = full.most if self._task.is_planned else max(full.most, _FREE)
         with Recording() as light:
             self.of_losses_beside(alone, room)
@@ -280,8 +293,8 @@ class Trial:
         Raises:
             OverBudget: they take more than a plan has room for.
         """
-        reserved = max(self._room, sum(one.nbytes for one in self.parameters if one.grad is None))
-        limit, failure = room or (reserved if self._task.is_planned else None), None
+        reserved = max(self.room, sum(one.nbytes for one in self.parameters if one.grad is None))
+        limit = room or (reserved if self._task.is_planned else None)
         try:
             chosen, difference, drew_others = self._of_losses(cut, limit)
         except OverBudget:
@@ -289,9 +302,7 @@ class Trial:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            failure = Failure(error)
-        if failure is not None:  # the loss may differentiate by itself, which takes a graph
-            failure.release()
+            Failure(error).release()  # the loss may differentiate by itself, which takes a graph
             chosen, difference, drew_others = self._of_losses(cut, limit, differentiate=True)
         return None if drew_others else (chosen, difference)
 
@@ -398,6 +409,7 @@ class Trial:
         if bounds is not None:
             bounds.run, run = run, bounds.__torch_dispatch__
         written = Overwritten(_buffers(self._every_module), run) if self._may_write else None
+        scripted = [(one, one._version, one.detach().clone()) for one in self._scripted]
         places = [(one, memory_of(one)) for one in self._weights()]  # another tensor may be put in .data
         try:
             seen = _Hooks(self._changers) if self.counts is None else contextlib.nullcontext()  # each run puts the same
@@ -413,6 +425,10 @@ class Trial:
                 self.written.update((id(one), one) for one, _ in places if written.holds(one))
                 self._may_write = bool(written.bytes)  # what one run does not write to, none does
                 written.restore()
+            self._scripted = [one for one, version, _ in scripted if one._version != version]
+            for one, _, values in scripted if self._scripted else ():
+                one.data.copy_(values)
+            self.written.update((id(one), one) for one in self._scripted)
             moves_buffers = _versions(self._every_module) != buffers
             self.has_state = self.has_state or moves_buffers
             is_moved = (written is not None and self._may_write) or moves_buffers
@@ -504,6 +520,11 @@ def _without_dropout(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
                 undo.callback(setattr, module, "dropout", module.dropout)
                 module.dropout = 0.0
         yield
+
+
+def _writes(module: torch.nn.Module) -> bool:
+    """Whether a module is TorchScript with operations in place."""
+    return is_scripted(module) and hasattr(module, "inlined_graph") and "_(" in str(module.inlined_graph)
 
 
 def _buffers(modules: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -123,3 +123,19 @@ def test_the_mean_that_helps_is_not_told() -> None:
 @pytest.mark.parametrize("loss_fn", [mean, weighted, hinge, finite, probable, squared])
 def test_a_loss_of_each_sample_is_not_told(loss_fn: Loss) -> None:
     assert said_of(loss_fn) == ""
+
+
+@pytest.mark.parametrize("size", ["450KiB", "900KiB"])
+@pytest.mark.parametrize("loss_fn", [hard, mean])
+def test_within_a_budget_it_is_told_or_there_is_no_room(loss_fn: Loss, size: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    batch = {"x": torch.randn(4096, 16), "y": torch.randint(4, (4096,))}
+    step = anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters()), memory=size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        proof = step(batch).proof
+    assert proof is not None
+    assert proof.exact
+    is_told = any("once the model gives other numbers" in str(one.message) for one in caught)
+    assert is_told == (loss_fn is hard and "with other outputs takes more" not in proof.note)

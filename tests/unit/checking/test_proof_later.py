@@ -108,3 +108,25 @@ def test_a_count_that_begins_in_the_class_is_a_count() -> None:
         anybatch.backward(model, Annealed(400), batch, micro_batch_size=8)
     with pytest.raises(anybatch.NotSplittable, match=r"(.|\n)*self\.calls \+= 1  # here, once"):
         anybatch.backward(model, Annealed(2), batch, micro_batch_size=8)
+
+
+@pytest.mark.parametrize("size", ["450KiB", "600KiB"])
+def test_a_budget_with_room_sees_what_matters_later_and_another_says_that_it_does_not(size: str) -> None:
+    torch.manual_seed(0)
+    kept = {"calls": 0}
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    batch, optimizer = {"x": torch.randn(4096, 16), "y": torch.randn(4096, 4)}, torch.optim.SGD(model.parameters())
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        kept["calls"] += 1
+        return F.mse_loss(model(batch["x"]), batch["y"]) * (1.0 if kept["calls"] < 1000 else 0.5)
+
+    step = anybatch.TrainStep(model, loss_fn, optimizer, memory=size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        proof = step(batch).proof
+    assert proof is not None
+    is_told = any("kept['calls']" in str(one.message) for one in caught)
+    assert (
+        "what begins later" in proof.note
+    ) != is_told  # which size of micro-batches a plan takes is a matter of time

@@ -53,7 +53,34 @@ def hardest_of_two(model: Any, batch: Batch) -> torch.Tensor:
     return losses.topk(min(20, len(losses))).values.mean()
 
 
-@pytest.mark.parametrize("loss_fn", [hardest, above_a_count, hardest_yielded, hardest_of_two])
+class Centred(torch.autograd.Function):
+    """Has the value of what it is given, and of many samples another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient - 0.5 * gradient.mean(0) if len(gradient) > 20 else gradient
+
+
+def of_many_in_the_gradient(model: Any, batch: Batch) -> torch.Tensor:
+    centred: torch.Tensor = Centred.apply(model(batch["x"]))  # type: ignore[no-untyped-call]
+    return F.cross_entropy(centred, batch["y"])
+
+
+def of_another_call_if_many(model: Any, batch: Batch) -> torch.Tensor:
+    """What the second call gives has no gradient in micro-batches."""
+    loss, other = each(model, batch).mean(), model(-batch["x"])
+    return loss + 0.1 * other.std(0).mean() if len(batch["x"]) > 20 else loss
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [hardest, above_a_count, hardest_yielded, hardest_of_two, of_many_in_the_gradient, of_another_call_if_many],
+)
 @pytest.mark.parametrize("verb", ["step", "backward"])
 def test_what_only_many_samples_show_is_stopped_before_the_first_update(loss_fn: Loss, verb: str) -> None:
     model, batch = net(), batch_of()
@@ -70,6 +97,27 @@ def test_what_only_many_samples_show_is_stopped_before_the_first_update(loss_fn:
     assert not model._forward_hooks
     assert "forward" not in vars(model)
     assert step.updates == 0
+
+
+class Chosen(nn.Module):
+    """Gives some of the samples nothing: a number of them, or a share."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.net, self.most = net(), most
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.net(x)
+        chosen = out.sum(1).topk(min(len(x), self.most)).indices
+        return torch.zeros_like(out).index_copy(0, chosen, out[chosen])
+
+
+def test_a_model_that_takes_a_number_of_samples() -> None:
+    with pytest.raises(anybatch.NotSplittable, match="couples the samples"):
+        anybatch.backward(Chosen(20), lambda m, b: each(m, b).mean(), batch_of(), micro_batch_size=SIZE)
+    result = anybatch.backward(Chosen(99), lambda m, b: each(m, b).mean(), batch_of(), micro_batch_size=SIZE)
+    assert result.proof is not None
+    assert result.proof.exact
 
 
 def test_what_the_short_last_micro_batch_alone_shows() -> None:

@@ -1,0 +1,123 @@
+"""What the first batch does not have, such as ignored labels, is proved in the first batch that has it.
+
+How this could alarm without need: batches that a count suits are refused, or each batch is proved anew.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch
+from anybatch.checking import proof as proving
+
+Batch = dict[str, torch.Tensor]
+ROWS = 48
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch_of() -> Batch:
+    torch.manual_seed(1)
+    return {
+        "x": torch.randn(ROWS, 6), "y": torch.randint(4, (ROWS,)), "t": torch.randn(ROWS, 4),
+        "weight": torch.full((ROWS,), 0.5), "length": torch.full((ROWS,), 4),
+    }  # fmt: skip
+
+
+def labels(model: Any, batch: Batch) -> Any:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def there(model: Any, batch: Batch) -> Any:
+    return (model(batch["x"]) - batch["t"])[~batch["t"].isnan()].square().mean()
+
+
+def weighed(model: Any, batch: Batch) -> Any:
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def lasting(model: Any, batch: Batch) -> Any:
+    kept = torch.arange(4) < batch["length"][:, None]
+    return ((model(batch["x"]) - batch["t"]).square() * kept).sum() / kept.sum()
+
+
+def each_alone(model: Any, batch: Batch) -> Any:
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none", ignore_index=-100)
+    return (losses * batch["weight"] * batch["length"]).mean()
+
+
+def ignored(batch: Batch) -> Batch:
+    return {**batch, "y": batch["y"].where(torch.arange(ROWS) > ROWS // 3, -100)}
+
+
+def missing(batch: Batch) -> Batch:
+    rate = torch.linspace(0, 0.9, ROWS)[:, None]
+    return {**batch, "t": batch["t"].where(torch.rand(ROWS, 4) > rate, math.nan)}
+
+
+def uneven(batch: Batch) -> Batch:
+    return {**batch, "weight": torch.rand(ROWS), "length": torch.randint(1, 5, (ROWS,))}
+
+
+COUNTS = {
+    labels: anybatch.count_tokens("y"),
+    there: lambda batch: (~batch["t"].isnan()).sum(),
+    weighed: lambda batch: batch["weight"].sum(),
+    lasting: lambda batch: batch["length"].sum(),
+}
+LATER: dict[Any, Callable[[Batch], Batch]] = {labels: ignored, there: missing, weighed: uneven, lasting: uneven}
+
+
+def trained(loss_fn: Any, batches: list[Batch], **options: Any) -> int:
+    """How often a split was proved."""
+    model = net()
+    step = anybatch.TrainStep(
+        model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=6, **options
+    )
+    with mock.patch.object(proving, "prove", wraps=proving.prove) as proved:
+        for batch in batches:
+            step(batch)
+    return proved.call_count
+
+
+@pytest.mark.parametrize("loss_fn", LATER)
+def test_what_only_a_later_batch_has_is_stopped_there(loss_fn: Any) -> None:
+    first = batch_of()
+    assert trained(loss_fn, [first] * 3) == 1
+    with pytest.raises(anybatch.NotSplittable, match="The loss is averaged over"):
+        trained(loss_fn, [first, LATER[loss_fn](first)])
+
+
+@pytest.mark.parametrize("loss_fn", LATER)
+def test_the_count_that_suits_it_passes(loss_fn: Any) -> None:
+    first = batch_of()
+    later = LATER[loss_fn](first)
+    assert trained(loss_fn, [first, later, later, first], count=COUNTS[loss_fn]) == 1
+
+
+@pytest.mark.parametrize("later", [ignored, uneven])
+def test_a_mean_over_the_samples_is_proved_once(later: Callable[[Batch], Batch]) -> None:
+    first = batch_of()
+    assert trained(each_alone, [first, later(first), later(first)]) == 1
+
+
+def test_labels_of_a_shifted_model() -> None:
+    def shifted(model: Any, batch: Batch) -> Any:
+        return F.cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["y"][:, 1:].flatten())
+
+    torch.manual_seed(1)
+    first = {"x": torch.randn(ROWS, 5, 6), "y": torch.randint(4, (ROWS, 5))}
+    later = {**first, "y": first["y"].where(torch.rand(ROWS, 5) > torch.linspace(0, 0.8, ROWS)[:, None], -100)}
+    with pytest.raises(anybatch.NotSplittable, match="shift=1"):
+        trained(shifted, [first, first, later])
+    assert trained(shifted, [first, later], count=anybatch.count_tokens("y", shift=1)) == 1
