@@ -131,3 +131,30 @@ def test_models_of_one_fold_after_the_other_do_not_stay_in_memory() -> None:
             fold(weights)
             gc.collect()
             assert sum(one() is not None for one in weights) <= min(count, 2)
+
+
+class Passing(torch.nn.Module):
+    """Makes numbers that its backward does not need, and that nobody holds once it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds a number, and cuts negative ones off."""
+        moved = self.inner(x) + 1
+        self.made.append(weakref.ref(moved))
+        return torch.relu(moved)
+
+
+def test_what_a_forward_has_passed_does_not_stay_in_memory() -> None:
+    model = Passing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Doctor(model, optimizer):
+        for _ in range(30):
+            loss = model(torch.randn(8, 4)).mean()
+            assert [one() for one in model.made] == [None] * len(model.made)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
