@@ -92,6 +92,16 @@ def capacity_of(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that are free on a device, those that its allocator holds and nothing uses included, or on the host."""
+    if is_accelerator(device):
+        counted = memory_of(device)
+        return capacity_of(device)[0] + counted.reserved - counted.allocated
+    import psutil  # only here
+
+    return int(psutil.virtual_memory().available)
+
+
 class TakenBlock(NamedTuple):
     """A block of a device's memory."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.accelerators import capacity_of, is_accelerator, memory_of, synchronize
+from anybatch.accelerators import capacity_of, free_bytes, is_accelerator, memory_of, synchronize
 from anybatch.errors import BatchError
 from anybatch.records.plans import Confidence
 from anybatch.torch_private import clear_workspaces
@@ -124,24 +124,16 @@ def _total_bytes(target: Target) -> int:
     if target.total:
         return target.total
     if target.device_type == "cpu":
-        return int(_host_memory().total)
+        import psutil  # only budgets of the host need it
+
+        return int(psutil.virtual_memory().total)
     raise BatchError(f"the size of {target.name} is not known here; give memory as bytes, such as '8GiB'")
 
 
 def _free_bytes(target: Target) -> int:
-    if target.is_present and target.device_type != "cpu":
-        device = torch.device(target.name)
-        counted = memory_of(device)
-        return capacity_of(device)[0] + counted.reserved - counted.allocated
-    if target.device_type == "cpu":
-        return int(_host_memory().available)
+    if target.is_present or target.device_type == "cpu":
+        return free_bytes(torch.device(target.name))
     return _total_bytes(target)
-
-
-def _host_memory() -> Any:
-    import psutil  # only budgets of the host need it
-
-    return psutil.virtual_memory()
 
 
 _VARIES = 0.03

@@ -4,6 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
+from anybatch.accelerators import free_bytes, is_accelerator
 from anybatch.doctor.ask import (
     adversaries,
     arguments,
@@ -27,7 +30,7 @@ from anybatch.doctor.ask import (
 )
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import Question, Step
-from anybatch.doctor.ask.tape import is_freed
+from anybatch.doctor.ask.tape import Tape, is_freed
 from anybatch.doctor.ask.trials import FAILURES, Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -42,6 +45,9 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
 )  # fmt: skip
 """What needs no more than a look at what was kept."""
 
+_COPIES = 16
+"""How many times what a step makes is held at once: of it run again and once more changed, values, graph, gradients."""
+
 OF_A_STEP = (
     *(rows, pairs, axes, weighing, functions, arguments, ideals, straightness),
     *(outweighing, fitting, relating),
@@ -52,8 +58,14 @@ OF_A_STEP = (
 def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Iterator[Probed]:
     """The answers of all questions; one that fails leaves the others theirs."""
     for tapes in (kept.tapes, kept.earlier):
-        for number in [number for number, tape in tapes.items() if any(map(is_freed, tape.parameters.values()))]:
-            del tapes[number]
+        for number, tape in list(tapes.items()):
+            tape.until = until
+            if any(map(is_freed, tape.parameters.values())):
+                del tapes[number]
+            elif _is_too_large(tape):
+                why = f"a step that makes {tape.size} bytes may take more memory to run again than the host has"
+                yield Probed(probe="step", root=-1, detail=why, evidence={"optimizer": number})
+                del tapes[number]
     for question in OBSERVED:
         try:
             yield from question(kept, run)
@@ -71,6 +83,12 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for root in kept.batches:
         yield _answer("apart", until, batches.apart, kept, root)
         yield _answer("labels", until, labels.unrelated, kept, modules.get(root), root, until)
+
+
+def _is_too_large(tape: Tape) -> bool:
+    """Whether the host might run out of memory, which would end the process. A device that does raises an error."""
+    device = next((one.device for one in tape.leaves.values()), torch.device("cpu"))
+    return not is_accelerator(device) and _COPIES * tape.size > free_bytes(device)
 
 
 def _answer(name: str, until: float, question: Callable[..., Probed], *args: Any, optimizer: int = -1) -> Probed:

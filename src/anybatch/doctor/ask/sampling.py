@@ -21,6 +21,7 @@ from anybatch.records.runs import Run
 from anybatch.tensors.dispatch import has_numbers, unseen
 
 _MOST_ROWS = 20_000  # of the training
+_OF_A_CALL = 1024  # rows, and entries of each, evenly spaced where there are more
 _MOST_CALLS = 512  # of a loop whose inputs are looked at, evenly over it
 _LEAST_CALLS = 10
 _LEAST_LEVELS = 8
@@ -86,7 +87,8 @@ class Sampling:
             rows = self.trained.setdefault((place, given.shape[1:]), [])
             if len(rows) < _MOST_ROWS and given.numel():
                 sizes = _sizes(given)
-                own = level.double().flatten().tolist() if isinstance(level, torch.Tensor) else [float(level)]
+                levels = _spaced(level.flatten()).double() if isinstance(level, torch.Tensor) else None
+                own = [float(level)] if levels is None else levels.tolist()
                 rows += zip(own * (len(sizes) // len(own)), sizes, strict=True)
 
     @unseen
@@ -192,4 +194,11 @@ def _ends(level: Any) -> tuple[float, float]:
 
 def _sizes(given: torch.Tensor) -> list[float]:
     """The logarithm of the mean square of each row."""
-    return given.detach().double().flatten(1).square().mean(1).clamp(min=1e-12).log().tolist()
+    some = _spaced(_spaced(given.detach()).flatten(1), 1)
+    return some.double().square().mean(1).clamp(min=1e-12).log().tolist()
+
+
+def _spaced(given: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Some of its rows, or columns, evenly spaced."""
+    step = -(-given.shape[dim] // _OF_A_CALL)
+    return given[(slice(None),) * dim + (slice(None, None, step),)] if step > 1 else given

@@ -1,5 +1,7 @@
 """One step of a run as a list of operations, which can be run again with other rows."""
 
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +105,10 @@ class Tape(SafeMode):
         numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
         sizes: whether a size was asked for.
         made: for each kind of node of the graph the lines of the operations that made one.
-        bytes: of the leaves that are no parameters.
+        bytes: of the leaves that are no parameters, and of what was drawn.
+        size: bytes of all that the operations gave.
+        rewrites: whether an operation may have written to what another one gave.
+        until: the time by ``time.perf_counter`` after which it is not run again.
     """
 
     def __init__(self, held: Iterable[int] = (), net: torch.nn.Module | None = None) -> None:
@@ -122,7 +127,9 @@ class Tape(SafeMode):
         self.made: dict[str, set[tuple[str, int]]] = {}
         self._slots: dict[int, tuple[weakref.ref[torch.Tensor], Slot]] = {}  # holds none of them: memory is scarce
         self._count = 0
-        self.bytes = 0
+        self.bytes = self.size = 0
+        self.rewrites = False
+        self.until = math.inf
 
     def stop(self) -> bool:
         """Also lets go of the tensors of the run."""
@@ -161,16 +168,24 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name != "data":
             return
+        self.rewrites |= writes(name, kwargs) or any(self._slot_of(one) is not None for one in found)
+        self.size += sum(one.numel() * one.element_size() for one in found)
         operation.outs = tuple([self._slot_of_new(one) for one in found])
-        operation.drawn = tuple([one.detach().clone() for one in found]) if name in RANDOM else None
+        operation.drawn = tuple(map(self._copy_of, found)) if name in RANDOM else None
         operation.grad = torch.is_grad_enabled()
         operation.file, operation.line = user_place(3)
         self.operations.append(operation)
         place = operation.file, operation.line
         for node in _nodes_of([one.grad_fn for one in found]):
             self.made.setdefault(node.name(), set()).add(place)
-        if len(self.operations) > _MOST_OPERATIONS or self.bytes > _MOST_BYTES:
+        if len(self.operations) > _MOST_OPERATIONS:
             self.give_up("the step is too long")
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.bytes += tensor.numel() * tensor.element_size()
+        if self.bytes > _MOST_BYTES:
+            raise ValueError("the step is given and draws too much")
+        return tensor.detach().clone()
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         known = self._slots.get(id(tensor))
@@ -199,11 +214,10 @@ class Tape(SafeMode):
                 return slot
         if is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")
-        self.bytes += tensor.numel() * tensor.element_size()
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and base.is_contiguous() and tensor.is_contiguous():
             self.bases[slot] = tuple(base.shape)
-        self.leaves[slot] = tensor.detach().clone().requires_grad_(tensor.is_leaf and tensor.requires_grad)
+        self.leaves[slot] = self._copy_of(tensor).requires_grad_(tensor.is_leaf and tensor.requires_grad)
         if tensor.grad_fn is not None:
             self.opaque.add(slot)
             for _ in _nodes_of([tensor.grad_fn]):  # no operation of this step has made them
@@ -250,7 +264,7 @@ class Replay:
     """The step, run again."""
 
     values: Values = field(default_factory=dict)  # of all slots, as they were last
-    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # for each operation copies of what it gave
+    results: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # for each operation what it gave, then
 
 
 def replay(
@@ -275,6 +289,8 @@ def replay(
         return values[one] if type(one) is Slot else number(one) if type(one) in (int, float) else one
 
     for operation in tape.operations[:until]:
+        if time.perf_counter() > tape.until:
+            raise TimeoutError("there was no time left")
         args, kwargs = rebuilt((operation.args, operation.kwargs), filled)
         with torch.set_grad_enabled(operation.grad):
             result = _again(operation, args, kwargs, change)
@@ -282,7 +298,7 @@ def replay(
         if len(found) != len(operation.outs):
             raise ValueError(f"{operation.name} gave another number of tensors")
         values.update(zip(operation.outs, found, strict=True))
-        done.results.append(tuple([one.detach().clone() for one in found]))
+        done.results.append(tuple([one.detach().clone() if tape.rewrites else one.detach() for one in found]))
     return done
 
 

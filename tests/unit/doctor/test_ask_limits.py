@@ -1,0 +1,84 @@
+"""Questions end at their time limit, hold little memory, and look at some entries of what is large."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.doctor.ask import asking
+from anybatch.doctor.ask.sampling import Sampling
+from anybatch.doctor.ask.steps import Loss, replayed
+from anybatch.doctor.ask.tape import Tape
+from anybatch.doctor.ask.trials import Unknown
+from test_doctor_ask import asked, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+
+def written(*, inplace: bool) -> tuple[Tape, torch.Tensor]:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 1))
+    tape = Tape([id(one) for one in net.parameters()], net)
+    x = torch.randn(16, 4)
+    tape.start()
+    loss = net(x).mean()
+    tape.loss(loss)
+    tape.stop()
+    return tape, loss
+
+
+def test_a_step_is_not_run_again_after_the_limit() -> None:
+    tape, loss = written(inplace=False)
+    assert torch.equal(replayed(tape, tape.losses[0]).values[tape.losses[0].slot], loss)
+    tape.until = time.perf_counter() - 1
+    with pytest.raises(Unknown, match="no time left"):
+        replayed(tape, tape.losses[0])
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_what_each_operation_gave_stays_as_it_was_then(inplace: bool) -> None:
+    tape, _ = written(inplace=inplace)
+    last: Loss = tape.losses[0]
+    found = {one.name: given[0] for one, given in zip(tape.operations, replayed(tape, last).results, strict=True)}
+    first = next(given[0] for one, given in zip(tape.operations, replayed(tape, last).results, strict=True)
+                 if one.name == "linear")  # fmt: skip
+    assert tape.rewrites is inplace
+    assert bool((first < 0).any())
+    assert not bool((found["relu"] < 0).any())
+
+
+def trains() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(16, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("free", "is_asked"), [(1000, False), (10**9, True)])
+def test_a_step_that_the_host_has_no_room_for_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, free: int, is_asked: bool
+) -> None:
+    monkeypatch.setattr(asking, "free_bytes", lambda device: free)
+    assert any("more memory to run again" in one.detail for one in asked(trains, "step")) is not is_asked
+    assert bool(asked(trains, "related")) is is_asked
+
+
+def rows_of(given: torch.Tensor, level: Any) -> list[tuple[float, float]]:
+    sampling = Sampling()
+    sampling.train(nn.Identity(), (given, level), {})
+    return sampling.trained[1, given.shape[1:]]
+
+
+@pytest.mark.parametrize("shape", [(4096, 3), (8, 3, 96, 96)])
+def test_rows_of_large_inputs_are_told_by_some_of_their_entries(shape: tuple[int, ...]) -> None:
+    level = torch.rand(shape[0])
+    given = level.view(-1, *[1] * (len(shape) - 1)).sqrt() * torch.randn(shape)
+    rows = rows_of(given, level)
+    assert len(rows) == min(shape[0], 1024)
+    assert all(one in set(level.double().tolist()) for one, _ in rows)
+    if len(shape) > 2:
+        assert all(abs(size - math.log(one)) < 0.2 for one, size in rows)
