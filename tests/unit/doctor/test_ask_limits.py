@@ -10,8 +10,8 @@ from torch import nn
 
 from anybatch.doctor.ask import asking
 from anybatch.doctor.ask.sampling import Sampling
-from anybatch.doctor.ask.steps import Loss, replayed
-from anybatch.doctor.ask.tape import Tape
+from anybatch.doctor.ask.steps import replayed
+from anybatch.doctor.ask.tape import Loss, Tape
 from anybatch.doctor.ask.trials import Unknown
 from test_doctor_ask import asked, nothing_was_compiled
 
