@@ -33,7 +33,7 @@ def run_probes(doctor: Any, *, active: bool = False, seconds: float = 20.0) -> l
                 found.extend(_of_root(doctor, run, root, module, args, kwargs, active, until))
             if (kept := getattr(doctor, "kept", None)) is not None:
                 found.extend(asked(kept, run, {root: one[0] for root, one in given.items()}, until))
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the user's script otherwise than it ended
         _log.warning("the probes stopped: %s: %s", type(error).__name__, error)
@@ -76,7 +76,7 @@ def _answer(name: str, probe: Any, trial: Trial, run: Run, root: int, doctor: An
         answer: Probed = probe(trial, run, root, doctor)
     except Unknown as reason:
         return Probed(probe=name, root=root, detail=str(reason))
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - a question must never end the script otherwise than it ended
         _log.warning("the probe %s failed: %s: %s", name, type(error).__name__, error)

@@ -1,6 +1,8 @@
 """Questions end at their time limit, hold little memory, and look at some entries of what is large."""
 
 import math
+import sys
+import threading
 import time
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.doctor.ask import asking
+from anybatch.doctor.ask import asking, trials
 from anybatch.doctor.ask.sampling import Sampling
 from anybatch.doctor.ask.steps import replayed
 from anybatch.doctor.ask.tape import Loss, Tape
@@ -65,6 +67,53 @@ def test_a_step_that_the_host_has_no_room_for_is_left_out(
     monkeypatch.setattr(asking, "free_bytes", lambda device: free)
     assert any("more memory to run again" in one.detail for one in asked(trains, "step")) is not is_asked
     assert bool(asked(trains, "related")) is is_asked
+
+
+class Large(nn.Module):
+    """Holds what is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.rows = [torch.zeros(1000) for _ in range(3)]
+        self.register_buffer("bank", torch.zeros(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Reads neither."""
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize(("most", "fits"), [(15_000, False), (20_000, True)])
+def test_what_a_model_holds_beside_its_parameters_is_copied_too(
+    monkeypatch: pytest.MonkeyPatch, most: int, fits: bool
+) -> None:
+    monkeypatch.setattr(trials, "MOST_BYTES", most)
+    if fits:
+        trials.Trial(Large(), (torch.ones(2, 4),), {}, math.inf)
+    else:
+        with pytest.raises(Unknown, match="larger ones are not copied"):
+            trials.Trial(Large(), (torch.ones(2, 4),), {}, math.inf)
+
+
+def test_other_threads_have_the_whole_of_a_stream_while_questions_are_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    with trials.undisturbed():
+        sys.stdout.write("lost")
+        thread = threading.Thread(target=lambda: seen.extend([sys.stdout.encoding, sys.stdout.write("kept")]))
+        thread.start()
+        thread.join()
+    assert seen == [sys.stdout.encoding, 4]
+    assert capfd.readouterr().out == "kept"
+
+
+def test_a_question_that_leaves_the_script_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves(kept: Any, run: Any) -> Any:
+        sys.exit(3)
+
+    monkeypatch.setattr(asking, "OBSERVED", (leaves, *asking.OBSERVED))
+    assert [one.detail for one in asked(trains, "leaves")] == ["SystemExit: 3"]
+    assert asked(trains, "related")
 
 
 def rows_of(given: torch.Tensor, level: Any) -> list[tuple[float, float]]:

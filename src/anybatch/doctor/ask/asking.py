@@ -31,7 +31,7 @@ from anybatch.doctor.ask import (
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.ask.steps import Question, Step
 from anybatch.doctor.ask.tape import Tape, is_freed
-from anybatch.doctor.ask.trials import FAILURES, Unknown
+from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -69,7 +69,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
     for question in OBSERVED:
         try:
             yield from question(kept, run)
-        except (*FAILURES, Unknown) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - others are asked all the same
             yield Probed(probe=question.__name__, root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for number, tape in sorted(kept.tapes.items()):
         step = Step(tape, number, kept, run, modules, until)
@@ -78,7 +78,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
             yield _answer(one.name, until, one.answer, step, optimizer=number)
     try:
         yield from adversaries.helped(kept.tapes, kept.initial)
-    except FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - as above
         yield Probed(probe="helped", root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for root in kept.batches:
         yield _answer("apart", until, batches.apart, kept, root)
@@ -96,6 +96,6 @@ def _answer(name: str, until: float, question: Callable[..., Probed], *args: Any
         if time.perf_counter() > until:
             raise Unknown("there was no time left")
         return question(*args)
-    except (*FAILURES, Unknown) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
         why = str(error) if isinstance(error, Unknown) else f"{type(error).__name__}: {error}"
         return Probed(probe=name, root=-1, detail=why[:300], evidence={"optimizer": optimizer})

@@ -39,6 +39,9 @@ _NOTHING = 0.01
 """A share of the loss that says nothing, however surely it is there."""
 
 
+_NEXT_TO_NOTHING = 1e-6
+"""A share of the loss by which orders differ where rows of one input never meet those of another."""
+
 _ALIKE = 0.95
 """The cosine of rows that have become alike."""
 
@@ -168,12 +171,25 @@ def _of_inputs(step: Step, end: float) -> Probed:
     best = max(each, key=lambda one: one.gain / max(one.spread, 1e-12))
     seen: dict[str, Any] = {"optimizer": step.optimizer, "rows": rows, "inputs": len(given)}
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
+    seen |= {"couples": best.spread > _NEXT_TO_NOTHING * abs(best.own) and _couples(step, best.own)}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
     collapsed = _collapsed(step) if answer != "unknown" else None
     collapsed = collapsed if collapsed and _is_best_alike(step, given, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
     place = collapsed or step.loss
     return told("related inputs", place, answer=answer, collapsed=collapsed is not None, **seen)
+
+
+def _couples(step: Step, own: float) -> bool:
+    """Whether the loss is another one where each row is there twice, so that rows are told from other rows."""
+    def doubled(one: torch.Tensor) -> torch.Tensor:
+        return torch.cat([one, one]) if one.shape[:1] == (step.rows,) else one
+
+    try:
+        twice = replayed(step.tape, step.loss, doubled, lambda one: 2 * one if one == step.rows else one)
+    except Unknown:  # it is not run with more rows
+        return False
+    return abs(_sum(twice.values[step.loss.slot]) - own) > _LITTLE * abs(own)
 
 
 def _collapsed(step: Step) -> Operation | None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from anybatch.tensors.sideeffects import SideEffects
 from anybatch.torch_private import hooks_on_saved_tensors
 
 MOST_BYTES = 2 * 2**30
-"""Of the parameters of a model that is still copied."""
+"""Of what a model that is still copied holds."""
 _MOST_KEPT = 256 * 2**20
 _MOST_OPERATIONS = 5000
 _ROWS = (5, 7, 3, 4, 6)
@@ -143,11 +143,12 @@ class Trial:
         self.until = until
         inner = unwrapped(module)
         parameters = list(inner.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        if size > MOST_BYTES:
-            raise Unknown(f"the model has {size} bytes of parameters; larger ones are not copied")
         if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters):
             raise Unknown("the model has parameters without a shape")
+        held = {id(one): one for each in inner.modules() for one in leaves(list(vars(each).values()))}
+        size = sum(int(getattr(one, "nbytes", 0)) for one in held.values() if not isinstance(one, torch.nn.Module))
+        if size > MOST_BYTES:
+            raise Unknown(f"the model holds {size} bytes; larger ones are not copied")
         if any(map(is_freed, parameters)):
             raise Unknown("the memory of a parameter was freed")
         try:
@@ -206,16 +207,18 @@ class Trial:
         return inputs
 
 
-class _Muted(io.StringIO):
+class _Muted:
     """Stands for a stream: what this thread prints is lost, and what other threads print is not."""
 
     def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self._stream, self._thread = stream, threading.get_ident()
+        self._stream, self._thread = stream or io.StringIO(), threading.get_ident()
 
     def write(self, text: str) -> int:
         """Passes on what other threads print."""
-        return len(text) if threading.get_ident() == self._thread or not self._stream else self._stream.write(text)
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Alone(Mode):
@@ -242,8 +245,9 @@ def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(redirect_stdout(_Muted(sys.stdout)))
-            stack.enter_context(redirect_stderr(_Muted(sys.stderr)))
+            stdout, stderr = (cast("Any", _Muted(one)) for one in (sys.stdout, sys.stderr))
+            stack.enter_context(redirect_stdout(stdout))
+            stack.enter_context(redirect_stderr(stderr))
             stack.enter_context(unobserved())
             stack.enter_context(without_user_modes())
             stack.enter_context(torch.inference_mode(False))

@@ -205,7 +205,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     beats = found.word == "learning" and found.guess > 0  # a batch may be of one kind
     scored = any(True for _ in run.of(Scored))  # what was drawn then is unlikely now, whatever was learned
     if (
-        (probed is None and found.word == "learning")
+        (probed is None and (found.word == "learning" or not same.evidence.get("couples")))  # no rows are paired
         or beats
         or scored
         or found.steps < ENOUGH_STEPS
