@@ -253,18 +253,24 @@ def lookup(node: Any, dotted: str) -> Any:
     """Returns the value at a dotted path, such as ``"labels"`` or ``"targets.0.mask"``.
 
     Args:
-        dotted: keys, field names and positions, joined by dots; the empty string is the node itself.
+        dotted: keys, field names and positions, joined by dots, which a key may have, too; the empty string is the
+            node itself.
 
     Raises:
         KeyError: a key is missing; the message lists those that there are.
+
+    Example:
+        >>> lookup({"cls.pth": [1, 2]}, "cls.pth.1")
+        2
     """
-    found = node
-    walked = ""
-    for key in dotted.split(".") if dotted else ():
+    found, walked, rest = node, "", dotted.split(".") if dotted else []
+    while rest:
         container = opened(found)
         children = {child.key: child for child in container.children} if container else {}
-        if key not in children:
-            raise KeyError(f"{walked or 'batch'} has no {key!r}; it has {sorted(children) or 'no children'}")
-        walked = (walked or "batch") + children[key].label
-        found = children[key].value
+        heads = [".".join(rest[:size]) for size in range(len(rest), 0, -1)]
+        key = next((one for one in heads if one in children), None)
+        if key is None:
+            raise KeyError(f"{walked or 'batch'} has no {rest[0]!r}; it has {sorted(children) or 'no children'}")
+        walked, found = (walked or "batch") + children[key].label, children[key].value
+        rest = rest[key.count(".") + 1 :]
     return found

@@ -168,6 +168,8 @@ class Averages:
         if pieces.whole.counts:
             return self._reason_of_mean(pieces, where), None
         if fitting := self._fitting(pieces, name):
+            if callable(own := self._count_of(name)) and self._of_shares(pieces, [Candidate("", "", own)]):
+                return reason("left over", where), None  # each part is run without what others leave
             return self._averaged_over(fitting, where, name), fitting[0]
         if pieces.fits([[1.0] * len(split.values) for split in pieces.splits]):
             return reason("sum", where, {"samples": self._splittable.rows}), None
@@ -245,13 +247,15 @@ class Averages:
 
     def _averaged_over(self, fitting: Sequence[Candidate], where: str, name: str) -> Reason:
         chosen, *others = fitting
-        count = self._given.get(name, count_samples) if isinstance(self._given, Mapping) else self._given
+        count, items = self._count_of(name), self._number(chosen)
         given, shown = float(self._splittable.rows), f"{self._splittable.rows} samples"
         if count is not count_samples and callable(count):
             given = self._number(Candidate("", "", count))
             shown = f"the {given:g} that count= gives"
+        if f"{given:g}" == f"{items:g}":
+            shown = f"{'samples' if count is count_samples else 'what count= gives'}: as many in all, not in each part"
         evidence = {
-            "items": self._number(chosen),
+            "items": items,
             "samples": self._splittable.rows,
             "counted": given,
             "also_fits": [other.code for other in others][:5],
@@ -264,6 +268,9 @@ class Averages:
             )
         line = self.line({name: chosen})
         return reason("count", where, evidence, what=chosen.items, given=shown, also=also, line=line)
+
+    def _count_of(self, name: str) -> Any:
+        return self._given.get(name, count_samples) if isinstance(self._given, Mapping) else self._given
 
     def line(self, found: Mapping[str, Candidate]) -> str:
         """The count= that losses need, by their names, as it is written in code."""
@@ -325,7 +332,7 @@ class Averages:
             return next(iter(found.values())).function
         functions: dict[str, Any] = {}
         for name in self._names:
-            own = self._given.get(name, count_samples) if isinstance(self._given, Mapping) else self._given
+            own = self._count_of(name)
             functions[name] = found[name].function if name in found else own if callable(own) else count_samples
         return functions
 

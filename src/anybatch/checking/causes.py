@@ -105,6 +105,13 @@ CAUSES: dict[str, Cause] = {
     ),
     # what the loss is averaged over
     "count": Cause("count", "The loss is averaged over {items:g} {what}, not over {given}.{also}", ("{line}",)),
+    "left over": Cause(
+        "state",
+        "Each micro-batch run alone gives its share of the whole batch; one after the other they do not: the loss goes "
+        "by what the one before leaves, such as the gradient in `.grad`. Read it once before the step, and give it "
+        "as data.",
+        ('batch["value"] = value  # before step(batch); the loss reads batch["value"]', WHOLE),
+    ),
     "unknown count": Cause(
         "count",
         "The loss is a weighted mean of its parts, with the weights {shown} in the first split, and no count that was "

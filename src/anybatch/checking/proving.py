@@ -45,6 +45,7 @@ class Proofs:
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
         self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
+        self._key: Hashable = None  # of the batch that was proved last
         self._switches: Switches | None = None  # as long as nothing was proved
 
     def look(
@@ -73,10 +74,11 @@ class Proofs:
             return task, None
         key = layout_key(task.splittable)
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
+        if key in self._known and self._is_new(key, task):
+            del self._known[key]  # at once, since the proof may raise, and the batch be tried again
+            self._unseen.pop(key, None)
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
-        if known is not None and self._is_new(key, task):
-            holds, known = False, None
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
 
@@ -140,7 +142,7 @@ class Proofs:
                     self._conclude(*apart, task)
                     self._known[key] = self.latest = apart[0]
             return task, None
-        replay = Replay(task, parts, parameters, optimizations, proof, seen)
+        self._key, replay = key, Replay(task, parts, parameters, optimizations, proof, seen)
         return replay.task, replay
 
     def conclude(self, task: Task, replay: "Replay", sums: Sums) -> None:
@@ -152,10 +154,9 @@ class Proofs:
         Raises:
             NotSplittable: the loss of the whole batch has another gradient.
         """
-        found = replay.found(values_of(sums))
-        self._unseen[layout_key(task.splittable)] = replay.unseen
+        key, found = self._key, replay.found(values_of(sums))
+        self._unseen[key] = replay.unseen
         if found is not None:
-            key = layout_key(task.splittable)
             self._known.pop(key, None)  # it is proved again if it is tried again
             self._conclude(*found, task)
             self._known[key] = self.latest = found[0]

@@ -149,3 +149,18 @@ def test_samples_that_are_cut_to_the_longest_are_not_told_as_a_module_that_coupl
     batch = {"x": torch.randn(16, 9, 3), "length": torch.arange(16) % 8 + 1}
     with pytest.raises(anybatch.NotSplittable, match="cut to the longest"):
         anybatch.backward(Recurrent(), trimmed, batch, micro_batch_size=4)
+
+
+def test_a_count_that_is_as_many_in_all_is_not_told_by_two_equal_numbers() -> None:
+    def weighed(model: Any, batch: Any) -> Any:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+    weight = torch.arange(24) % 3.0
+    with pytest.raises(anybatch.NotSplittable, match="not over samples: as many in all, not in each part"):
+        anybatch.backward(net(), weighed, rows(24, weight=weight), micro_batch_size=8)
+    proof = anybatch.backward(
+        net(), weighed, rows(24, weight=weight), micro_batch_size=8, count=lambda batch: batch["weight"].sum()
+    ).proof
+    assert proof is not None
+    assert proof.exact

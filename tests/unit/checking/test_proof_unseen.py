@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch
+from anybatch.batch.batches import Splittable
 from anybatch.checking import proof as proving
+from anybatch.checking.elsewhere import Unseen
 
 Batch = dict[str, torch.Tensor]
 ROWS = 48
@@ -78,7 +80,7 @@ COUNTS = {
 LATER: dict[Any, Callable[[Batch], Batch]] = {labels: ignored, there: missing, weighed: uneven, lasting: uneven}
 
 
-def trained(loss_fn: Any, batches: list[Batch], **options: Any) -> int:
+def trained(loss_fn: Any, batches: list[Any], **options: Any) -> int:
     """How often a split was proved."""
     model = net()
     step = anybatch.TrainStep(
@@ -121,3 +123,37 @@ def test_labels_of_a_shifted_model() -> None:
     with pytest.raises(anybatch.NotSplittable, match="shift=1"):
         trained(shifted, [first, first, later])
     assert trained(shifted, [first, later], count=anybatch.count_tokens("y", shift=1)) == 1
+
+
+def test_keys_with_dots() -> None:
+    def dotted(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["img.pth"]), batch["cls"]["y.txt"])
+
+    first, later = ({"img.pth": one["x"], "cls": {"y.txt": one["y"]}} for one in (batch_of(), ignored(batch_of())))
+    assert trained(dotted, [first] * 3) == 1
+    with pytest.raises(anybatch.NotSplittable, match=r'count_tokens\("cls\.y\.txt"\)'):
+        trained(dotted, [first, later])
+    assert trained(dotted, [first, later], count=anybatch.count_tokens("cls.y.txt")) == 1
+
+
+def test_a_batch_without_the_leaf_does_not_have_it() -> None:
+    asked = Unseen("batch['y']", lambda one: one < 0)
+    found = [asked.is_in(Splittable([{name: torch.tensor([1, -100])}])) for name in ("x", "y")]
+    assert found == [False, True]
+
+
+def test_what_a_later_batch_has_is_warned_of_once() -> None:
+    later = ignored(batch_of())
+    with pytest.warns(UserWarning, match="The loss is averaged over") as said:
+        assert trained(labels, [batch_of(), later, later, batch_of(), later], verify="warn") == 2
+    assert len(said) == 1
+
+
+def test_what_is_refused_is_refused_again() -> None:
+    model, later = net(), ignored(batch_of())
+    step = anybatch.TrainStep(model, labels, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=6)
+    step(batch_of())
+    for _ in range(2):
+        with pytest.raises(anybatch.NotSplittable):
+            step(later)
+    assert step(batch_of()).proof

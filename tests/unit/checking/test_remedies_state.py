@@ -49,6 +49,19 @@ def test_of_something_that_moves_unseen() -> None:
     assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": next(numbers)}).exact
 
 
+@follows("left over")
+def test_of_a_loss_that_reads_the_gradient() -> None:
+    def eased(model: Any, batch: Batch) -> Any:
+        gradient = model.weight.grad
+        return cross_entropy(model, batch) / (1.0 if gradient is None else 1 + gradient.norm())
+
+    found = said(check(linear(), eased, vectors()), 'batch["value"] = value', WHOLE)
+    assert found.code == "state"
+    assert "averaged" not in found.message
+    assert check(linear(), lambda m, b: cross_entropy(m, b) / b["value"], {**vectors(), "value": 1.5}).exact
+    trained(linear(), eased, vectors())
+
+
 @follows("function of a mean")
 def test_of_the_logarithm_of_a_mean() -> None:
     def items(model: Any, batch: Batch) -> torch.Tensor:
