@@ -19,24 +19,40 @@ _NOISE = 0.5  # of what a sample has
 class Unseen(NamedTuple):
     """What a batch does not have, and would have to be proved for."""
 
-    label: str  # of the leaf
+    keys: tuple[str, ...]  # of the leaf
     has: Callable[[torch.Tensor], torch.Tensor]  # which entries of it are so
 
     def is_in(self, splittable: Splittable) -> bool:
         """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
-        found = (one for batch in splittable.batches for one in leaves(batch, "batch"))
-        return any(label == self.label and _is_numbers(leaf) and bool(self.has(leaf).any()) for label, _, leaf in found)
+        for batch in splittable.batches:
+            leaf = _at(batch, self.keys)
+            if _is_numbers(leaf) and bool(self.has(leaf).any()):
+                return True
+        return False
+
+
+def _at(batch: Any, keys: tuple[str, ...]) -> Any:
+    """The leaf of a batch with some keys, found quickly in each step; ``None`` where there is none."""
+    node = batch
+    for key in keys:
+        if type(node) is dict:
+            node = node.get(key)
+        elif type(node) in (list, tuple):
+            node = node[int(key)] if int(key) < len(node) else None
+        else:
+            return next((leaf for _, own, leaf in leaves(batch, "batch") if tuple(own) == keys), None)
+    return node
 
 
 def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts: Sequence[Any]) -> Iterator[Unseen]:
     """The leaf of labels of a mean, none of which is ignored so far, where the counts do not leave such a one out."""
     (batch,) = splittable.batches
-    for place, (label, _, leaf) in enumerate(leaves(batch, "batch")):
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
         if _is_numbers(leaf) and _are_of(leaf, labels.cpu()) and not bool((leaf == ignored).any()):
             values = flat(batch)
             values[place] = torch.full_like(leaf, ignored)
             if all(float(one(like(batch, values))) == float(one(batch)) for one in counts):
-                yield Unseen(label, lambda one: one == ignored)
+                yield Unseen(tuple(keys), lambda one: one == ignored)
 
 
 def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
@@ -49,7 +65,7 @@ def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
 def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
     """Batches in which numbers of one leaf are missing, or are not all one; no whole number is larger than it was."""
     (batch,) = splittable.batches
-    for place, (label, keys, leaf) in enumerate(leaves(batch, "batch")):
+    for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
         values, is_whole = flat(batch), ".".join(keys) in splittable.broadcast
         if not _is_numbers(leaf) or is_whole or leaf.dtype is torch.bool or _is_full(leaf):
             continue
@@ -60,7 +76,7 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
             others.append((lambda one, first=first: one != first, first / 4))
         for has, other in others:
             values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
-            yield Unseen(label, has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
+            yield Unseen(tuple(keys), has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
 
 
 def _is_numbers(leaf: Any) -> bool:

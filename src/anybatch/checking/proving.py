@@ -108,8 +108,12 @@ class Proofs:
 
     def _is_new(self, key: Hashable, task: Task) -> bool:
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not."""
-        is_turned = self._switches is not None and self._switches.are_turned(task.model, task.loss_fn)
-        return is_turned or any(one.is_in(task.splittable) for one in self._unseen.get(key, ()))
+        if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+            return True
+        for one in self._unseen.get(key, ()):  # noqa: SIM110 - in each step, so without a generator's calls
+            if one.is_in(task.splittable):
+                return True
+        return False
 
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],

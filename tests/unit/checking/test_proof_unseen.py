@@ -137,7 +137,7 @@ def test_keys_with_dots() -> None:
 
 
 def test_a_batch_without_the_leaf_does_not_have_it() -> None:
-    asked = Unseen("batch['y']", lambda one: one < 0)
+    asked = Unseen(("y",), lambda one: one < 0)
     found = [asked.is_in(Splittable([{name: torch.tensor([1, -100])}])) for name in ("x", "y")]
     assert found == [False, True]
 

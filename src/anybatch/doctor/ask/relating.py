@@ -182,6 +182,7 @@ def _of_inputs(step: Step, end: float) -> Probed:
 
 def _couples(step: Step, own: float) -> bool:
     """Whether the loss is another one where each row is there twice, so that rows are told from other rows."""
+
     def doubled(one: torch.Tensor) -> torch.Tensor:
         return torch.cat([one, one]) if one.shape[:1] == (step.rows,) else one
 
