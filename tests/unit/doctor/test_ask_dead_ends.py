@@ -59,6 +59,55 @@ def test_graph_cut_is_quiet_on_a_softmax_over_the_parts() -> None:
     assert "GRAPH_CUT" not in {one.name for one in findings(Pooled(1))}
 
 
+class Beside(nn.Module):
+    """Attention over a sequence of one part, beside the part itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        weights = F.softmax(self.query(x) @ self.key(x).mT, dim=-1)
+        return self.head(x + weights @ x)[:, 0]  # type: ignore[no-any-return]
+
+
+class Guarded(nn.Module):
+    """A mean and a variance, and a number that counts once it is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spread, self.g = nn.Linear(6, 1), nn.Linear(6, 2), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def regression(net: nn.Module, more: Callable[[torch.Tensor], Any]) -> list[Finding]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)
+    with Doctor(every=3) as doctor:
+        for _ in range(200):
+            x = torch.randn(32, 6)
+            optimizer.zero_grad()
+            (F.mse_loss(net(x), x.sum(1, keepdim=True)) + more(x)).backward()
+            optimizer.step()
+    return told(doctor)
+
+
+def test_graph_cut_is_a_note_where_a_softmax_of_one_entry_stands_beside_what_learns() -> None:
+    assert {one.severity for one in regression(Beside(), lambda _: 0.0) if one.name == "GRAPH_CUT"} <= {"info"}
+
+
+def test_graph_cut_is_quiet_on_terms_that_are_within_their_bounds() -> None:
+    net = Guarded()
+
+    def bounded(x: torch.Tensor) -> torch.Tensor:
+        return F.relu(net.g - 0.5) + torch.clamp(net.spread(x).square().mean() * 1e-3, min=0.5)
+
+    assert "GRAPH_CUT" not in {one.name for one in regression(net, bounded)}
+
+
 class Halved(nn.Module):
     """A coupling layer, and the logarithm of how it stretches volumes, times a sign."""
 

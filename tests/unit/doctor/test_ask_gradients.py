@@ -97,6 +97,7 @@ MEANT = {
     "levels within": made(lambda x: (x.clamp(-0.4, 0.4) * 5).round() / 5, lambda g, x: g * (x.abs() <= 0.4)),
     "sizes of rows": made(lambda x: x.sign() * x.abs().mean(1, keepdim=True), lambda g, x: g * (x.abs() <= 1)),
     "the largest": made(lambda x: (x >= x.topk(3, 1).values[:, -1:]).to(x.dtype), lambda g, x: g * (x > 0)),
+    "a mask": made(lambda x: (x > 0).to(x.dtype), lambda g, x: torch.zeros_like(x)),
     "a spike": made(lambda x: (x > 0).to(x.dtype), lambda g, x: g / (1 + x.abs())),
     "a learned scale": with_more("s", fake, lambda g, x, s: (g, (g * ((x / s).round() - x / s)).sum().reshape(1))),
     "feedback": with_more("wb", lambda x, w, b: x @ w.t(), lambda g, x, w, b: (g @ b, g.t() @ x, None)),

@@ -4,15 +4,16 @@ import math
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from anybatch.doctor.ask import asking, trials
+from anybatch.doctor.ask.functions import flat
 from anybatch.doctor.ask.sampling import Sampling
-from anybatch.doctor.ask.steps import replayed
+from anybatch.doctor.ask.steps import Step, replayed
 from anybatch.doctor.ask.tape import Loss, Tape
 from anybatch.doctor.ask.trials import Unknown
 from test_doctor_ask import asked, nothing_was_compiled
@@ -37,6 +38,23 @@ def test_a_step_is_not_run_again_after_the_limit() -> None:
     tape.until = time.perf_counter() - 1
     with pytest.raises(Unknown, match="no time left"):
         replayed(tape, tape.losses[0])
+
+
+def test_operations_without_a_slope_are_sought_with_one_backward_until_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slopes, calls, nothing = Step.slopes, list[int](), cast("Any", None)
+
+    def counted(step: Step, *made: Any) -> Any:
+        calls.append(len(made))
+        return slopes(step, *made)
+
+    monkeypatch.setattr(Step, "slopes", counted)
+    step = Step(written(inplace=False)[0], 0, nothing, nothing, {}, math.inf)
+    assert (list(flat.ask(step)), len(calls)) == ([], 1)
+    step.until = time.perf_counter() - 1
+    with pytest.raises(Unknown, match="no time left"):
+        list(flat.ask(step))
 
 
 @pytest.mark.parametrize("inplace", [True, False])

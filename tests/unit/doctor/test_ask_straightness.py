@@ -1,6 +1,7 @@
 """Nets of several layers that are one linear layer are told, and those that bend, or are narrow inside, are not."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,33 @@ class Parallel(nn.Module):
         return self.head(self.one(x) + self.other(x))  # type: ignore[no-any-return]
 
 
+class Sigmoid(torch.autograd.Function):
+    """A sigmoid by hand, whose node has a name of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        made = x.sigmoid()
+        ctx.save_for_backward(made)
+        ctx.name = ctx.variable = 3
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (made,) = ctx.saved_tensors
+        return grad * made * (1 - made)  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """An activation whose factor has no graph that is seen."""
+
+    def __init__(self, gate: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.gate(h)  # type: ignore[no-any-return]
+
+
 def frozen() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     net[1].requires_grad_(False)
@@ -107,8 +135,23 @@ def frozen() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), "no"),
         (frozen, "no"),
         (lambda: nn.Linear(6, 3), "no"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), Gated(Sigmoid.apply), nn.Linear(8, 3)), "unknown"),
+        (lambda: nn.Sequential(nn.Linear(6, 8), Gated(lambda h: h > 0), nn.Linear(8, 3)), "unknown"),
     ],
-    ids=["normed", "squashed", "parallel", "bent", "narrow", "twice", "layer norm", "in place", "frozen", "one"],
+    ids=[
+        "normed",
+        "squashed",
+        "parallel",
+        "bent",
+        "narrow",
+        "twice",
+        "layer norm",
+        "in place",
+        "frozen",
+        "one",
+        "own",
+        "masked",
+    ],
 )
 def test_layers_that_fold_are_told_by_the_graph_of_a_step(net: Callable[[], nn.Module], expected: str) -> None:
     assert answer(trains(net()), "layers") == expected

@@ -27,6 +27,7 @@ _ALONG, _FACTOR = 0.999, 1.2  # of what only has another size
 _FEW = 3  # sizes of what is rounded
 _SMALL = 0.01  # the size of the gradient that comes in, which is below what is clipped
 _WIDE = (0.1, 0.3, 0.6, 1.0)  # deviations of an input by which a jump is looked for on both sides of an entry
+_SCALES = (0.01, 0.1, 10.0, 100.0)  # by which an input is looked at where the gradient passes nowhere
 _SHUT = 0.5  # of the jumps of all entries: what those have that get the gradient
 
 Given = tuple[Any, ...]
@@ -124,15 +125,20 @@ def _is_inverted(cls: Any, given: Given, needs: Sequence[bool], place: int, outp
     """Whether the gradient passes at entries where the forward is constant, and is shut out near its jumps.
 
     A straight-through estimator passes it everywhere, or near the jumps; a surrogate is largest there. It passes
-    nowhere where most entries are near a jump and the mask of what passes has none of them.
+    nowhere where most entries are near a jump and the mask of what passes has none of them, but has some elsewhere.
     """
     one = given[place]
     if not needs[place] or len(outputs) > 1 or outputs[0].shape != one.shape:
         return False
-    slope = _slopes(cls, given, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place)
-    if slope is None:
-        return False
-    passes = slope.abs()
+
+    def passed(scale: float) -> torch.Tensor:
+        there = (*given[:place], one * scale, *given[place + 1 :])
+        slope = _slopes(cls, there, needs, [_SMALL * torch.ones_like(outputs[0])]).get(place)
+        return torch.zeros_like(one) if slope is None else slope.abs()
+
+    passes = passed(1.0)
+    if not bool(passes.any()) and not any(bool(passed(scale).any()) for scale in _SCALES):
+        return False  # a backward that is zero everywhere is meant so
     jumps = torch.zeros_like(one)
     for part in _WIDE:
         step = part * one.std()

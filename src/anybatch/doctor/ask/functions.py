@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from anybatch.tensors.randomness import seed
 
 _FLAT = frozenset({"round", "floor", "ceil", "trunc", "sign", "bernoulli", "normal", "heaviside"})
 _WITH_FACTORS = frozenset({"mul", "div", "linear", "einsum", "conv1d", "conv2d", *PRODUCTS})  # of which one may be 0
+_FAR = (1, -1, 10, -10, 100, -100, 1000, -1000)  # how far numbers are moved where nothing may change
 _LEAST_CUTS = 3
 _CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
@@ -86,25 +88,46 @@ def _line(cls: Any) -> tuple[str, int]:
 
 @asks("flat")
 def flat(step: Step) -> Iterator[Probed]:
-    """Where the loss goes through an operation whose gradient is zero everywhere."""
-    made = [one for one in step.used() if one.grad and one.given and step.values[one.given[0]].requires_grad]
+    """Where the loss goes through an operation whose gradient is zero everywhere, and what it keeps from learning."""
+    values = step.values
+    made = [one for one in step.used() if one.grad and one.given and values[one.given[0]].requires_grad]
+    deaf = [one for one in made if one.kind not in _WITH_FACTORS and one.drawn is None and len(one.outs) == 1
+            and values[one.outs[0]].requires_grad]  # fmt: skip
+    every = list({slot for one in deaf for slot in (one.outs[0], one.given[0])})
+    own = [slot for slot in step.parameters if values[slot].requires_grad]
+    slopes = dict(zip((*every, *own), step.slopes(*every, *own), strict=True)) if every else {}
+    still = {slot for slot in own if slot in slopes and not _is_slope(slopes[slot])}
+    candidates = {id(one) for one in deaf if _is_slope(slopes[one.outs[0]]) and not _is_slope(slopes[one.given[0]])}
     for one in made:
+        if time.perf_counter() > step.until:
+            raise Unknown("there was no time left")
         name = one.name.strip("_")
-        if name in _FLAT or (one.kind not in _WITH_FACTORS and _is_constant(step, one)):
-            yield said(one, op=name, constant=name not in _FLAT)
+        if name in _FLAT:
+            yield said(one, op=name, constant=False)
+        elif still and id(one) in candidates and _is_constant(step, one):
+            before = {id(step.parameters[slot]) for slot in still & step.made_of(one.given[0])}
+            names = {(root, name) for root, module in step.modules.items()
+                     for name, held in module.named_parameters() if id(held) in before}  # fmt: skip
+            numbers = [at for at, facts in step.run.parameters.items() if (facts.root, facts.name) in names]
+            if numbers:
+                yield said(one, op=name, constant=True, parameters=numbers)
+
+
+def _is_slope(one: torch.Tensor | None) -> bool:
+    return one is not None and bool(one.any())
 
 
 def _is_constant(step: Step, one: Operation) -> bool:
-    """Whether what it gives has a gradient and is the same for other numbers, as a softmax of one entry."""
-    given = step.values[one.given[0]]
-    if one.drawn is not None or len(one.outs) != 1 or not step.values[one.outs[0]].requires_grad:
-        return False
-    coming, going = step.slopes(one.outs[0], one.given[0])
-    if going is None or bool(going.any()) or coming is None or not bool(coming.any()):
-        return False
-    others = step.values | {one.given[0]: given.detach() + torch.randn_like(given) * (1 + given.detach().abs())}
-    args, kwargs = rebuilt((one.args, one.kwargs), lambda leaf: others[leaf] if type(leaf) is Slot else leaf)
-    return torch.equal(one.func(*args, **kwargs), step.values[one.outs[0]])
+    """Whether what it gives is the same for numbers near and far to both sides, as a softmax of one entry."""
+    given, own = step.values[one.given[0]].detach(), step.values[one.outs[0]]
+    noise, others = torch.randn_like(given) * (1 + given.abs()), dict(step.values)
+    for far in _FAR:
+        others[one.given[0]] = given + far * noise
+        args, kwargs = rebuilt((one.args, one.kwargs), lambda leaf: others[leaf] if type(leaf) is Slot else leaf)
+        with torch.no_grad():
+            if not torch.equal(one.func(*args, **kwargs), own):
+                return False
+    return True
 
 
 @asks("forgotten")

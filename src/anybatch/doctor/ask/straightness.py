@@ -8,8 +8,9 @@ from torch import nn
 
 from anybatch.doctor.ask.leaks import pairs_of
 from anybatch.doctor.ask.steps import Step, asks
+from anybatch.doctor.ask.tape import Operation
 from anybatch.doctor.ask.trials import Trial, Unknown, tensors, told
-from anybatch.doctor.graphs import MOVING, following, nodes_behind, nodes_of
+from anybatch.doctor.graphs import MOVING, following, leaf_of, nodes_behind, nodes_of, sort_of
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
@@ -71,13 +72,22 @@ def _following(trial: Trial) -> list[str]:
 def layers(step: Step) -> Iterator[Probed]:
     """Whether layers feed each other with nothing that bends between them, as the graph of the step shows."""
     loss = step.values[step.loss.slot]
-    names = {node: node.name() for node in nodes_behind([loss]) if not hasattr(node, "variable")}
+    kinds: dict[Any, Any] = {node: type(node) for node in nodes_behind([loss])}
+    names = {node: sort_of(kind)[1] for node, kind in kinds.items() if not sort_of(kind)[0]}
     pairs = [one for one in linear_layers(loss.grad_fn, names) if one[1] >= min(one[0], one[2]) > 0]
     sizes = dict.fromkeys(pair for one in pairs[::-1] for pair in (one[:2], one[1:]))
     own = set(map(id, step.parameters.values()))
     roots = (root for root, one in step.modules.items() if own & set(map(id, one.parameters())))
+    if pairs and (step.tape.opaque & step.needed or any(_hides(step, one) for one in step.used())):
+        raise Unknown("a part of the step was computed by what the graph does not show, which may bend")
     if pairs:
         yield told("", step.loss, root=next(roots, -1), layers=[f"{one}→{other}" for one, other in sizes])
+
+
+def _hides(step: Step, one: Operation) -> bool:
+    """Whether what it gives has no graph, though what it was given has, as in the forward of an own function."""
+    has_graph = [any(step.values[slot].requires_grad for slot in side) for side in (one.given, one.outs)]
+    return has_graph == [True, False]
 
 
 _MOST = 400
@@ -112,7 +122,7 @@ def linear_layers(start: Any, names: Mapping[Any, str]) -> tuple[tuple[int, int,
     for node in last:
         after = layers[node] = _layer(node, names)
         given = following(node)[_OPERANDS[names[node]][0]]
-        is_computed = given is not None and not hasattr(given, "variable")
+        is_computed = given is not None and leaf_of(given) is None
         before, looked = _products_below([given] if is_computed else [], names, straight=True)
         count += looked
         if after is None or before is None or count > _MOST:
@@ -156,7 +166,7 @@ def _products_below(nodes: Sequence[Any], names: Mapping[Any, str], *, straight:
 
 def _computed(node: Any) -> list[Any]:
     """What a node is made of, without leaves."""
-    return [one for one in following(node) if one is not None and not hasattr(one, "variable")]
+    return [one for one in following(node) if one is not None and leaf_of(one) is None]
 
 
 def _layer(node: Any, names: Mapping[Any, str]) -> _Layer | None:
@@ -165,10 +175,11 @@ def _layer(node: Any, names: Mapping[Any, str]) -> _Layer | None:
     weight, transposed = following(node)[_OPERANDS[name][1]], name in ("AddmmBackward0", "MmBackward0")
     while weight is not None and names.get(weight, "") in ("TBackward0", "TransposeBackward0"):
         weight, transposed = following(weight)[0], not transposed
-    if weight is None or not hasattr(weight, "variable") or names.get(weight):
+    leaf = leaf_of(weight)
+    if leaf is None:
         return None
-    first, second = (int(size) for size in weight.variable.shape[:2])
-    return _Layer(first, second, weight.variable) if transposed else _Layer(second, first, weight.variable)
+    first, second = (int(size) for size in leaf.shape[:2])
+    return _Layer(first, second, leaf) if transposed else _Layer(second, first, leaf)
 
 
 def _is_straight(node: Any, names: Mapping[Any, str]) -> bool:

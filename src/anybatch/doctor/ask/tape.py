@@ -177,7 +177,7 @@ class Tape(SafeMode):
         self.operations.append(operation)
         place = operation.file, operation.line
         for node in _nodes_of([one.grad_fn for one in found]):
-            self.made.setdefault(node.name(), set()).add(place)
+            self.made.setdefault(type(node).name(node), set()).add(place)  # its own ``name`` may be anything
         if len(self.operations) > _MOST_OPERATIONS:
             self.give_up("the step is too long")
 

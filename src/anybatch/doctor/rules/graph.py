@@ -20,7 +20,7 @@ from anybatch.doctor.views.naming import (
     root_variable,
 )
 from anybatch.doctor.views.optimizing import left_out, optimizers
-from anybatch.doctor.views.outcomes import outcome
+from anybatch.doctor.views.outcomes import learned_well, outcome
 from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Forward, Stepped, Warned
 from anybatch.records.lossfacts import Followed, Walk
@@ -201,8 +201,10 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         if grad is not None
     )
     own = optimized(run)
+    if same is not None:
+        own &= frozenset(same.evidence["parameters"])
     zero = [one for one, grads in seen.items() if one in own and len(grads) >= least and not any(grads)]
-    others = any(one in own and all(grads) for one, grads in seen.items())
+    others = any(one in optimized(run) and all(grads) for one, grads in seen.items())
     back = next((one for one in run.of(Backward) if one.function == "backward"), None)
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
@@ -223,6 +225,7 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         where=place,
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
+        severity="info" if same is not None and learned_well(run) else "",
     )
 
 
