@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ def subject_of(model: nn.Module, found: Devices | None) -> Subject:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total=2**30, available=2**29)
-    monkeypatch.setattr(devices, "_host_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
 
 @pytest.mark.usefixtures("machine")

@@ -12,7 +12,7 @@ import torch
 
 from anybatch.doctor.ask.relating import own_draw
 from anybatch.doctor.ask.steps import Step, asks, replayed, said
-from anybatch.doctor.ask.tape import Slot, Tape
+from anybatch.doctor.ask.tape import Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
@@ -76,11 +76,10 @@ def worse_preferred(step: Step) -> Iterator[Probed]:
 
 def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.Tensor | None:
     """How the loss rises with some scores, where an operation gives others."""
-    one, other = step.operations[made], Tape()
+    one, other = step.operations[made], step.tape.changed([*step.tape.operations])
     if len(one.outs) != 1:
         return None
     live = given.to(step.values[scores]).requires_grad_()
-    other.leaves, other.parameters, other.operations = step.leaves, step.parameters, [*step.tape.operations]
     other.operations[made] = replace(one, name="scores", func=lambda: live, args=(), kwargs={}, drawn=None)
     (slope,) = torch.autograd.grad(replayed(other, step.loss).values[step.loss.slot].sum(), live, allow_unused=True)
     return slope
@@ -100,8 +99,7 @@ def _blind(step: Step, index: int, target: Slot) -> tuple[float, float]:
             given.append((moved + _NEARLY * moved.std() * torch.randn_like(moved)).requires_grad_())
             return given[0]
 
-        other = Tape()
-        other.leaves, other.parameters, other.operations = step.leaves, step.parameters, [*step.tape.operations]
+        other = step.tape.changed([*step.tape.operations])
         made = step.operations[index]
         other.operations[index] = replace(made, name="roll", func=give, args=(target,), kwargs={}, drawn=None)
         value = replayed(other, step.loss).values[step.loss.slot].sum()

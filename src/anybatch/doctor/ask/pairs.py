@@ -1,7 +1,6 @@
 """What a loss compares: a tensor with itself, rows with their own negatives or views, boxes, nets that agree."""
 
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -156,8 +155,7 @@ def easiest(step: Step) -> Iterator[Probed]:
             continue
         turned = replace(operation, func=_turned(operation.func))
         operations = [*step.operations[:place], turned, *step.operations[place + 1 :]]
-        other: Any = types.SimpleNamespace(leaves=step.leaves, parameters=step.parameters, operations=operations)
-        there = replayed(other, step.loss)
+        there = replayed(step.tape.changed(operations), step.loss)
         woken = max(_active(there, one) for one in asleep)
         if woken >= _AWAKE:
             most = max(_active(step.replay, one) for one in asleep)

@@ -298,7 +298,5 @@ def _exchanged(
     moving = Operation("index_select", change, (where.slot,), {}, (fresh,))
     both = rebuilt((behind.args, behind.kwargs), lambda one: fresh if type(one) is Slot and one == where.slot else one)
     moved = replace(behind, args=both[0], kwargs=both[1])
-    other = Tape()
-    other.leaves, other.parameters = step.leaves, step.parameters
-    other.operations = [*operations[: where.index], moving, moved, *operations[where.index + 1 :]]
+    other = step.tape.changed([*operations[: where.index], moving, moved, *operations[where.index + 1 :]])
     return other, replace(loss, before=loss.before + 1)

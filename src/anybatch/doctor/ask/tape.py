@@ -131,6 +131,13 @@ class Tape(SafeMode):
         self.rewrites = False
         self.until = math.inf
 
+    def changed(self, operations: list[Operation]) -> "Tape":
+        """The same step with other operations, to be run again."""
+        other = Tape()
+        other.leaves, other.parameters, other.operations = self.leaves, self.parameters, operations
+        other.rewrites, other.until = self.rewrites, self.until
+        return other
+
     def stop(self) -> bool:
         """Also lets go of the tensors of the run."""
         self._slots.clear()
