@@ -190,8 +190,10 @@ def test_what_the_allocator_reserves_makes_the_plan_smaller_for_good() -> None:
     follower, first = step._follower, plan_of(step)
     assert isinstance(follower, Follower)
     follower.prepare(Splittable([batch]), lambda: None)
-    follower._learn(int(1.5 * first.peak_bytes), budget=first.peak_bytes)
-    assert plan_of(step).peak_bytes <= first.peak_bytes / 1.5
+    # By 1.1: which plan is the fastest is measured, and the smallest of those that may win is not far
+    # from what the optimizer's step needs.
+    follower._learn(int(1.1 * first.peak_bytes), budget=first.peak_bytes)
+    assert plan_of(step).peak_bytes <= first.peak_bytes / 1.1
     assert follower.is_on_first_plan, "a quiet while would bring the larger plan back"
     smaller = plan_of(step)
     follower._learn(smaller.peak_bytes, budget=smaller.peak_bytes)
