@@ -1,6 +1,7 @@
 """Small models, losses and batches for the tests of TrainStep under a budget."""
 
 import functools
+import time
 from typing import Any
 
 import torch
@@ -76,13 +77,17 @@ def optimizations_are_off(model: nn.Module) -> bool:
 
 
 class RunsOut:
-    """A loss that runs out of memory on real tensors of some samples on, as often as it is told."""
+    """A loss that runs out of memory on real tensors of some samples on, as often as it is told.
+
+    Each call takes a while, so that the fastest plan is one of few micro-batches however busy the machine is.
+    """
 
     def __init__(self, times: int = 0, rows: int = 1) -> None:
         self.times, self.rows = times, rows
 
     def __call__(self, model: Any, batch: Any) -> Any:
         x = batch["x"]
+        time.sleep(0.002)
         out = model(x)
         if self.times and not isinstance(x, Fake) and len(x) >= self.rows:
             self.times -= 1

@@ -291,6 +291,16 @@ emb(torch.tensor([1, 2])).sum().backward()
 nn.utils.clip_grad_norm_(emb.parameters(), 1.0)  # CRASH
 opt.step()  # CRASH
 """,
+    "no GPU": """
+def no_gpu(*args, **kwargs):  # as torch raises it where it is built without CUDA, whatever the build here
+    raise AssertionError("Torch not compiled with CUDA enabled")  # CRASH
+torch.nn.Module.cuda = no_gpu
+net = nn.Linear(4, 2).cuda()
+""",
+    "number indexed": """
+loss = nn.functional.mse_loss(nn.Linear(4, 2)(torch.randn(3, 4)), torch.randn(3, 2))
+print("loss", loss.data[0])  # CRASH
+""",
     "double backward": """
 class Square(torch.autograd.Function):
     @staticmethod
@@ -421,6 +431,8 @@ EXPECTED = {
     "hook of wrong shape": ("TENSOR_MISUSED", {"message": "hook", "fix": "hook"}),
     "function one gradient": ("TENSOR_MISUSED", {"message": "Scale", "fix": "None"}),
     "sparse add": ("SPARSE_GRADIENT", {"message": "sparse", "fix": "sparse=False"}),
+    "no GPU": ("DEVICE_UNAVAILABLE", {"message": "device that torch has not", "fix": ".to(device)"}),
+    "number indexed": ("SHAPE_MISMATCH", {"message": "loss.data[0]", "fix": "loss.data.item()"}),
     "double backward": ("LOSS_NO_GRAD", {"message": "penalty"}),
     "grad without create_graph": ("LOSS_NO_GRAD", {"message": "penalty", "fix": "create_graph=True"}),
     "optimizer on strings": ("TENSOR_MISUSED", {"message": "named_parameters", "fix": "parameters()"}),

@@ -180,9 +180,13 @@ def with_plan(crashed: Crashed, error: BaseException) -> Crashed:
 def _let_go(trace: TracebackType | None) -> None:
     """Empties the frames that have ended below the step: planning needs some of the memory that they hold."""
     frames = [frame for frame, _ in _frames(trace)]
-    with_step = max((place for place, frame in enumerate(frames) if _optimizers(frame)), default=len(frames))
-    for frame in frames[with_step + 1 :]:
+    with_step = next((frame for frame in reversed(frames) if _optimizers(frame)), None)
+    # The traceback leaves out the doctor's frames, which hold the arguments of modules too.
+    frame = frames[-1] if frames and with_step is not None else None
+    while frame is not None and frame is not with_step:
         frame.clear()
+        _ = frame.f_locals  # before Python 3.13 a dict of what was there when it was last read
+        frame = frame.f_back
     gc.collect()
 
 

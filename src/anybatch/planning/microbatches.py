@@ -11,7 +11,7 @@ import gc
 import itertools
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -275,7 +275,16 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
         chosen = max(full, key=bytes_of.__getitem__)
     else:
         chosen = full[0]
+    if len(splittable.layouts) == 1 and splittable.obstacle is None:  # many views take memory where there is little
+        parts, chosen = _joined_around(parts, chosen)
     return next(itertools.islice(splittable.materialise(parts), chosen, None))
+
+
+def _joined_around(parts: Sequence[Part], chosen: int) -> tuple[list[Part], int]:
+    """One part with all that come before it as one part, and all behind it as another; and its new place."""
+    around = [parts[:chosen], parts[chosen : chosen + 1], parts[chosen + 1 :]]
+    joined = [Part([i for one in some for i in one.samples], 0.0) for some in around if some]
+    return joined, min(chosen, 1)
 
 
 def batch_for_loss(subject: Subject, part: Part) -> Any:

@@ -328,10 +328,15 @@ def fitted() -> dict[str, Run]:
     return {"classes": of(classes), "regression": of(regression)}
 
 
-def when_printed(run: Run, text: str) -> Outcome:
-    """What became of a run whose script prints this."""
+def when_printed(run: Run, text: str, *, step: int = 60) -> Outcome:
+    """What became of a run whose script prints this once, by default at its end."""
     others = [one for one in run.facts if not isinstance(one, Printed)]
-    return outcome(Run([*others, *(Printed(label=label, values=(value,)) for label, value in numbers_in(text))]))
+    said = [Printed(label=label, steps=(step,), values=(value,)) for label, value in numbers_in(text)]
+    return outcome(Run([*others, *said]))
+
+
+def test_what_it_prints_at_its_start_says_nothing_of_its_end(fitted: dict[str, Run]) -> None:
+    assert when_printed(fitted["classes"], "test accuracy: 0.31", step=1).word == "learning"
 
 
 def test_what_the_script_prints_of_its_evaluation_is_weighed(fitted: dict[str, Run]) -> None:

@@ -184,6 +184,8 @@ def _fix(live: Live, call: Call, repair: Repair) -> str:
         return f"{text}  # and then: {first_line(repair.left)}" if repair.left else text
     if repair.kind == "function":
         return code.replace(f"{name}(", f"{value}(", 1)
+    if repair.kind == "number":
+        return code.replace(name, value, 1)
     if repair.kind == "out of place":
         path = call.operands[0].text
         return f"{path} = {code.replace(f'.{name}(', f'.{value}(', 1)}"

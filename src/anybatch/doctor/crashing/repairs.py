@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import operator
 import re
 import time
 import warnings
@@ -34,7 +35,7 @@ class Edit(NamedTuple):
 class Repair(NamedTuple):
     """A change that makes the call work."""
 
-    kind: str  # of its edits; or ``"layer"``, ``"mode"``, ``"classes"``, ``"switch"``, ``"name"``, ``"function"``
+    kind: str  # of its edits; or "layer", "mode", "classes", "switch", "name", "function", "number", "out of place"
     edits: tuple[tuple[Operand, Edit], ...] = ()  # operands with their change
     option: tuple[str, Any] = ("", None)  # what is changed besides operands, with its new value
     layer: Any = None  # the module made anew
@@ -229,6 +230,8 @@ def _edited(call: Call, *edits: tuple[Operand, Edit]) -> Candidate:
 def _functions(call: Call) -> Iterator[Candidate]:
     """Another function of the same operands: of a method in place the one that is not, of a class its object."""
     subject, name = call.subject, call.name
+    if call.function is operator.getitem and _is_number((of := call.operands[0]).value):
+        yield Repair("number", option=(call.title, f"{of.text}.item()")), of.value.item
     if name in _FUNCTIONS:
         text, other = _FUNCTIONS[name]
         yield Repair("function", option=(name, text)), lambda: call.run(function=other)
@@ -237,6 +240,10 @@ def _functions(call: Call) -> Iterator[Candidate]:
         yield Repair("out of place", option=(name, name.removesuffix("_"))), lambda: call.run(function=plain)
     if inspect.isclass(subject) and issubclass(subject, torch.nn.Module):
         yield Repair("function", option=(call.title, f"{call.title}()")), lambda: call.run(function=subject())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _resized(call: Call, text: str) -> Iterator[Candidate]:

@@ -195,11 +195,20 @@ def _prior(run: Run, start: float, end: float) -> float | None:
     seen = max(one.target_classes for one in calls)
     classes = min(classes, seen) if seen > 1 else classes  # one class only: a contrast, not a class
     if calls[0].function == "cross_entropy" and classes > 1:
-        return math.log(classes)
+        return math.log(classes) * _summed(run, calls, start, end)
     spreads = [one.target_std for one in calls if one.target_std]
     if calls[0].function == "mse_loss" and spreads and not any(one.target_requires_grad for one in calls):
-        return max(spreads) ** 2
+        return max(spreads) ** 2 * _summed(run, calls, start, end)
     return None
+
+
+def _summed(run: Run, calls: list[LossCall], start: float, end: float) -> int:
+    """How many calls of a loss function the first backward is of, where its value is their sum."""
+    first = next((one for one in run.of(Backward) if start <= one.at <= end and one.value is not None), None)
+    mine = [one.value for one in calls if first is not None and one.at < first.at]
+    if first is None or first.value is None or not mine or any(value is None for value in mine):
+        return 1
+    return len(mine) if math.isclose(sum(value or 0.0 for value in mine), first.value, rel_tol=1e-3) else 1
 
 
 @remembered

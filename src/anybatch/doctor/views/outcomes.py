@@ -134,7 +134,8 @@ def _printed_worse(run: Run, found: Outcome) -> str:
     """How it is known that the script's own evaluation is far from what such a loss gives on the training data."""
     if found.call is None or not 0 <= found.last < _MOST * found.guess:
         return ""
-    right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in run.of(Printed)]
+    late = [one for one in run.of(Printed) if one.steps and 2 * one.steps[-1] >= found.steps]
+    right, ends = math.exp(-found.last), [(one.values[-1], _words(one), one) for one in late]
     if found.call.function in _OF_CLASSES and right > _MOSTLY_RIGHT:  # the geometric mean of the probabilities
         shares = [(value, one) for value, words, one in ends if words & _RIGHT and all(0 <= v <= 1 for v in one.values)]
         value, one = max(shares, key=lambda pair: pair[0], default=(1.0, None))
