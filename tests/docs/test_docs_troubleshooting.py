@@ -21,7 +21,6 @@ QUOTED = re.findall(r'^### "(.+?)"', PAGE, re.MULTILINE)
 ELSEWHERE = {
     "CUDA out of memory": "needs a GPU",
     "Torch not compiled with CUDA enabled": "depends on the build of torch",
-    "Found no NVIDIA driver": "depends on the build of torch",
     "CUDA error: device-side assert triggered": "needs a GPU",
     "Expected all tensors to be on the same device": "needs a GPU",
     "Expected to have finished reduction in the prior iteration": "needs two processes",
