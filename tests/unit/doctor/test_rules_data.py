@@ -34,6 +34,29 @@ def test_input_scale_fires_on_targets_that_are_not_scaled() -> None:
     assert "(y - 2e+04) / 3e+03" in one.fix
 
 
+def scaled_by(epochs: dict[int, float]) -> None:
+    """Trains for some epochs on the same data, of this size in each."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for size in epochs.values():
+        for _ in range(8):
+            loss = (net(size * torch.randn(16, 6)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("factor", "fires_"), [(0.1, True), (0.8, False)])
+def test_input_scale_fires_on_inputs_that_are_scaled_again_in_each_epoch(factor: float, fires_: bool) -> None:
+    torch.manual_seed(0)
+    with Doctor(every=2) as doctor:
+        scaled_by({epoch: factor**epoch for epoch in range(6)})
+    said = [one for one in diagnose(doctor.run).findings if one.name == "INPUT_SCALE"]
+    assert bool(said) == fires_
+    if said:
+        assert "in place" in said[0].cause
+
+
 @pytest.mark.parametrize(
     "healthy",
     {

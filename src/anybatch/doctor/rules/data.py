@@ -28,6 +28,7 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 def input_scale(
     run: Run, *, far: float = Limit(10, "the mean or the standard deviation of what is not standardised"),
     nothing: float = Limit(0.02, "the largest entry of pictures that say nothing to the first layer"),
+    times: float = Limit(100, "by which the inputs of a run differ in size from one part of it to another"),
     share: float = Limit(0.8, "of the batches"),
 ) -> Iterator[Found]:  # fmt: skip
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
@@ -36,7 +37,11 @@ def input_scale(
     longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in answers(run, "rate"))
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
     learned = learned and not (answers(run, "scaled") and not learned_well(run))
-    found = [*_inputs(run, far, share), *_tiny_inputs(run, nothing), *_targets(run, far, share)]
+    found = [
+        *_inputs(run, far, share),
+        *(_tiny_inputs(run, nothing) or _drifting(run, times)),
+        *_targets(run, far, share),
+    ]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:
         first, rest = found[0], found[1:]
@@ -81,6 +86,28 @@ def _inputs(run: Run, far: float, share: float) -> Iterator[Found]:
             module=_entrance(run, one),
             evidence={"mean": mean, "std": std, "low": one.low, "high": one.high, "shape": list(one.shape)},
         )
+
+
+def _drifting(run: Run, times: float) -> Iterator[Found]:
+    """Inputs that are of another size at the end than at the start, as where a data set writes into its own tensors."""
+    for samples in _entered(run, 2):
+        sizes = [math.hypot(one.mean or 0.0, one.std or 0.0) for one in samples]
+        part = len(sizes) // 4
+        if part < 2:
+            continue
+        first, last = (sorted(some)[part // 2] for some in (sizes[:part], sizes[-part:]))
+        if first > 0 and not 1 / times < last / first < times:
+            then = next(one for one, size in zip(samples, sizes, strict=True) if not 0.1 < size / first < 10)
+            yield Found(
+                text=f"The input {then.name or '0'} of {root_variable(run, then.root)} changes its size in the "
+                f"course of the run: its root mean square is {first:.3g} at first and {last:.3g} at the end.",
+                fix="x = x / 255 in place of x /= 255: a new tensor, and not the one that the data set keeps",
+                cause="What scales a sample in place scales the data set, and does so again in each epoch.",
+                since=then,
+                where=first_call(run, then.root),
+                module=_entrance(run, then),
+                evidence={"first": first, "last": last, "shape": list(then.shape)},
+            )
 
 
 def _tiny_inputs(run: Run, nothing: float) -> Iterator[Found]:
