@@ -210,10 +210,9 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
     found: list[tuple[Operation, float] | None] = []
     for number in (None, lambda n: 2 * n if n == rows else n, lambda n: _scaled(n, rows)):
         try:
-            second = replayed(tape, step.loss, twice, number)
+            found.append(_mixed(step, replayed(tape, step.loss, twice, number)))  # frees it before the next
         except Unknown:
             continue
-        found.append(_mixed(step, second))
     if not found:
         raise Unknown("the step did not run with each row twice")
     guilty = found[0]

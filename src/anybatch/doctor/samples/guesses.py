@@ -10,6 +10,7 @@ from anybatch.accelerators import widest_float
 
 _MOST_KEPT = 1 << 16  # numbers of a mean that is kept
 _MOST_KINDS = 64
+_MOST_NUMBERS = 1 << 18  # of a call
 _LEAST_ROWS = 32
 _PER_CLASS = 10
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
@@ -77,17 +78,17 @@ class Guesses:
     ) -> torch.Tensor | None:
         rest = [value for key, value in given.items() if key not in ("input", "target")]
         values = target.exp() if name == "kl_div" and given.get("log_target") else target
-        values = values.to(widest_float(values.device))
+        wide = widest_float(values.device)  # of sums alone: the targets may be most of what there is in memory
         by_column = values.dim() > 1 and values[0].numel() <= _MOST_KEPT
-        total = values.sum(0) if by_column else values.sum()
+        total = values.sum(0, dtype=wide) if by_column else values.sum(dtype=wide)
         rows = values.shape[0] if by_column else values.numel()
         kept, count = self._add((name, tuple(values.shape[1:]) if by_column else ()), total, rows)
         if count < _LEAST_ROWS:
             return None
-        mean = (kept / count).to(values.device, values.dtype)
+        mean = (kept / count).to(values.device, wide)
         guesses = [mean]
         if name == "kl_div":  # which warns of its own reduction
-            whole = (torch.xlogy(values, values) - values * mean.clamp_min(_TINY).log()).sum()
+            whole = -torch.special.entr(values).sum(dtype=wide) - (total * mean.clamp_min(_TINY).log()).sum()
             parts = {"mean": target.numel(), "batchmean": target.shape[0], "sum": 1}
             return whole / parts[given["reduction"]] if given.get("reduction") in parts else None
         if name == "binary_cross_entropy_with_logits":
@@ -95,13 +96,13 @@ class Guesses:
             odds = mean / (1 - mean).clamp_min(_TINY) * (1 if positive is None else positive)
             guesses = [odds.clamp_min(_TINY).log()]
         elif name in _OF_NUMBERS and name != "mse_loss" and rows >= _LEAST_ROWS:
-            guesses.append(values.median(0).values if by_column else values.median())
-        found = [function(one.expand_as(values).to(target.dtype), target, *rest) for one in guesses]
+            some = values[:: max(1, values.numel() // _MOST_NUMBERS)] if values.dim() else values
+            guesses.append(some.median(0).values if by_column else some.median())
+        found = [function(one.to(target.dtype).expand_as(target), target, *rest) for one in guesses]
         return min(found, key=float) if all(one.numel() == 1 for one in found) else None
 
 
 _MOST_CALLS = 256
-_MOST_NUMBERS = 1 << 18  # of a call
 _SURELY = 3.0  # standard errors
 
 
