@@ -266,9 +266,10 @@ def _ratio(one: torch.Tensor, two: torch.Tensor) -> int:
         if not one.dim() or two.shape[1:] != one.shape[1:] or two.shape[0] != 2 * one.shape[0]:
             return 0
         two = two[: one.shape[0]]
-    a, b = one.double(), two.double()
+    kind = torch.promote_types(one.dtype, torch.float32)
+    a, b = one.to(kind), two.to(kind)
     for ratio in (1, 2):
-        if float((ratio * a - b).abs().max()) <= 1e-3 * max(float(b.abs().max()), 1e-9):
+        if float(torch.sub(b, a, alpha=ratio).abs_().max()) <= 1e-3 * max(float(b.abs().max()), 1e-9):
             return ratio
     return 0
 

@@ -175,7 +175,9 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name != "data":
             return
-        self.rewrites |= writes(name, kwargs) or any(self._slot_of(one) is not None and _is_written(one) for one in found)
+        self.rewrites |= writes(name, kwargs) or any(
+            self._slot_of(one) is not None and _is_written(one) for one in found
+        )
         self.size += sum(one.numel() * one.element_size() for one in found)
         operation.outs = tuple([self._slot_of_new(one) for one in found])
         operation.drawn = tuple(map(self._copy_of, found)) if name in RANDOM else None
