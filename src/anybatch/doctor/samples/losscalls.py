@@ -438,10 +438,8 @@ def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
     classes = scores.shape[1]
     if not 1 < classes <= _MOST_CLASSES or len(scores) != len(target):
         return None
-    kept = (target >= 0) & (target < classes)
-    pairs = target[kept] * classes + scores.argmax(1)[kept]
-    counts: torch.Tensor = pairs.bincount(minlength=classes * classes)
-    return counts.reshape(classes, classes)
+    pairs = scores.argmax(1).add_(target.clamp(-1, classes) + 1, alpha=classes)  # what is no class comes first and last
+    return pairs.bincount(minlength=(classes + 2) * classes).reshape(-1, classes)[1:-1]
 
 
 @unseen
