@@ -128,7 +128,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("function", [F.mse_loss, F.l1_loss, F.kl_div])
 def test_a_large_target_is_not_copied_to_a_wider_type(function: Any) -> None:
     target = torch.rand(N, 4096)
-    with Largest() as largest:
+    with Largest() as largest:  # type: ignore[no-untyped-call]
         guess = Guesses().of(function.__name__, function, given(function, torch.zeros(N, 4096), target))
     assert guess is not None
     assert largest.bytes <= target.nbytes

@@ -16,6 +16,7 @@ _PER_CLASS = 10
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 _OF_SHARES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
+_MEANS = frozenset({"mean", "batchmean"})
 _TINY = 1e-12
 
 
@@ -77,8 +78,12 @@ class Guesses:
         self, name: str, function: Callable[..., Any], target: torch.Tensor, given: Mapping[str, Any]
     ) -> torch.Tensor | None:
         rest = [value for key, value in given.items() if key not in ("input", "target")]
+        step = min(target.numel() // _MOST_NUMBERS, len(target) // _LEAST_ROWS) if target.dim() else 1
+        if step > 1 and given.get("reduction") in _MEANS and not any(map(torch.is_tensor, rest)):
+            target = target[::step]  # it may be most of what there is in memory, and a mean of some rows is as good
         values = target.exp() if name == "kl_div" and given.get("log_target") else target
-        wide = widest_float(values.device)  # of sums alone: the targets may be most of what there is in memory
+        is_small = values.numel() <= _MOST_NUMBERS
+        wide = widest_float(values.device) if is_small else torch.float32  # of sums, which copy what is widened
         by_column = values.dim() > 1 and values[0].numel() <= _MOST_KEPT
         total = values.sum(0, dtype=wide) if by_column else values.sum(dtype=wide)
         rows = values.shape[0] if by_column else values.numel()
@@ -96,8 +101,7 @@ class Guesses:
             odds = mean / (1 - mean).clamp_min(_TINY) * (1 if positive is None else positive)
             guesses = [odds.clamp_min(_TINY).log()]
         elif name in _OF_NUMBERS and name != "mse_loss" and rows >= _LEAST_ROWS:
-            some = values[:: max(1, values.numel() // _MOST_NUMBERS)] if values.dim() else values
-            guesses.append(some.median(0).values if by_column else some.median())
+            guesses.append(values.median(0).values if by_column else values.median())
         found = [function(one.to(target.dtype).expand_as(target), target, *rest) for one in guesses]
         return min(found, key=float) if all(one.numel() == 1 for one in found) else None
 

@@ -439,7 +439,8 @@ def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
     if not 1 < classes <= _MOST_CLASSES or len(scores) != len(target):
         return None
     pairs = scores.argmax(1).add_(target.clamp(-1, classes) + 1, alpha=classes)  # what is no class comes first and last
-    return pairs.bincount(minlength=(classes + 2) * classes).reshape(-1, classes)[1:-1]
+    counts: torch.Tensor = pairs.bincount(minlength=(classes + 2) * classes)
+    return counts.reshape(-1, classes)[1:-1]
 
 
 @unseen
