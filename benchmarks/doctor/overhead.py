@@ -5,7 +5,8 @@
 
 A process trains a model in turns of some steps: in every second turn a doctor is attached, which is there from before
 the first step to behind the last and writes its record to a file as the command does; in the others all that it has put
-in place is taken off. Times are CPU time of the process, which is bound to one core.
+in place is taken off. It asks no questions at the end: ``memory.py`` has their time. Times are CPU time of the process,
+which is bound to one core.
 
 Both sides share the process because two processes differ by as much as what is looked for. Where tensors happen to
 lie makes a step of a few milliseconds faster or slower for as long as a process lives, by a percent or two depending on

@@ -159,7 +159,7 @@ class Training:
         start = time.process_time()
         if self.doctor is None:
             return Ending(0.0, 0.0, 0, ())
-        self.doctor.detach()
+        self.doctor.detach(ask=False)  # what questions take, memory.py says
         seconds = time.process_time() - start
         self.doctor.close()
         (ended,) = self.doctor.run.of(Ended)

@@ -13,6 +13,7 @@ from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
 
 _MOST_ROOTS = 4
+_MOST_BYTES = 16 * 2**20  # of an input, of which questions are asked
 _log = logging.getLogger(__name__)
 
 
@@ -59,15 +60,19 @@ def _of_root(
         ("evaluated scores", ignoring.squashed_in_evaluation),
         ("straight", straightness.straight),
     ]
+    of_training: list[tuple[str, Any]] = []
     if active:
         from anybatch.doctor.ask import training
 
-        probes += training.PROBES
+        of_training = training.PROBES
     try:
         trial = Trial(module, args, kwargs, until)
     except Unknown as reason:
-        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in probes]
-    return [_answer(name, probe, trial, run, root, doctor) for name, probe in probes]
+        return [Probed(probe=name, root=root, detail=str(reason)) for name, _ in [*probes, *of_training]]
+    whole, trial.inputs = trial.inputs, trial.within(_MOST_BYTES)
+    found = [_answer(name, probe, trial, run, root, doctor) for name, probe in probes]
+    trial.inputs = whole  # the targets of the loss have all rows
+    return found + [_answer(name, probe, trial, run, root, doctor) for name, probe in of_training]
 
 
 def _answer(name: str, probe: Any, trial: Trial, run: Run, root: int, doctor: Any) -> Probed:

@@ -91,3 +91,15 @@ def test_what_the_doctor_costs_is_measured_in_turns(tmp_path: Path) -> None:
     assert (row["steps"], row["tensors"], len(row["each"]), len(row["noise"])) == (52, 400, 1, 1)
     assert 0 < row["own"] < 1
     assert 10 < row["calls"] <= 38  # none in the inner modules, though they have the root's class
+
+
+@pytest.mark.slow
+def test_what_the_doctor_takes_in_memory_is_measured_for_each_side(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    printed, table, found = run("doctor/memory.py", environment, tmp_path, "--rounds", "1", "--only", "folds")
+    assert "folds" in table
+    assert table in printed
+    sides = found["folds"]
+    assert isinstance(sides, dict)
+    assert all(peak > 100 and close > 0 for peak, close in sides.values())
+    assert list(sides) == ["plain", "no questions", "questions"]

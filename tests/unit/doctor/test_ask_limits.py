@@ -149,3 +149,35 @@ def test_rows_of_large_inputs_are_told_by_some_of_their_entries(shape: tuple[int
     assert all(one in set(level.double().tolist()) for one, _ in rows)
     if len(shape) > 2:
         assert all(abs(size - math.log(one)) < 0.2 for one, size in rows)
+
+
+def test_what_gives_back_what_it_is_given_is_no_write() -> None:
+    net, x, tape = nn.Linear(4, 1), torch.randn(16, 4), Tape()
+    tape.start()
+    tape.loss(net(x.contiguous()).contiguous().mean())
+    tape.stop()
+    assert any(set(one.outs) & set(one.given) for one in tape.operations)
+    assert not tape.rewrites
+    values = replayed(tape, tape.losses[0]).values
+    assert all(values[slot] is tape.leaves[slot] for slot in tape.leaves)  # nothing writes to it
+
+
+class Neighbours(nn.Module):
+    """Adds to each row the one that an index names."""
+
+    def forward(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Gives as many rows."""
+        return rows + rows[index[0]]
+
+
+@pytest.mark.parametrize(("net", "rows"), [("rows", 32), ("neighbours", 64)])
+def test_of_a_large_input_some_rows_are_asked_about_where_these_run(net: str, rows: int) -> None:
+    given = torch.randn(64, 8)
+    index = torch.arange(63, -1, -1)[None]
+    trial = (
+        trials.Trial(nn.Linear(8, 2), (given,), {}, math.inf)
+        if net == "rows"
+        else trials.Trial(Neighbours(), (given, index), {}, math.inf)
+    )
+    assert trial.within(given.nbytes // 2).rows == rows
+    assert trial.within(given.nbytes) is trial.inputs

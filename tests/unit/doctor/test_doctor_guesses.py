@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.doctor.samples.guesses import Guesses
 from anybatch.records.lossfacts import LossCall
@@ -110,3 +111,34 @@ def test_the_recorder_asks_where_values_are_read() -> None:
         F.mse_loss(torch.zeros(64, 1, requires_grad=True), torch.tensor([[0.0], [2.0]]).repeat(32, 1))
     assert isinstance(found[0], LossCall)
     assert found[0].guess == pytest.approx(1.0)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result._base is None and not func.is_view:
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("function", [F.mse_loss, F.l1_loss, F.kl_div])
+def test_a_large_target_is_not_copied_to_a_wider_type(function: Any) -> None:
+    target = torch.rand(N, 4096)
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        guess = Guesses().of(function.__name__, function, given(function, torch.zeros(N, 4096), target))
+    assert guess is not None
+    assert largest.bytes <= target.nbytes
+
+
+@pytest.mark.parametrize("log_target", [False, True])
+def test_the_guess_for_shares_is_their_distance_from_their_mean(log_target: bool) -> None:
+    target = torch.rand(N, 4).softmax(1)
+    shown = target.log() if log_target else target
+    kwargs = {"reduction": "batchmean", "log_target": log_target}
+    guess = Guesses().of("kl_div", F.kl_div, given(F.kl_div, torch.zeros(N, 4), shown, **kwargs))
+    expected = F.kl_div(target.mean(0).log().expand(N, 4), target, reduction="batchmean")
+    assert guess == pytest.approx(float(expected), rel=1e-4)

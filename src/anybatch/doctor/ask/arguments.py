@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.sampling import is_normal
+from anybatch.doctor.ask.sampling import is_normal, spread
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown, told
@@ -135,7 +135,7 @@ def drowned(step: Step) -> Iterator[Probed]:
 
 
 def _power(one: torch.Tensor) -> float:
-    return float(one.double().pow(2).mean())
+    return float(torch.linalg.vector_norm(one, dtype=torch.double)) ** 2 / max(one.numel(), 1)
 
 
 def _source(step: Step, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:
@@ -156,8 +156,8 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     is_enough = count >= max(_ENOUGH_NOISE, _WIDE * len(noise))
     if not alike or not is_enough or not noise.is_floating_point() or not is_normal(noise):
         return False
-    drawn = noise.detach().double().flatten().cpu()
-    return all(abs(_correlation(drawn, one.detach().double().flatten().cpu())) < _SIGMAS / count**0.5 for one in alike)
+    drawn = spread(noise)
+    return all(abs(_correlation(drawn, spread(one))) < _SIGMAS / len(drawn) ** 0.5 for one in alike)
 
 
 @asks("shown")

@@ -86,14 +86,17 @@ def _outputs_of_rows(before: Any, after: Any) -> list[tuple[torch.Tensor, torch.
 def random_in_evaluation(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     """Whether two evaluations of the same input differ, and by which operation."""
     inputs = trial.inputs
-    before, first = trial.operations(inputs)
+    before = trial.forward(inputs)
     trial.advance()
-    after, second = trial.operations(inputs, again=True)
+    after = trial.forward(inputs, again=True)
     pairs = [(a, b) for a, b in pairs_of(before, after) if a.numel()]
     if not pairs:
         raise Unknown("the model gives no tensor")
     if not any(bool(difference(a, b).any()) for a, b in pairs):
         return told("modes", root=root, answer="no")
+    _, first = trial.operations(inputs)
+    trial.advance()
+    _, second = trial.operations(inputs, again=True)
     guilty = first_of(first, second, lambda a, b: a.shape == b.shape and a.numel() > 0 and bool(difference(a, b).any()))
     return told("modes", guilty, root=root, op="" if guilty is None else guilty.name, largest=largest(pairs))
 

@@ -32,16 +32,14 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     _refuse_relations(trial, inputs)
     row, other = 1, 0
     changed = _with_row(inputs, row, other)
-    before, first = trial.operations(inputs)
-    again, _ = trial.operations(inputs)
-    if largest(pairs_of(before, again)) > 0:
-        raise Unknown("two evaluations of the model differ")
-    after, second = trial.operations(changed)
+    before = _repeated(trial, inputs)
+    after = trial.forward(changed)
     verdict = [v for one, two in pairs_of(before, after) if (v := _confined(one, two, row, rows)) is not None]
     if not verdict:
         raise Unknown("no output has a row for each sample")
     if all(verdict):
         return told("batch", root=root, answer="no", rows=rows)
+    (_, first), (_, second) = trial.operations(inputs), trial.operations(changed)
     guilty = first_of(first, second, lambda one, two: _confined(one, two, row, rows) is False)
     op = guilty.name if guilty is not None else ""
     confirmed = _confirmed(trial, inputs, row)
@@ -51,6 +49,14 @@ def mixing(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if not reason and confirmed is False:
         reason = "no gradient flows between the rows"
     return told("batch", guilty, root=root, answer="unknown" if reason else "yes", detail=reason, **evidence)
+
+
+def _repeated(trial: Trial, inputs: Inputs) -> Any:
+    """What a model gives, twice the same."""
+    before = trial.forward(inputs)
+    if largest(pairs_of(before, trial.forward(inputs))) > 0:
+        raise Unknown("two evaluations of the model differ")
+    return before
 
 
 def _time_is_first(trial: Trial, run: Run, root: int) -> bool:
@@ -274,10 +280,8 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     other = _other_tokens(rows, cut)
     other = other.T if call.time_first else other
     changed = inputs.changed(lambda one: other if one is tokens else one)
-    before, first = trial.operations(inputs)
-    if largest(pairs_of(before, trial.operations(inputs)[0])) > 0:
-        raise Unknown("two evaluations of the model differ")
-    after, second = trial.operations(changed)
+    before = _repeated(trial, inputs)
+    after = trial.forward(changed)
     counted = _counted(inputs, tokens, rows)
     counted[:, :start] = False  # what comes out at a prompt is in no loss, and may see all of it
     verdicts = [v for a, b in pairs_of(before, after) if (v := _only_later(a, b, length, cut, counted)) is not None]
@@ -287,6 +291,7 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
         own = (_only_later(a, b, length, cut + 1, counted) for a, b in pairs_of(before, after))
         is_shifted = all(one is not False for one in own)  # by the model: no output depends on the token at its place
         return told("time", root=root, answer="no", length=length, shifted=is_shifted)
+    (_, first), (_, second) = trial.operations(inputs), trial.operations(changed)
     guilty = _first_early(first, second, length, cut)
     return told("time", guilty, root=root, length=length, position=cut, op="" if guilty is None else guilty.name)
 

@@ -210,10 +210,9 @@ def mixed_sums(step: Step) -> Iterator[Probed]:
     found: list[tuple[Operation, float] | None] = []
     for number in (None, lambda n: 2 * n if n == rows else n, lambda n: _scaled(n, rows)):
         try:
-            second = replayed(tape, step.loss, twice, number)
+            found.append(_mixed(step, replayed(tape, step.loss, twice, number)))  # frees it before the next
         except Unknown:
             continue
-        found.append(_mixed(step, second))
     if not found:
         raise Unknown("the step did not run with each row twice")
     guilty = found[0]
@@ -267,9 +266,10 @@ def _ratio(one: torch.Tensor, two: torch.Tensor) -> int:
         if not one.dim() or two.shape[1:] != one.shape[1:] or two.shape[0] != 2 * one.shape[0]:
             return 0
         two = two[: one.shape[0]]
-    a, b = one.double(), two.double()
+    kind = torch.promote_types(one.dtype, torch.float32)
+    a, b = one.to(kind), two.to(kind)
     for ratio in (1, 2):
-        if float((ratio * a - b).abs().max()) <= 1e-3 * max(float(b.abs().max()), 1e-9):
+        if float(torch.sub(b, a, alpha=ratio).abs_().max()) <= 1e-3 * max(float(b.abs().max()), 1e-9):
             return ratio
     return 0
 

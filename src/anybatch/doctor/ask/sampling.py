@@ -41,6 +41,7 @@ temperature, down to 0.45, is meant."""
 
 _CHAIN = 3  # calls with one level, more of which are a chain that forgets what it began with
 
+_MOST_SPREAD = 1 << 20
 _KOLMOGOROV = 1.63  # the distance of Kolmogorov and Smirnov times the root of n, which 1 of 100 draws exceed
 Key = tuple[Any, tuple[int, ...]]
 """The place or the name of the argument that is the level, and the shape of a row of the input."""
@@ -155,10 +156,16 @@ def about_sampling(kept: Any, run: Run) -> Iterator[Probed]:
 
 def is_normal(noise: torch.Tensor) -> bool:
     """Whether numbers are distributed as draws of a standard normal one are."""
-    count = noise.numel()
+    drawn = spread(noise)
+    count = drawn.numel()
     steps = torch.arange(1, count + 1, dtype=torch.double) / count
-    away = (torch.special.ndtr(noise.detach().double().flatten().cpu().sort().values) - steps).abs().max()
+    away = (torch.special.ndtr(drawn.sort().values) - steps).abs().max()
     return bool(away * count**0.5 <= _KOLMOGOROV)
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Evenly spaced entries of a tensor on the host; all of one that is not large."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // _MOST_SPREAD)].cpu().double()
 
 
 def _noise(given: torch.Tensor) -> float:

@@ -175,7 +175,9 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name != "data":
             return
-        self.rewrites |= writes(name, kwargs) or any(self._slot_of(one) is not None for one in found)
+        self.rewrites |= writes(name, kwargs) or any(
+            self._slot_of(one) is not None and _is_written(one) for one in found
+        )
         self.size += sum(one.numel() * one.element_size() for one in found)
         operation.outs = tuple([self._slot_of_new(one) for one in found])
         operation.drawn = tuple(map(self._copy_of, found)) if name in RANDOM else None
@@ -244,6 +246,11 @@ def _nodes_of(starts: list[Any]) -> Iterator[Any]:
             starts.extend([behind for behind, _ in node.next_functions])
 
 
+def _is_written(tensor: torch.Tensor) -> bool:
+    """Whether something has written to it in place; an operation that gives what it was given need not have."""
+    return tensor.is_inference() or tensor._version > 0
+
+
 def slots(value: Any) -> Iterable[Slot]:
     """The slots in nested arguments."""
     if isinstance(value, Slot):
@@ -284,7 +291,10 @@ def replay(
     """Runs the operations of a tape again."""
     values: Values = {}
     for slot, leaf in tape.leaves.items():
-        values[slot] = leaf.clone() if slot in tape.parameters else change(leaf).clone()
+        is_parameter = slot in tape.parameters
+        given = leaf if is_parameter else change(leaf)
+        is_safe = not is_parameter and not tape.rewrites and not leaf.requires_grad
+        values[slot] = given if is_safe else given.clone()
     for slot, parameter in tape.parameters.items():
         if slot in held:
             values[slot] = held[slot]

@@ -190,6 +190,18 @@ class Trial:
         watch = Operations(self.running)
         return self.forward(inputs, watch=watch, again=again), watch
 
+    def within(self, most: int) -> Inputs:
+        """The inputs with so many rows that they have no more bytes, or as they are where that does not run."""
+        rows = self.inputs.rows * most // max(1, sum(one.nbytes for one in self.inputs.by_rows()))
+        if not max(_ROWS) < rows < self.inputs.rows:
+            return self.inputs
+        few = self.inputs.changed(lambda one: one[:rows] if self.inputs.has_rows(one) else one)
+        try:
+            self.forward(few)
+        except Unknown:
+            return self.inputs
+        return few
+
     def few_rows(self, dim: int = 0) -> Inputs:
         """The inputs with a few rows of a number that no dim of them has, or as they are where that does not run."""
         inputs = self.inputs.along(dim) if dim else self.inputs

@@ -10,11 +10,13 @@ from anybatch.accelerators import widest_float
 
 _MOST_KEPT = 1 << 16  # numbers of a mean that is kept
 _MOST_KINDS = 64
+_MOST_NUMBERS = 1 << 18  # of a call
 _LEAST_ROWS = 32
 _PER_CLASS = 10
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 _OF_SHARES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"})
+_MEANS = frozenset({"mean", "batchmean"})
 _TINY = 1e-12
 
 
@@ -76,18 +78,22 @@ class Guesses:
         self, name: str, function: Callable[..., Any], target: torch.Tensor, given: Mapping[str, Any]
     ) -> torch.Tensor | None:
         rest = [value for key, value in given.items() if key not in ("input", "target")]
+        step = min(target.numel() // _MOST_NUMBERS, len(target) // _LEAST_ROWS) if target.dim() else 1
+        if step > 1 and given.get("reduction") in _MEANS and not any(map(torch.is_tensor, rest)):
+            target = target[::step]  # it may be most of what there is in memory, and a mean of some rows is as good
         values = target.exp() if name == "kl_div" and given.get("log_target") else target
-        values = values.to(widest_float(values.device))
+        is_small = values.numel() <= _MOST_NUMBERS
+        wide = widest_float(values.device) if is_small else torch.float32  # of sums, which copy what is widened
         by_column = values.dim() > 1 and values[0].numel() <= _MOST_KEPT
-        total = values.sum(0) if by_column else values.sum()
+        total = values.sum(0, dtype=wide) if by_column else values.sum(dtype=wide)
         rows = values.shape[0] if by_column else values.numel()
         kept, count = self._add((name, tuple(values.shape[1:]) if by_column else ()), total, rows)
         if count < _LEAST_ROWS:
             return None
-        mean = (kept / count).to(values.device, values.dtype)
+        mean = (kept / count).to(values.device, wide)
         guesses = [mean]
         if name == "kl_div":  # which warns of its own reduction
-            whole = (torch.xlogy(values, values) - values * mean.clamp_min(_TINY).log()).sum()
+            whole = -torch.special.entr(values).sum(dtype=wide) - (total * mean.clamp_min(_TINY).log()).sum()
             parts = {"mean": target.numel(), "batchmean": target.shape[0], "sum": 1}
             return whole / parts[given["reduction"]] if given.get("reduction") in parts else None
         if name == "binary_cross_entropy_with_logits":
@@ -96,12 +102,11 @@ class Guesses:
             guesses = [odds.clamp_min(_TINY).log()]
         elif name in _OF_NUMBERS and name != "mse_loss" and rows >= _LEAST_ROWS:
             guesses.append(values.median(0).values if by_column else values.median())
-        found = [function(one.expand_as(values).to(target.dtype), target, *rest) for one in guesses]
+        found = [function(one.to(target.dtype).expand_as(target), target, *rest) for one in guesses]
         return min(found, key=float) if all(one.numel() == 1 for one in found) else None
 
 
 _MOST_CALLS = 256
-_MOST_NUMBERS = 1 << 18  # of a call
 _SURELY = 3.0  # standard errors
 
 

@@ -135,9 +135,8 @@ def _targets(target: torch.Tensor, ignore: int | None, *, by_class: bool) -> dic
         few = target.is_cpu and target.numel() <= _FEW
         different = len(set(target.tolist())) if few else int(torch.unique(target).numel())
         found["target_classes"] = min(different, _MOST_TARGET_CLASSES)
-    numbers = target.double()
-    deviation, mean = torch.std_mean(numbers, correction=0)
-    ends = () if by_class else numbers.aminmax()
+    deviation, mean = torch.std_mean((target if by_class else _some(target)).double(), correction=0)
+    ends = () if by_class else [one.double() for one in target.aminmax()]
     entries = ("target_mean", "target_std", "target_low", "target_high")
     found |= zip(entries, torch.stack([mean, deviation, *ends]).tolist(), strict=False)
     return found
@@ -439,10 +438,9 @@ def _confused(name: str, scores: Any, target: Any) -> torch.Tensor | None:
     classes = scores.shape[1]
     if not 1 < classes <= _MOST_CLASSES or len(scores) != len(target):
         return None
-    kept = (target >= 0) & (target < classes)
-    pairs = target[kept] * classes + scores.argmax(1)[kept]
-    counts: torch.Tensor = pairs.bincount(minlength=classes * classes)
-    return counts.reshape(classes, classes)
+    pairs = scores.argmax(1).add_(target.clamp(-1, classes) + 1, alpha=classes)  # what is no class comes first and last
+    counts: torch.Tensor = pairs.bincount(minlength=(classes + 2) * classes)
+    return counts.reshape(-1, classes)[1:-1]
 
 
 @unseen

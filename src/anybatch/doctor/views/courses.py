@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean, median
 
 from anybatch.records.events import Backward, Stepped
@@ -28,9 +29,9 @@ def updates(run: Run) -> list[int]:
     return [one.at for one in run.of(Backward) if one.function == "backward"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Course:
-    """The loss over the steps."""
+    """The loss over the steps; without slots, so that what is read often is computed once."""
 
     ats: tuple[int, ...] = ()  # numbers of the events
     steps: tuple[int, ...] = ()  # how many steps had been done
@@ -39,23 +40,23 @@ class Course:
     # numbers their variance; ``None`` if it is not known
     prior: float | None = None
 
-    @property
+    @cached_property
     def finite(self) -> list[float]:
         """The values that are finite."""
         return [value for value in self.values if math.isfinite(value)]
 
-    @property
+    @cached_property
     def first(self) -> float:
         """The loss at the start: the median of the first three values."""
         return median(self.finite[:3]) if self.finite else math.nan
 
-    @property
+    @cached_property
     def last(self) -> float:
         """The loss at the end: the median of the last quarter, not of the first values."""
         count = max(1, min(len(self.finite) // 4, 50))
         return median(self.finite[-count:]) if self.finite else math.nan
 
-    @property
+    @cached_property
     def noise(self) -> float:
         """How much the loss differs from one step to the next in the second half of the run."""
         half = self.finite[len(self.finite) // 2 :]
