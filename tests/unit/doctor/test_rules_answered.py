@@ -42,7 +42,7 @@ def runs(row: Row) -> Iterator[tuple[Run, Probed]]:
         {"keeps": "highest"},
         {"boxes": False},
     )
-    for beside, detail, loss in product(others, ("", "a table"), (falling, flat)):
+    for beside, detail, loss in product(others, ("", "a table", "one row"), (falling, flat)):
         evidence = own | {name: one for name, one in beside.items() if name in own} | seen
         one = Probed(probe=row["to"], answer=answer, evidence=evidence, detail=detail, file="train.py", line=7)
         run = Training(loss=loss, after=(one,)).run()

@@ -51,7 +51,7 @@ def test_input_scale_fires_on_inputs_that_are_scaled_again_in_each_epoch(factor:
     torch.manual_seed(0)
     with Doctor(every=2) as doctor:
         scaled_by({epoch: factor**epoch for epoch in range(6)})
-    said = [one for one in diagnose(doctor.run).findings if one.name == "INPUT_SCALE"]
+    said = [one for one in diagnose(doctor.run) if one.name == "INPUT_SCALE"]
     assert bool(said) == fires_
     if said:
         assert "in place" in said[0].cause

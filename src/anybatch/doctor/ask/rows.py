@@ -20,7 +20,7 @@ from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub"})
-_CUTTING = frozenset({"__getitem__", "narrow"})
+_CUTTING = frozenset({"__getitem__", "narrow", "select"})
 _FEWEST, _LEAST_MARKS = 8, 2  # rows of which each is repeated, and how often
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
@@ -124,6 +124,8 @@ def _guilty(step: Step, second: Replay, order: torch.Tensor) -> tuple[Operation,
                 if (0, 1) in given and rows in leading:
                     return None  # it makes groups of rows, which have roles then
                 return operation, "a view puts entries of several rows into one"
+            if operation.name in _CUTTING and given == {(0, 1)} and _is_of_one(step, operation, a):
+                return operation, "an index along the batch takes one row for all of them"
             if _is_of_cut_table(step, operation, patterns):
                 return operation, "row i of the batch gets entry i of a table, whatever is in it"
             given -= {None, (-1, 0)}
@@ -134,6 +136,12 @@ def _guilty(step: Step, second: Replay, order: torch.Tensor) -> tuple[Operation,
                 return operation, "the rows of two tensors are in different orders"
             return None
     return None
+
+
+def _is_of_one(step: Step, operation: Operation, taken: torch.Tensor) -> bool:
+    """Whether one row is taken of a batch that has as many rows as places, so that its places pass for rows."""
+    of = [step.values[one] for one in operation.given if step.values[one].dim() == taken.dim() + 1]
+    return taken.dim() > 1 and len(taken) == step.rows and any(one.shape[1:] == taken.shape for one in of)
 
 
 def _is_of_cut_table(step: Step, operation: Operation, patterns: Mapping[Slot, Pattern | None]) -> bool:

@@ -41,6 +41,7 @@ _WHEN: dict[str, Callable[[Run, Probed], bool]] = {
     "alone": lambda run, probed: not adversarial(run),
     "nothing drawn": lambda run, probed: not any(run.of(Scored)),  # what was drawn may be bad
     "of many steps": lambda run, probed: len(updates(run)) >= ENOUGH_STEPS,
+    "of one row": lambda run, probed: "one row" in probed.detail,
     "of a table": lambda run, probed: "table" in probed.detail,
     "no layers": lambda run, probed: not answers(run, "layers"),
     "all taken": lambda run, probed: float(probed.evidence["share"]) >= 0.9999,

@@ -4,6 +4,7 @@ import math
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
@@ -28,7 +29,7 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 def input_scale(
     run: Run, *, far: float = Limit(10, "the mean or the standard deviation of what is not standardised"),
     nothing: float = Limit(0.02, "the largest entry of pictures that say nothing to the first layer"),
-    times: float = Limit(100, "by which the inputs of a run differ in size from one part of it to another"),
+    times: float = Limit(30, "by which the last inputs of a run differ in size from the first"),
     share: float = Limit(0.8, "of the batches"),
 ) -> Iterator[Found]:  # fmt: skip
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
@@ -37,11 +38,8 @@ def input_scale(
     longer = any(one.evidence["other_lr"] > one.evidence["lr"] for one in answers(run, "rate"))
     learned = learned and not (longer and outcome(run).word != "learning")  # the rate is too low for such numbers
     learned = learned and not (answers(run, "scaled") and not learned_well(run))
-    found = [
-        *_inputs(run, far, share),
-        *(_tiny_inputs(run, nothing) or _drifting(run, times)),
-        *_targets(run, far, share),
-    ]
+    small = [*_tiny_inputs(run, nothing)] or [*_drifting(run, times)]
+    found = [*_inputs(run, far, share), *small, *_targets(run, far, share)]
     found = [replace(one, severity=one.severity or ("info" if learned else "warning")) for one in found]
     if len(found) > 1 and found[0].severity == found[-1].severity:
         first, rest = found[0], found[1:]
@@ -92,11 +90,10 @@ def _drifting(run: Run, times: float) -> Iterator[Found]:
     """Inputs that are of another size at the end than at the start, as where a data set writes into its own tensors."""
     for samples in _entered(run, 2):
         sizes = [math.hypot(one.mean or 0.0, one.std or 0.0) for one in samples]
-        part = len(sizes) // 4
-        if part < 2:
+        if len(sizes) < 6:
             continue
-        first, last = (sorted(some)[part // 2] for some in (sizes[:part], sizes[-part:]))
-        if first > 0 and not 1 / times < last / first < times:
+        first, last = median(sizes[:3]), median(sizes[-2:])
+        if first > 0 and all(not 1 / times < one / first < times for one in sizes[-2:]):
             then = next(one for one, size in zip(samples, sizes, strict=True) if not 0.1 < size / first < 10)
             yield Found(
                 text=f"The input {then.name or '0'} of {root_variable(run, then.root)} changes its size in the "
