@@ -234,7 +234,7 @@ class Replay:
         """
         task = self._task if splittable is None else replace(self._task, splittable=splittable)
         is_same = splittable is None
-        compare = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
+        compare: Callable[[Trial, Cut], Difference] = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
         found, is_low = self._with_outputs(calls, task, compare, sizes, is_same=is_same)
         least = (_APART_IN_LOW if is_low else _APART) if found.is_single else _IN_DOUBT
         if found.draws or (is_finite and not math.isfinite(found.error)) or found.error < least:

@@ -98,7 +98,7 @@ def _shown(value: Any) -> Any:
         return value.__code__
     if kind is torch.Tensor:
         return value.item() if value.dim() == 0 and value.device.type == "cpu" else _NONE
-    if kind in (list, tuple) and len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
+    if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
         return tuple(value)
     return _NONE
 
@@ -127,7 +127,7 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
                 yield from _attributes(value, inner, known)
     else:
         yield from _attributes(function, type(function), known)
-        if inspect.isfunction(call := getattr(type(function), "__call__", None)):
+        if inspect.isfunction(call := vars(type(function)).get("__call__")):
             yield from _of(call, depth, known)
         for one in getattr(function, "user_functions", ()):
             yield from _of(one, depth, known)
