@@ -80,8 +80,7 @@ class Proofs:
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
-        nodes = task.splittable.nodes(0)
-        key = layout_key(task.splittable, nodes)
+        key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         if key in self._known and self._is_new(key, task, nodes):
             del self._known[key]  # at once, since the proof may raise, and the batch be tried again
