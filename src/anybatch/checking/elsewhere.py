@@ -13,6 +13,7 @@ from anybatch.batch.batches import Splittable
 from anybatch.batch.trees import flat, leaves, like
 
 _FACTORS = (0.3, 30.0)
+_MARKS = 4  # numbers that often have a meaning of their own
 _NOISE = 0.5  # of what a sample has
 
 
@@ -21,6 +22,7 @@ class Unseen(NamedTuple):
 
     keys: tuple[str, ...]  # of the leaf
     has: Callable[[torch.Tensor], torch.Tensor]  # which entries of it are so
+    what: Any = ""  # what it is known by
 
     def is_in(self, splittable: Splittable) -> bool:
         """Whether a batch has it; one on an accelerator is not looked at, since that would wait for it."""
@@ -52,7 +54,7 @@ def uncounted(splittable: Splittable, labels: torch.Tensor, ignored: int, counts
             values = flat(batch)
             values[place] = torch.full_like(leaf, ignored)
             if all(float(one(like(batch, values))) == float(one(batch)) for one in counts):
-                yield Unseen(tuple(keys), lambda one: one == ignored)
+                yield Unseen(tuple(keys), lambda one: one == ignored, ignored)
 
 
 def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
@@ -62,21 +64,51 @@ def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
     return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
 
 
-def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable]]:
-    """Batches in which numbers of one leaf are missing, or are not all one; no whole number is larger than it was."""
+def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]:
+    """Batches in which numbers of one leaf are missing, negative, marks, twice there, or are not all one.
+
+    No whole number is larger than it was, or negative: for that there is no batch, but ``None``.
+    """
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
         values, is_whole = flat(batch), ".".join(keys) in splittable.broadcast
-        if not _is_numbers(leaf) or is_whole or leaf.dtype is torch.bool or _is_full(leaf):
+        if not _is_numbers(leaf) or is_whole or _is_full(leaf):
             continue
         kept, first, others = _by_chance(leaf), leaf.flatten()[0].item(), list[tuple[Any, float]]()
         if leaf.is_floating_point():
             others.append((torch.isnan, float("nan")))
-        if first > 0 and bool((leaf == first).all()):
+        if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
             others.append((lambda one, first=first: one != first, first / 4))
+        if leaf.dtype is not torch.bool and not bool((leaf < 0).any()):
+            if leaf.is_floating_point():
+                others.append((_is_negative, -1))
+            else:  # which is not tried: kernels may read where such an index points
+                yield Unseen(tuple(keys), _is_negative, "negative"), None
+        if not leaf.is_floating_point():  # numbers that may stand for a padding, an end or a flag
+            marks = (True,) if leaf.dtype is torch.bool else range(min(_MARKS, int(leaf.max())))
+            others += [(lambda one, mark=mark: one == mark, mark) for mark in marks if not bool((leaf == mark).any())]
         for has, other in others:
             values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
-            yield Unseen(tuple(keys), has), Splittable([like(batch, values)], broadcast=splittable.broadcast)
+            yield (
+                Unseen(tuple(keys), has, str(other)),
+                Splittable([like(batch, values)], broadcast=splittable.broadcast),
+            )
+        if leaf.dim() == 1 and not leaf.is_floating_point() and not bool(_is_twice(leaf)):
+            values[place] = leaf[torch.arange(len(leaf)) % ((len(leaf) + 1) // 2)]  # in other micro-batches
+            yield (
+                Unseen(tuple(keys), _is_twice, "twice"),
+                Splittable([like(batch, values)], broadcast=splittable.broadcast),
+            )
+
+
+def _is_negative(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf < 0
+
+
+def _is_twice(leaf: torch.Tensor) -> torch.Tensor:
+    """Whether two of some whole numbers are the same."""
+    ordered = leaf.flatten().sort().values
+    return (ordered[1:] == ordered[:-1]).any()
 
 
 def _is_numbers(leaf: Any) -> bool:

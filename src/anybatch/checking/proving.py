@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from anybatch.batch.batches import Part, Splittable
-from anybatch.batch.trees import leaves
+from anybatch.batch.layout import Constant, Rows
+from anybatch.batch.trees import flat, leaves
 from anybatch.errors import warn
 from anybatch.interception import trial
 from anybatch.loss.sums import Sums, values_of
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEPTH = 3
+_AGAIN = 8  # batches, from which on a split is proved again
+_SOME = 16  # items of a list, or raw samples, that are looked at in each step
 
 
 class Proofs:
@@ -47,6 +51,10 @@ class Proofs:
         self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
         self._key: Hashable = None  # of the batch that was proved last
         self._switches: Switches | None = None  # as long as nothing was proved
+        self._batches: Counter[Hashable] = Counter()  # of each layout, after the first
+        self._due: dict[Hashable, int] = {}  # the number of them at which it is proved again
+        self._met: set[Hashable] = set()  # of what was unseen
+        self._told: set[str] = set()  # so that a proof made again does not repeat it
 
     def look(
         self,
@@ -72,9 +80,9 @@ class Proofs:
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
             return task, None
-        key = layout_key(task.splittable)
+        key = layout_key(task.splittable, nodes := task.splittable.nodes(0))
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
-        if key in self._known and self._is_new(key, task):
+        if key in self._known and self._is_new(key, task, nodes):
             del self._known[key]  # at once, since the proof may raise, and the batch be tried again
             self._unseen.pop(key, None)
         known = self._known.get(key)
@@ -106,14 +114,19 @@ class Proofs:
         with before.weights_put_back():
             return self._proved(key, known, task, parts, parameters, optimizations, update)
 
-    def _is_new(self, key: Hashable, task: Task) -> bool:
-        """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not."""
-        if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn):
+    def _is_new(self, key: Hashable, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
+        """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.
+
+        What no sign tells is seen now and then: the 8th, 16th, 32nd … batch of a layout is proved like the first.
+        """
+        self._batches[key] += 1
+        if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn, nodes):
             return True
-        for one in self._unseen.get(key, ()):  # noqa: SIM110 - in each step, so without a generator's calls
-            if one.is_in(task.splittable):
+        for one in self._unseen.get(key, ()):  # in each step, so without a generator's calls
+            if (key, one.keys, one.what) not in self._met and one.is_in(task.splittable):
+                self._met.add((key, one.keys, one.what))
                 return True
-        return False
+        return self._batches[key] >= self._due.get(key, _AGAIN)
 
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
@@ -125,14 +138,15 @@ class Proofs:
         from anybatch.checking.switches import Switches
 
         self._switches = self._switches or Switches()
-        self._switches.note(task.model, task.loss_fn)
+        self._switches.note(task.model, task.loss_fn, task.splittable.nodes(0))
         found = prove(task, parts, parameters, optimizations, update, known)
         if found is None:
             return task, None
         proof, reason, seen = found
         self._conclude(proof, reason, task)
         self._known[key] = self.latest = proof
-        if self.latest.outcome == "undecided":
+        self._due[key] = max(_AGAIN, 2 * self._batches[key])
+        if self.latest.outcome == "undecided" and self._is_news(self.latest.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
@@ -169,16 +183,25 @@ class Proofs:
         from anybatch.checking.proof import refusal
 
         if reason is not None and proof.exact:
-            warn("\n    ".join((reason.message, *reason.remedies)))
+            if self._is_news(reason.message):
+                warn("\n    ".join((reason.message, *reason.remedies)))
         elif reason is not None:
             error = refusal(proof, reason, type(task.model).__name__)
             if self.verify == "first":
                 raise error
             warn(str(error))
 
+    def _is_news(self, text: str) -> bool:
+        known = len(self._told)
+        self._told.add(text)
+        return len(self._told) > known
 
-def layout_key(splittable: Splittable) -> Hashable:
+
+def layout_key(splittable: Splittable, nodes: Sequence[Rows | Constant] | None = None) -> Hashable:
     """What a batch looks like, whatever its size: where its leaves are, of which kind and with how many dimensions.
+
+    Args:
+        nodes: its leaves, where these are known.
 
     Example:
         >>> one, other = (Splittable([{"x": torch.zeros(rows, 3)}]) for rows in (4, 9))
@@ -188,18 +211,28 @@ def layout_key(splittable: Splittable) -> Hashable:
     if splittable.is_collated:
         if not splittable.rows:
             return ()
-        return tuple((label, *_kind(leaf)) for label, _, leaf in leaves(splittable.sample(0)))
+        kinds = tuple((label, *_kind(leaf)) for label, _, leaf in leaves(splittable.sample(0)))
+        columns = zip(*(flat(splittable.sample(i)) for i in range(min(_SOME, splittable.rows))), strict=False)
+        return kinds, *map(_alike, columns)
     return tuple([
         (node.label, value.dtype, value.dim()) if type(value := node.value) is torch.Tensor
         else (node.label, type(node), *_kind(value))
-        for node in splittable.nodes(0)
+        for node in (splittable.nodes(0) if nodes is None else nodes)
     ])  # fmt: skip
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.dim()
+    if isinstance(value, list):
+        return list, _alike(value[:_SOME])
     return (type(value),)
+
+
+def _alike(items: Sequence[Any]) -> tuple[frozenset[type], bool]:
+    """The types of some items, and whether all have one shape, one length or one value."""
+    sizes = {one.shape if isinstance(one, torch.Tensor) else one if isinstance(one, int) else None for one in items}
+    return frozenset(map(type, items)), len(sizes) < 2
 
 
 class _OfModel:

@@ -207,7 +207,9 @@ class Replay:
             alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
             masks = [*alone] or labels
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
-            self.unseen += [one for one, other in unseen(splittable) if self._differs(calls, sizes, other)]
+            self.unseen += [
+                one for one, other in unseen(splittable) if other is None or self._differs(calls, sizes, other)
+            ]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
         note = f"as long as {masks[0]} is full" if masks else "as long as the loss takes all samples alike"
@@ -215,25 +217,29 @@ class Replay:
 
     def _differs(self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable) -> bool:
         try:
-            return self._difference(calls, sizes, splittable) is not None
+            return self._difference(calls, sizes, splittable, is_finite=False) is not None
         except Exception as error:  # noqa: BLE001 - the loss may take no such batch
             Failure(error).release()
         return False
 
     def _difference(
-        self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None
-    ) -> Difference | None:
+        self, calls: list["_Call"], sizes: tuple[int, ...], splittable: Splittable | None = None, *,
+        is_finite: bool = True,
+    ) -> Difference | None:  # fmt: skip
         """How far the loss of all samples is from that of the micro-batches; ``None`` for not, or not known.
 
         Args:
             splittable: another batch, for which the model gives the same.
+            is_finite: whether losses that are no numbers tell nothing.
         """
         task = self._task if splittable is None else replace(self._task, splittable=splittable)
         is_same = splittable is None
-        compare = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
+        compare: Callable[[Trial, Cut], Difference] = lambda trial, cut: trial.difference(cut, in_single=False)  # noqa: E731
         found, is_low = self._with_outputs(calls, task, compare, sizes, is_same=is_same)
         least = (_APART_IN_LOW if is_low else _APART) if found.is_single else _IN_DOUBT
-        return None if found.draws or not math.isfinite(found.error) or found.error < least else found
+        if found.draws or (is_finite and not math.isfinite(found.error)) or found.error < least:
+            return None
+        return found
 
     def _with_outputs(
         self, calls: list["_Call"], task: Task, ask: Callable[[Trial, Cut], T], sizes: tuple[int, ...] = (), *,

@@ -3,17 +3,24 @@
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from anybatch.batch.layout import Constant, Rows
 from anybatch.checking.reach import is_empty
 from anybatch.tensors.modules import modules_of
 from anybatch.tensors.sideeffects import names_in
 
 _PLAIN = (bool, int, float, str, type(None))
-_DEPTH = 4
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FEW = 8  # numbers in a list that may be settings
+_NONE = object()  # for what is none
+_LIBRARIES = ("torch", "anybatch", "numpy")
+_DEPTH = 3
+_INNER = 2
 _MOST = 64  # attributes: what has more is no settings
 _Key = tuple[object, object]  # what a value is of, be it made anew in each step, and the name
 
@@ -25,12 +32,15 @@ class Switches:
         self._latest: dict[_Key, Any] = {}
         self._changes: Counter[_Key] = Counter()
 
-    def note(self, model: Any, loss_fn: Any) -> None:
+    def note(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> None:
         """Keeps the values as they are now, when a split is proved."""
-        self._latest = _values(model, loss_fn)
+        self._latest = _values(model, loss_fn, nodes)
 
-    def are_turned(self, model: Any, loss_fn: Any) -> bool:
+    def are_turned(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> bool:
         """Whether a value is another than the last time, as often as its changes are a power of two.
+
+        Args:
+            nodes: the leaves of the batch, of which those count that are not of its samples.
 
         Example:
             >>> switches, phase = Switches(), {"epoch": 0}
@@ -44,7 +54,7 @@ class Switches:
             [False, True, False, True, False, True]
         """
         try:
-            before, now = self._latest, _values(model, loss_fn)
+            before, now = self._latest, _values(model, loss_fn, nodes)
         except Exception:  # noqa: BLE001 - what the user's objects raise when they are looked at must not end a step
             return False
         if now == before:
@@ -55,41 +65,88 @@ class Switches:
         return any(self._changes[name].bit_count() == 1 for name in changed)
 
 
-def _values(model: Any, loss_fn: Any) -> dict[_Key, Any]:
-    found = dict(_of(loss_fn, _DEPTH))
-    for module in modules_of(model) if isinstance(model, torch.nn.Module) else ():
+def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[_Key, Any]:
+    known = set[Any]()  # so that nothing is looked at twice
+    found = dict(_of(loss_fn, _DEPTH, known))
+    for node in nodes:
+        if type(node) is Constant and (value := _shown(node.value)) is not _NONE:
+            found["batch", node.label] = value
+    modules = modules_of(model) if isinstance(model, torch.nn.Module) else []
+    hooks = 0
+    for module in modules:
+        own = vars(module)
+        for name in _HOOKS:
+            hooks += len(own.get(name, ()))
+        for parameter in own.get("_parameters", {}).values():
+            if parameter is not None and parameter._backward_hooks:
+                hooks += len(parameter._backward_hooks)
         if not type(module).__module__.startswith("torch."):
-            found.update(_attributes(module, id(module)))
+            found.update(_attributes(module, id(module), known))
+            if (forward := type(module).forward) not in known:
+                known.add(forward)
+                found.update(_of(forward, 1, known))
+    found["model", "modules"], found["model", "hooks"] = [*map(type, modules)], hooks
     return found
 
 
-def _of(function: Any, depth: int) -> Iterator[tuple[_Key, Any]]:
-    if depth == 0:
-        return
+def _shown(value: Any) -> Any:
+    """What a setting is compared by; ``_NONE`` for what is no setting."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is FunctionType:
+        return value.__code__
+    if kind is torch.Tensor:
+        return value.item() if value.dim() == 0 and value.device.type == "cpu" else _NONE
+    if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
+        return tuple(value)
+    return _NONE
+
+
+def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
     if isinstance(function, functools.partial):
-        yield from _of(function.func, depth - 1)
+        yield from _of(function.func, depth, known)
         yield from ((("partial", key), one) for key, one in function.keywords.items() if type(one) in _PLAIN)
     elif inspect.ismethod(function):
-        yield from _attributes(function.__self__, type(function.__self__))
-        yield from _of(function.__func__, depth - 1)
+        yield from _attributes(function.__self__, type(function.__self__), known)
+        yield from _of(function.__func__, depth, known)
     elif inspect.isfunction(function):
-        known = function.__globals__
-        reached = [(one, known[one]) for one in names_in(function.__code__) if one in known]
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        code, around = function.__code__, function.__globals__
+        if depth == 0 or code in known or function.__module__.partition(".")[0] in _LIBRARIES:
+            return
+        known.add(code)
+        reached = [(one, around[one]) for one in names_in(code) if one in around]
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         reached += [(one, cell.cell_contents) for one, cell in cells if not is_empty(cell)]
         for inner, value in reached:
-            if type(value) in _PLAIN:
-                yield (function.__code__, inner), value
-            elif depth == _DEPTH and not isinstance(value, (type, torch.nn.Module)):
-                yield from _attributes(value, inner)
-    elif not isinstance(function, torch.nn.Module):
-        yield from _attributes(function, type(function))
+            if (shown := _shown(value)) is not _NONE:
+                yield (code, inner), shown
+            if isinstance(value, (FunctionType, MethodType)):
+                yield from _of(value, depth - 1, known)
+            elif shown is _NONE and not isinstance(value, type):
+                yield from _attributes(value, inner, known)
+    else:
+        yield from _attributes(function, type(function), known)
+        if inspect.isfunction(call := vars(type(function)).get("__call__")):
+            yield from _of(call, depth, known)
         for one in getattr(function, "user_functions", ()):
-            yield from _of(one, depth - 1)
+            yield from _of(one, depth, known)
 
 
-def _attributes(value: Any, home: object) -> Iterator[tuple[_Key, Any]]:
+def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) -> Iterator[tuple[_Key, Any]]:
     own = value if type(value) is dict else getattr(value, "__dict__", None)
-    is_ours = type(value).__module__.partition(".")[0] == "anybatch"  # whose attributes change as it runs
-    if type(own) is dict and len(own) < _MOST and not is_ours:
-        yield from (((home, key), one) for key, one in own.items() if type(one) in _PLAIN)
+    package = type(value).__module__.partition(".")[0]  # of anybatch, attributes change as it runs
+    if type(own) is not dict or len(own) >= _MOST or package == "anybatch" or (package == "torch" and depth < _INNER):
+        return
+    if id(own) in known:
+        return
+    known.add(id(own))
+    is_module = isinstance(value, torch.nn.Module)
+    for key, one in own.items():
+        if (shown := _shown(one)) is not _NONE:
+            yield (home, key), shown
+        elif depth > 1 and not (is_module and key[0] == "_") and id(getattr(one, "__dict__", one)) not in known:
+            yield from _attributes(one, (home, key), known, depth - 1)
+    for key, one in own["_buffers"].items() if is_module and "_buffers" in own else ():
+        if (shown := _shown(one)) is not _NONE:
+            yield (home, key), shown
