@@ -325,6 +325,13 @@ def _options(call: Call) -> Iterator[Candidate]:
         return
     names = list(parameters)
     taken = {names[one.key] if isinstance(one.key, int) and one.key < len(names) else one.key for one in call.operands}
+    for given in call.operands:
+        was = names[given.key] if given is call.operands[-1] and isinstance(given.key, int) else given.key
+        for name, one in parameters.items() if isinstance(was, str) else ():
+            if name not in taken and one.default is None and name.rpartition("_")[2] == was.rpartition("_")[2]:
+                rest = [other for other in call.operands if other is not given]
+                renamed = Call(call.function, call.title, [*rest, Operand(name, given.value)], call.subject)
+                yield Repair("name", option=(given.key, name)), renamed.run
     for name, one in parameters.items():
         if isinstance(one.default, bool):
             before = next((given.value for given in call.operands if given.key == name), one.default)
@@ -333,13 +340,6 @@ def _options(call: Call) -> Iterator[Candidate]:
     for value in labels if "ignore_index" in parameters else ():
         if value.numel() and int(value.min()) < 0:
             yield _switched(call, "ignore_index", int(value.min()))
-    for given in call.operands:
-        was = names[given.key] if given is call.operands[-1] and isinstance(given.key, int) else given.key
-        for name, one in parameters.items() if isinstance(was, str) else ():
-            if name not in taken and one.default is None and name.rpartition("_")[2] == was.rpartition("_")[2]:
-                rest = [other for other in call.operands if other is not given]
-                renamed = Call(call.function, call.title, [*rest, Operand(name, given.value)], call.subject)
-                yield Repair("name", option=(given.key, name)), renamed.run
 
 
 def _switched(call: Call, name: str, value: Any) -> Candidate:

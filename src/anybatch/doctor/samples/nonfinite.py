@@ -104,8 +104,10 @@ class NonFiniteWatch:
             return self._of_gradients(loss.grad_fn, bad, before, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
-            return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
-                             parameters=tuple(names), detail=_rooted(self._stepped(), bad), file=file, line=line)  # fmt: skip
+            return NonFinite(
+                where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
+                parameters=tuple(names), detail=_rooted(self._stepped(), bad), file=file, line=line,
+            )  # fmt: skip
         if loss.grad_fn is None:
             return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
         origin = origin_in(loss.grad_fn)
