@@ -202,6 +202,18 @@ x = torch.randn(4, 7, 8)
 mask = torch.zeros(4, 7, dtype=torch.bool)
 out = enc(x, mask=mask)  # CRASH
 """,
+    "padding mask without its name": """
+enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+x = torch.randn(4, 7, 8)
+mask = torch.zeros(4, 7, dtype=torch.bool)
+out = enc(x, mask)  # CRASH
+""",
+    "padding mask of one layer": """
+enc = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+x = torch.randn(4, 7, 8)
+mask = torch.zeros(4, 7, dtype=torch.bool)
+out = enc(x, mask)  # CRASH
+""",
     "embedding range": """
 emb = nn.Embedding(30, 8)
 ids = torch.tensor([[1, 29, 30], [4, 5, 0]])
@@ -417,8 +429,13 @@ EXPECTED = {
     "autocast outside": ("DTYPE_MISMATCH", {"message": "bfloat16", "fix": "feats = feats.float()"}),
     "complex into linear": ("DTYPE_MISMATCH", {"message": "complex64", "fix": "abs"}),
     "complex loss": ("LOSS_NOT_SCALAR", {"message": "complex", "fix": ".abs()"}),
-    "lstm hidden size": ("SHAPE_MISMATCH", {"message": "h0", "fix": "h0 = torch.zeros(1, 2, 6)"}),
+    "lstm hidden size": ("SHAPE_MISMATCH", {"message": "h0", "fix": "h0 = torch.zeros(1, x.size(0), 6)"}),
     "padding mask as attn mask": ("SHAPE_MISMATCH", {"message": "[4, 7]", "fix": "key_padding_mask"}),
+    "padding mask without its name": (
+        "SHAPE_MISMATCH",
+        {"message": "[4, 7]", "fix": "out = enc(x, src_key_padding_mask=mask)"},
+    ),
+    "padding mask of one layer": ("SHAPE_MISMATCH", {"fix": "out = enc(x, src_key_padding_mask=mask)"}),
     "embedding range": ("INDEX_OUT_OF_RANGE", {"message": "Embedding(30, 8)", "fix": "emb = nn.Embedding(31, 8)"}),
     "ctc lengths": ("SHAPE_MISMATCH", {"message": "input_lengths", "fix": "input_lengths"}),
     "dim out of range": ("SHAPE_MISMATCH", {"message": "scores", "fix": "dim=-1"}),

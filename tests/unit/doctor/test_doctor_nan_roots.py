@@ -39,6 +39,37 @@ def test_what_comes_out_of_nothing_is_the_root(program: Callable[[], Any], name:
     assert not [one for one in found if one.name in ("LR_TOO_HIGH", "EXPLODING") and one.severity != "info"], found
 
 
+class Rooted(torch.optim.Optimizer):
+    """Divides by the root of a mean of gradients, or of their squares."""
+
+    def __init__(self, params: Any, power: int) -> None:
+        super().__init__(params, {})
+        self.power = power
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                second = self.state[one].setdefault("v", torch.zeros_like(one))
+                second.mul_(0.9).add_(one.grad**self.power, alpha=0.1)
+                one.sub_(0.01 * one.grad / (second.sqrt() + 1e-8))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_root_of_what_the_optimizer_keeps_below_zero_is_named(power: int) -> None:
+    def program() -> None:
+        model = torch.nn.Linear(4, 1)
+        optimizer = Rooted(model.parameters(), power)
+        for _ in range(4):
+            x = torch.randn(32, 4)
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+
+    found = [one for one in found_in(program) if one.name == "NAN_IN_FORWARD"]
+    assert ["'v' in the state of Rooted is below 0" in one.message for one in found] == [True] * (2 - power)
+
+
 @pytest.mark.parametrize(
     "program",
     [programs.explodes_at_once, programs.explodes_over_many_steps, programs.saturates_into_a_logarithm],

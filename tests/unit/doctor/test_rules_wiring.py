@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from anybatch.records.events import Loaded
-from anybatch.records.lossfacts import Probed
+from anybatch.records.lossfacts import Followed, Probed
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Tied
 from anybatch.records.tables import ModuleFacts
@@ -409,6 +409,31 @@ def test_param_unused_fires_louder_where_the_loss_is_assigned_again(again: bool,
     (one,) = findings(built, "PARAM_UNUSED")
     assert (one.severity, one.place.line) == (severity, 31)
     assert "left" in one.message
+
+
+def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = ()) -> RunBuilder:
+    """A list of three layers and a head, of which some are not in the loss."""
+    built = RunBuilder()
+    numbers = built.model(("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight"))
+    built.optimizer(numbers)
+    built.train([one for one in numbers if one not in unused], 7)
+    built.add(Activations(root=0, uncalled=uncalled))
+    built.add(Followed(why="no gradient", unused=tuple(f"blocks.{n}.weight" for n in unused)))
+    return built
+
+
+def test_param_unused_fires_where_only_the_last_layer_of_a_list_is_used() -> None:
+    (one,) = findings(listed((0, 1)), "PARAM_UNUSED")
+    assert one.severity == "warning"
+    assert "blocks.2 gives takes its place" in one.message
+    assert "x = layer(x)" in one.fix
+
+
+@pytest.mark.parametrize(("unused", "uncalled"), [((2,), ()), ((0,), ()), ((0, 1), ("blocks.0", "blocks.1"))])
+def test_param_unused_is_quiet_about_lists_whose_last_layers_or_uncalled_ones_are_left(
+    unused: tuple[int, ...], uncalled: tuple[str, ...]
+) -> None:
+    assert all(one.severity == "info" for one in findings(listed(unused, uncalled), "PARAM_UNUSED"))
 
 
 def test_param_unused_is_quiet_on_modules_that_are_called_or_written() -> None:

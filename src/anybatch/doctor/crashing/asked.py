@@ -202,14 +202,16 @@ def _fix(live: Live, call: Call, repair: Repair) -> str:
     )  # fmt: skip
 
 
-def _rewritten(live: Live, call: Call, texts: dict[Any, str] | None = None, renamed: tuple[str, Any] = ("", "")) -> str:
+def _rewritten(live: Live, call: Call, texts: dict[Any, str] | None = None, renamed: tuple[Any, Any] = ("", "")) -> str:
     """The user's line with other texts for some operands of the call, or another name for one."""
     texts, node, code = dict(texts or {}), call.node, live.code()
     if isinstance(node, ast.Call):
         function = ast.unparse(node.func)
         if "self" in texts and isinstance(node.func, ast.Attribute):
             function = f"{texts.pop('self')}.{node.func.attr}"
-        args = [texts.pop(n, ast.unparse(one)) for n, one in enumerate(node.args)]
+        args = [texts.pop(n, ast.unparse(one)) for n, one in enumerate(node.args) if n != renamed[0]]
+        if isinstance(renamed[0], int):
+            texts[renamed[1]] = ast.unparse(node.args[renamed[0]])
         keywords = {one.arg: texts.pop(one.arg, ast.unparse(one.value)) for one in node.keywords if one.arg}
         keywords = {renamed[1] if key == renamed[0] else key: text for key, text in keywords.items()} | texts
         new = _written(function, args, keywords)
@@ -220,7 +222,7 @@ def _rewritten(live: Live, call: Call, texts: dict[Any, str] | None = None, rena
                 return code.replace(old, new)
         return new
     for one in call.operands:
-        code = code.replace(one.text, texts[one.key], 1) if one.key in texts else code
+        code = code.replace(one.text, texts[one.key], 1) if one.text and one.key in texts else code
     return code
 
 

@@ -257,7 +257,9 @@ def _resized(call: Call, text: str) -> Iterator[Candidate]:
     for found in re.findall(r"[(\[]([\d, ]+)[)\]]", text):
         size = tuple(int(part) for part in found.split(",") if part.strip())
         states = [one for one in tensors if one.value.dim() == len(size) and f"got {list(one.value.shape)}" in text]
-        made = Edit("size", f"torch.zeros({', '.join(map(str, size))})", partial(_filled, size, 0))
+        rows = {len(one.value): f"{one.text}.size(0)" for one in tensors[:1] if one.text and one not in states}
+        code = [rows.get(n, n) if states and n != states[0].value.shape[d] else n for d, n in enumerate(size)]
+        made = Edit("size", f"torch.zeros({', '.join(map(str, code))})", partial(_filled, size, 0))
         if states:
             yield _edited(call, *((one, made) for one in states))
     for one in tensors:
@@ -330,6 +332,13 @@ def _options(call: Call) -> Iterator[Candidate]:
         return
     names = list(parameters)
     taken = {names[one.key] if isinstance(one.key, int) and one.key < len(names) else one.key for one in call.operands}
+    for given in call.operands:
+        was = names[given.key] if given is call.operands[-1] and isinstance(given.key, int) else given.key
+        for name, one in parameters.items() if isinstance(was, str) else ():
+            if name not in taken and one.default is None and name.rpartition("_")[2] == was.rpartition("_")[2]:
+                rest = [other for other in call.operands if other is not given]
+                renamed = Call(call.function, call.title, [*rest, Operand(name, given.value)], call.subject)
+                yield Repair("name", option=(given.key, name)), renamed.run
     for name, one in parameters.items():
         if isinstance(one.default, bool):
             before = next((given.value for given in call.operands if given.key == name), one.default)
@@ -338,12 +347,6 @@ def _options(call: Call) -> Iterator[Candidate]:
     for value in labels if "ignore_index" in parameters else ():
         if value.numel() and int(value.min()) < 0:
             yield _switched(call, "ignore_index", int(value.min()))
-    for given in call.operands:
-        for name, one in parameters.items() if isinstance(given.key, str) else ():
-            if name not in taken and one.default is None and name.rpartition("_")[2] == given.key.rpartition("_")[2]:
-                rest = [other for other in call.operands if other is not given]
-                renamed = Call(call.function, call.title, [*rest, Operand(name, given.value)], call.subject)
-                yield Repair("name", option=(given.key, name)), renamed.run
 
 
 def _switched(call: Call, name: str, value: Any) -> Candidate:

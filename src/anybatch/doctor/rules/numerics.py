@@ -332,6 +332,8 @@ def _only_the_loss(run: Run) -> Iterator[Found]:
 def _repair(run: Run, bad: NonFinite) -> str:
     if bad.where == "input":
         return "assert torch.isfinite(x).all() in the data set, for targets too; leave such samples out, or nan_to_num"
+    if bad.where == "parameter" and bad.detail:
+        return "v.mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)  # squares, of which a root can be taken"
     if bad.where == "parameter":
         halves = any(one.dtype == "float16" for one in run.parameters.values())
         if halves and any(one.cls.startswith("Adam") for one in run.optimizers.values()):

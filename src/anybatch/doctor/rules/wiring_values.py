@@ -1,5 +1,6 @@
 """Rules of the family wiring: what is frozen, tied, loaded and silently written, and parameters that nothing uses."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -305,24 +306,43 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
         shapes = [list(run.parameters[one].shape) for one in idle]
         again = next((one for one in answers(run, "twice") if one.evidence["shape"] in shapes), None)
         lost = next((one for one in answers(run, "dropped") if all(s in shapes for s in one.evidence["shapes"])), None)
+        after = _taken_instead(run, idle, uncalled)
         also = f"; one of the same shape is given the same twice{near(again)}" if again is not None else ""
+        also = also or (f"; it is called, and what {after} gives takes its place" if after else "")
         also = also or (f"; a number is made of {names:it|them}{near(lost)} and left" if lost is not None else "")
         fix = f"call {module_code(run, first.root, first.module)} in the forward, or take it out"
         cause = "The module was never called, or its output is in no loss."
         overwritten = lost is not None and bool(lost.evidence["again"])
         if overwritten:
             fix, cause = "loss = loss + ...  # for each of its terms", "Another term replaces it in the loss."
+        elif after:
+            fix = "x = layer(x)  # in the loop over the layers: each takes what the one before it gave"
+            cause = "Layers that are all given the same input leave only what the last one gives."
         yield Found(
             text=f"{names} {names:is|are} in the optimizer, but nothing in the loss uses {names:it|them}{also}.",
             fix=fix,
             cause=cause,
             since=step,
             where=again or lost or NOWHERE,
-            severity="warning" if again is not None or overwritten else "",
+            severity="warning" if again is not None or overwritten or after else "",
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},
         )
+
+
+def _taken_instead(run: Run, idle: list[int], uncalled: dict[int, set[str]]) -> str:
+    """The last layer of a list, where all before it are called and none of them is used."""
+    rows: dict[tuple[int, str], dict[int, list[bool]]] = {}
+    for number, one in run.parameters.items():
+        if found := re.match(r"(.*?\b)(\d+)\.", one.name):
+            rows.setdefault((one.root, found[1]), {}).setdefault(int(found[2]), []).append(number in idle)
+    for (root, prefix), row in rows.items():
+        *before, last = sorted(row)
+        called = root in uncalled and not any(one.startswith(prefix) for one in uncalled[root])
+        if called and before and not any(row[last]) and all(all(row[one]) for one in before):
+            return f"{prefix}{last}"
+    return ""
 
 
 @rule("AB118", "OPT_STATE_UNUSED", "warning", needs=(Loaded,))

@@ -104,8 +104,10 @@ class NonFiniteWatch:
             return self._of_gradients(loss.grad_fn, bad, before, (file, line), late=1)
         names = [self._name(parameter) for parameter in bad[:_MOST_NAMES]]
         if names:
-            return NonFinite(where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
-                             parameters=tuple(names), file=file, line=line)  # fmt: skip
+            return NonFinite(
+                where="parameter", value=_kind_of(bad, value), module=names[0].rpartition(".")[0],
+                parameters=tuple(names), detail=_rooted(self._stepped(), bad), file=file, line=line,
+            )  # fmt: skip
         if loss.grad_fn is None:
             return NonFinite(where="forward", value=value, detail="the loss has no graph", file=file, line=line)
         origin = origin_in(loss.grad_fn)
@@ -190,3 +192,16 @@ def kept_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
 def _finite(values: torch.Tensor) -> bool:
     low, high = values.detach().aminmax() if values.numel() else (values.new_zeros(()), values.new_zeros(()))
     return bool((low - low == 0) & (high - high == 0))
+
+
+def _rooted(optimizer: Any, bad: list[torch.Tensor]) -> str:
+    """What a step took a root of: the state that is below 0 just where the weights are not numbers any more."""
+    for parameter in bad[:_MOST_NAMES] if optimizer is not None else ():
+        lost = parameter.detach().isnan()
+        same = [
+            repr(name) for name, one in dict(optimizer.state.get(parameter, {})).items()
+            if isinstance(one, torch.Tensor) and one.shape == lost.shape and torch.equal(one < 0, lost)
+        ]  # fmt: skip
+        if same and bool(lost.any()):
+            return f"it is nan just where {' and '.join(same)} in the state of {type(optimizer).__name__} is below 0"
+    return ""
