@@ -17,6 +17,7 @@ from anybatch.tensors.sideeffects import names_in
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FEW = 8  # numbers in a list that may be settings
+_OFTEN, _RARELY = 64, 8  # the first steps, in which modules are looked at, and then which of them
 _NONE = object()  # for what is none
 _LIBRARIES = ("torch", "anybatch", "numpy")
 _DEPTH = 3
@@ -31,6 +32,7 @@ class Switches:
     def __init__(self) -> None:
         self._latest: dict[_Key, Any] = {}
         self._changes: Counter[_Key] = Counter()
+        self._looks = 0
 
     def note(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> None:
         """Keeps the values as they are now, when a split is proved."""
@@ -38,6 +40,8 @@ class Switches:
 
     def are_turned(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> bool:
         """Whether a value is another than the last time, as often as its changes are a power of two.
+
+        The modules of a large model take a millisecond to look at, so that later this is not done in each step.
 
         Args:
             nodes: the leaves of the batch, of which those count that are not of its samples.
@@ -53,14 +57,14 @@ class Switches:
             >>> found
             [False, True, False, True, False, True]
         """
+        self._looks += 1
+        of = model if self._looks <= _OFTEN or self._looks % _RARELY == 0 else None
         try:
-            before, now = self._latest, _values(model, loss_fn, nodes)
+            before, now = self._latest, _values(of, loss_fn, nodes)
         except Exception:  # noqa: BLE001 - what the user's objects raise when they are looked at must not end a step
             return False
-        if now == before:
-            return False
-        self._latest = now
         changed = [name for name, value in now.items() if name in before and before[name] != value]
+        self._latest = before | now if of is None else now
         self._changes.update(changed)
         return any(self._changes[name].bit_count() == 1 for name in changed)
 
@@ -71,8 +75,9 @@ def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[
     for node in nodes:
         if type(node) is Constant and (value := _shown(node.value)) is not _NONE:
             found["batch", node.label] = value
-    modules = modules_of(model) if isinstance(model, torch.nn.Module) else []
-    hooks = 0
+    if not isinstance(model, torch.nn.Module):
+        return found
+    modules, hooks = modules_of(model), 0
     for module in modules:
         own = vars(module)
         for name in _HOOKS:
