@@ -309,6 +309,15 @@ def no_gpu(*args, **kwargs):  # as torch raises it where it is built without CUD
 torch.nn.Module.cuda = no_gpu
 net = nn.Linear(4, 2).cuda()
 """,
+    "written in a helper": """
+def simulate(net, state):
+    for _ in range(3):
+        change = net(state)
+        state[:, 1:] += change
+    return state
+end = simulate(nn.Linear(2, 1), torch.randn(4, 2))
+end.sum().backward()  # CRASH
+""",
     "number indexed": """
 loss = nn.functional.mse_loss(nn.Linear(4, 2)(torch.randn(3, 4)), torch.randn(3, 2))
 print("loss", loss.data[0])  # CRASH
@@ -449,6 +458,7 @@ EXPECTED = {
     "function one gradient": ("TENSOR_MISUSED", {"message": "Scale", "fix": "None"}),
     "sparse add": ("SPARSE_GRADIENT", {"message": "sparse", "fix": "sparse=False"}),
     "no GPU": ("DEVICE_UNAVAILABLE", {"message": "device that torch has not", "fix": ".to(device)"}),
+    "written in a helper": ("INPLACE_ON_SAVED", {"message": "state[:, 1:] += change", "fix": "clone"}),
     "number indexed": ("SHAPE_MISMATCH", {"message": "loss.data[0]", "fix": "loss.data.item()"}),
     "double backward": ("LOSS_NO_GRAD", {"message": "penalty"}),
     "grad without create_graph": ("LOSS_NO_GRAD", {"message": "penalty", "fix": "create_graph=True"}),

@@ -252,3 +252,45 @@ def test_an_action_that_a_best_value_does_without_is_unread() -> None:
     assert list(unread(ast.parse(text.format("q(s).max(1)[0]")), {4})) == [("a", 2)]
     assert not list(unread(ast.parse(text.format("q(s).gather(1, a)")), {4}))
     assert not list(unread(ast.parse(text.replace("q(t).max(1)[0]", "v(t)").format("v(s)")), {4}))  # of states alone
+
+
+@pytest.mark.parametrize(("column", "expected"), [(True, "yes"), (False, "no")])
+def test_the_line_where_a_column_meets_a_row_is_told(column: bool, expected: str) -> None:
+    def train() -> None:
+        net = nn.Linear(6, 1)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            made = net(torch.randn(ROWS, 6))
+            apart = (made if column else made.squeeze(1)) - torch.randn(ROWS)
+            optimizer.zero_grad()
+            apart.square().mean().backward()
+            optimizer.step()
+
+    assert answer(train, "outer") == expected
+
+
+@pytest.mark.parametrize(("draw", "expected"), [("sample", "yes"), ("rsample", "no")])
+def test_a_draw_that_cuts_the_graph_is_told_with_its_line(draw: str, expected: str) -> None:
+    def train() -> None:
+        actor, critic = nn.Linear(6, 2), nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(actor.parameters())
+        for _ in range(6):
+            act = getattr(torch.distributions.Normal(actor(torch.randn(ROWS, 6)), 1.0), draw)()
+            optimizer.zero_grad()
+            (-critic(act.tanh()).mean() + 0.1 * actor.weight.square().sum()).backward()
+            optimizer.step()
+
+    assert answer(train, "cut off") == expected
+
+
+def test_a_target_that_is_detached_at_the_loss_cuts_nothing_else() -> None:
+    def train() -> None:
+        net = nn.Linear(6, 3)
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(4):
+            made = net(torch.randn(ROWS, 6))
+            optimizer.zero_grad()
+            F.mse_loss(made, torch.randn(ROWS, 3)).backward()
+            optimizer.step()
+
+    assert answer(train, "cut off") == "no"

@@ -184,6 +184,32 @@ def twice(step: Step) -> Iterator[Probed]:
         seen.add(call)
 
 
+@asks("outer", of_rows=False)
+def outer(step: Step) -> Iterator[Probed]:
+    """Where a column meets a row of as many numbers, so that each is taken with every other one."""
+    for one in step.used():
+        shapes = {tuple(step.values[slot].shape) for slot in one.given}
+        rows = max((shape[0] for shape in shapes if shape), default=0)
+        if rows > 1 and shapes == {(rows,), (rows, 1)} and step.values[one.outs[0]].shape == (rows, rows):
+            yield said(one, op=one.name)
+
+
+@asks("cut off", of_rows=False)
+def cut_off(step: Step) -> Iterator[Probed]:
+    """Where numbers with a graph become numbers without one on the way to the loss, such as by a draw."""
+    first = next((one for one in step.used() if _cuts(step, one)), None)
+    if first is not None:
+        same = [one for one in step.used() if (one.file, one.line, one.grad) == (first.file, first.line, False)]
+        yield said(first, op=same[-1].name, optimizer=step.optimizer)
+
+
+def _cuts(step: Step, operation: Operation) -> bool:
+    made = [step.values[slot] for slot in operation.given if slot not in step.leaves]
+    gave = [step.values[slot] for slot in operation.outs]
+    numbers = bool(gave) and all(value.is_floating_point() for value in gave)
+    return numbers and not operation.grad and any(value.requires_grad for value in made)
+
+
 @asks("quantised")
 def quantised(step: Step) -> Iterator[Probed]:
     """Whether what is nearest takes the place of what an encoder made, and what is behind it does not train that."""

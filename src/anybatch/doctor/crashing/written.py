@@ -16,7 +16,7 @@ from anybatch.doctor.crashing.usercode import Source, called, loads, nodes_in, p
 from anybatch.doctor.graphs import nodes_behind
 
 _SHAPE = re.compile(r"\[[\w.]+ \[([\d, ]*)\]\]")
-_OUTPUT = re.compile(r"output \d+ of (\w+?)(?:Backward\d*)?[,\s]")
+_OUTPUT = re.compile(r"output \d+ of (?:\w+::)*(\w+?)(?:Backward\d*)?[,\s]")
 _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+)")
 _OPS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.MatMult: "@"}
@@ -185,7 +185,12 @@ def _writer(live: Live, damage: Damage, alias: str) -> Write | None:
     if not best:
         files = {frame.file: source for frame in live.users if (source := live.source(frame)) is not None}
         functions = [(s, node) for s in files.values() for node in nodes_in(s.tree, ast.FunctionDef)]
-        made = [one for s, node in functions for one in _writes_in(s, node) if wanted and wanted in one.made]
+        made = [
+            one
+            for s, node in functions
+            for one in _writes_in(s, node)
+            if wanted and (wanted in one.made or _is_last(one, damage))
+        ]
         made = made or list(_inplace_modules(live, wanted))
         if made:
             return made[-1]

@@ -15,7 +15,7 @@ from anybatch.doctor.views.naming import Names, counted, names_of, near, root_va
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
-from anybatch.records.lossfacts import Followed, LossCall, Walk
+from anybatch.records.lossfacts import Followed, LossCall, Probed, Walk
 from anybatch.records.paths import Cut, Paths, Term
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import InputSample
@@ -118,12 +118,14 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
         optimizer, names = OptimizerView(run, step.optimizer), names_of(run, parts)
         root = root_variable(run, run.parameters[min(optimizer.own)].root if optimizer.own else -1)
         others = [str(OptimizerView(run, number)) for number, held in sorted(every.items()) if held & parts]
-        cut = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
+        followed = next((cut.stop for cut in followed_cuts(run, optimizer.own) if cut.stop.line), None)
+        asked = (one for one in answers(run, "cut off") if one.evidence["optimizer"] == step.optimizer)
+        cut = followed or next(asked, None)
         yield Found(
             text=f"A term of the loss{near(one.fact)} before {optimizer}.step() reaches only {names}, which "
             f"{optimizer} does not have; it does not train {root}, and its gradient is cleared unused.",
             fix=f"compute this term on outputs of {root} that are not detached"
-            + (f": {cut.op}{near(cut)}" if cut is not None else ""),
+            + (f": {_operation(cut)}{near(cut)}" if cut is not None else ""),
             cause=f"The term is computed on detached outputs: all its gradient falls on parameters of "
             f"{', '.join(others)}.",
             since=one.fact,
@@ -134,6 +136,11 @@ def _wasted_terms(run: Run, times: float) -> Iterator[Found]:
             module=root,
             evidence={"parameters": len(parts), "times": len(found)},
         )
+
+
+def _operation(cut: Any) -> str:
+    name = str(cut.evidence["op"] if isinstance(cut, Probed) else cut.op)
+    return "rsample() in place of sample()" if name == "normal" else name
 
 
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:

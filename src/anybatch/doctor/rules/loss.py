@@ -209,7 +209,7 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
             + (".squeeze(-1)" if len(shape) == 2 else "[:, None]"),
             cause=_BROADCAST,
             since=wrong[0],
-            where=spot,
+            where=next(iter(answers(run, "outer")), spot),
             evidence={"output_shape": list(shape), "result": list(result), "graphs": len(wrong)},
             severity="warning",
         )
