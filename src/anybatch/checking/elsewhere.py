@@ -94,7 +94,9 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),
             )
         if leaf.dim() == 1 and not leaf.is_floating_point() and not bool(_is_twice(leaf)):
-            values[place] = leaf[torch.arange(len(leaf)) % ((len(leaf) + 1) // 2)]  # in other micro-batches
+            values[place] = leaf[
+                torch.arange(len(leaf), device=leaf.device) % ((len(leaf) + 1) // 2)
+            ]  # in other micro-batches
             yield (
                 Unseen(tuple(keys), _is_twice, "twice"),
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),

@@ -1,5 +1,6 @@
 """The numbers, flags and texts that a loss and a model go by, which a training loop may set for another phase."""
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
@@ -36,7 +37,8 @@ class Switches:
 
     def note(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> None:
         """Keeps the values as they are now, when a split is proved."""
-        self._latest = _values(model, loss_fn, nodes)
+        with contextlib.suppress(Exception):  # what the user's objects raise when they are looked at ends no step
+            self._latest = _values(model, loss_fn, nodes)
 
     def are_turned(self, model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant] = ()) -> bool:
         """Whether a value is another than the last time, as often as its changes are a power of two.
@@ -61,10 +63,12 @@ class Switches:
         of = model if self._looks <= _OFTEN or self._looks % _RARELY == 0 else None
         try:
             before, now = self._latest, _values(of, loss_fn, nodes)
-        except Exception:  # noqa: BLE001 - what the user's objects raise when they are looked at must not end a step
+        except Exception:  # noqa: BLE001 - as above
             return False
         changed = [name for name, value in now.items() if name in before and before[name] != value]
         self._latest = before | now if of is None else now
+        if not changed:
+            return False
         self._changes.update(changed)
         return any(self._changes[name].bit_count() == 1 for name in changed)
 
@@ -117,10 +121,13 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
         yield from _of(function.__func__, depth, known)
     elif inspect.isfunction(function):
         code, around = function.__code__, function.__globals__
-        if depth == 0 or code in known or function.__module__.partition(".")[0] in _LIBRARIES:
+        if depth == 0 or code in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         known.add(code)
-        reached = [(one, around[one]) for one in names_in(code) if one in around]
+        reached = list[tuple[str, Any]]()
+        for one in names_in(code):
+            if one in around:
+                reached.append((one, around[one]))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         reached += [(one, cell.cell_contents) for one, cell in cells if not is_empty(cell)]
         for inner, value in reached:

@@ -411,12 +411,13 @@ def _slots(kind: type) -> list[str]:
     return [name for name in names if not name.startswith("__")]
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> list[str]:
     """The names of globals and attributes in a code object and its inner functions."""
-    yield from code.co_names
+    found = [*code.co_names]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            found += names_in(constant)
+    return found
 
 
 def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

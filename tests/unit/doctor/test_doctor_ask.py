@@ -71,15 +71,6 @@ def torn_scores(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.t().contiguous().view(-1, 3), y)
 
 
-def of_one_row(places: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """As many places as rows, and those of the last row where the last one of each was meant."""
-    return F.cross_entropy(places.unflatten(1, (ROWS, 3))[-1], y)
-
-
-def of_each_row(places: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(places.unflatten(1, (ROWS, 3))[:, -1], y)
-
-
 def grouped(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Pairs of rows, which a permutation tears apart as it may."""
     pairs = scores.view(ROWS // 2, 2, 3)
@@ -92,11 +83,6 @@ def grouped(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_rows_that_are_torn_apart_are_found(loss: Callable[..., torch.Tensor], expected: str) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), loss), "rows") == expected
-
-
-@pytest.mark.parametrize(("loss", "expected"), [(of_one_row, "yes"), (of_each_row, "no")])
-def test_one_row_that_is_taken_for_all_is_found(loss: Callable[..., torch.Tensor], expected: str) -> None:
-    assert answer(lambda: steps(nn.Linear(6, 3 * ROWS), loss), "rows") == expected
 
 
 def test_a_dropout_and_numbers_that_are_drawn_belong_to_their_rows() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch.doctor.ask.source import unread
-from test_doctor_ask import ROWS, answer, nothing_was_compiled
+from test_doctor_ask import ROWS, answer, nothing_was_compiled, steps
 
 __all__ = ["nothing_was_compiled"]
 
@@ -294,3 +294,17 @@ def test_a_target_that_is_detached_at_the_loss_cuts_nothing_else() -> None:
             optimizer.step()
 
     assert answer(train, "cut off") == "no"
+
+
+def of_one_row(places: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As many places as rows, and those of the last row where the last one of each was meant."""
+    return F.cross_entropy(places.unflatten(1, (ROWS, 3))[-1], y)
+
+
+def of_each_row(places: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(places.unflatten(1, (ROWS, 3))[:, -1], y)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(of_one_row, "yes"), (of_each_row, "no")])
+def test_one_row_that_is_taken_for_all_is_found(loss: Callable[..., torch.Tensor], expected: str) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3 * ROWS), loss), "rows") == expected
