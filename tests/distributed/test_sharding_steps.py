@@ -240,6 +240,15 @@ def refusals(rank: int, world: int) -> None:
     assert "MixedPrecisionPolicy" in str(error), error
 
 
+def proved_now_and_then(rank: int, world: int) -> None:
+    """The first batch is proved, and the 8th and the 16th after it; no other one."""
+    model = SHARDED(Net())
+    step = anybatch.TrainStep(model, mean_loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    (batch,) = batches_of((6,))
+    proofs = [step(batch).proof for _ in range(20)]
+    assert [number for number in range(1, 20) if proofs[number] is not proofs[number - 1]] == [8, 16]
+
+
 def _on_a_square(world: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -265,6 +274,7 @@ CASES: Mapping[str, Case] = {
     },
     **{f"resuming, {n}": partial(resuming, wrap=w) for n, w in BOTH.items()},
     "refusals": refusals,
+    "proofs": proved_now_and_then,
 }  # fmt: skip
 FOUR: Mapping[str, Case] = {f"SGD, {n}": CASES[f"SGD, {n}"] for n in BOTH}
 

@@ -100,7 +100,7 @@ class Proofs:
                     self._conclude(proof, reason, task)
                     self.latest = proof
                     if splits:
-                        self._known[key] = proof
+                        self._keep(key, proof)
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None
@@ -128,6 +128,10 @@ class Proofs:
                 return True
         return self._batches[key] >= self._due.get(key, _AGAIN)
 
+    def _keep(self, key: Hashable, proof: "Proof") -> None:
+        self._known[key] = proof
+        self._due[key] = max(_AGAIN, 2 * self._batches[key])
+
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
         parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
@@ -144,8 +148,8 @@ class Proofs:
             return task, None
         proof, reason, seen = found
         self._conclude(proof, reason, task)
-        self._known[key] = self.latest = proof
-        self._due[key] = max(_AGAIN, 2 * self._batches[key])
+        self._keep(key, proof)
+        self.latest = proof
         if self.latest.outcome == "undecided" and self._is_news(self.latest.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
