@@ -71,7 +71,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "flat derivative": {"rows": 128},
     "far ahead": {"op": "cross_entropy", "shift": 2},
     "far positives": {"share": 0.9, "rows": 64},
-    "torn edges": {"edges": 400, "alike": 30.0},
+    "torn edges": {"edges": 400, "seen": "make a list in the order of its nodes"},
     "worse preferred": {"op": "binary_cross_entropy_with_logits", "share": 1.0, "score": 4.0},
     "mirrored": {"pairs": 40, "across": "width"},
     "past sums": {"op": "mul", "discount": 0.98},

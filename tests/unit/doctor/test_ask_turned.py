@@ -140,6 +140,30 @@ def test_edges_that_a_reshape_tore_apart_are_told(kind: str, expected: str) -> N
     assert answer(lambda: graph(kind), "torn edges") == expected
 
 
+def lists(kind: str) -> torch.Tensor:
+    order, other = torch.arange(150).repeat_interleave(4), torch.randint(0, 300, (600,))
+    if kind == "chain":
+        return torch.stack((torch.arange(299), torch.arange(1, 300)))
+    if kind == "both ways":  # each edge and behind it the same one in the other direction
+        first, second = torch.arange(150), torch.arange(150, 300)
+        return torch.stack((torch.stack((first, second), 1).flatten(), torch.stack((second, first), 1).flatten()))
+    pairs = torch.stack((other, order) if kind == "by second" else (order, other), 1)
+    return pairs.t() if kind == "whole" else pairs.reshape(2, -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("by first", "yes"), ("by second", "yes"), ("whole", "no"), ("chain", "no"), ("both ways", "no")],
+)
+def test_edges_that_a_reshape_tore_out_of_their_order_are_told(kind: str, expected: str) -> None:
+    net, x, y, (source, target) = nn.Linear(6, 3), torch.randn(300, 6), torch.randint(0, 3, (300,)), lists(kind)
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(torch.zeros(300, 3).index_add(0, target, net(x)[source]), y)
+
+    assert answer(lambda: stepped(net, loss), "torn edges") == expected
+
+
 def equation(activation: nn.Module, order: int) -> None:
     net = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 1))
 

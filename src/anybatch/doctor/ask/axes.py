@@ -283,7 +283,7 @@ def _multiplied(matrix: torch.Tensor) -> int:
 
 @asks("torn edges", of_rows=False)
 def torn_edges(step: Step) -> Iterator[Probed]:
-    """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins as they are alike."""
+    """Whether edges join nodes by chance that a list of pairs, of which they are a reshape, joins in order."""
     given = [step.leaves[slot] for slot in sorted(step.inputs)]
     tables = [one for one in given if one.is_floating_point() and one.dim() == 2 and len(one) >= _LEAST_LINKED]
     numbers = [one for one in given if one.dtype == torch.int64]
@@ -293,14 +293,30 @@ def torn_edges(step: Step) -> Iterator[Probed]:
     for edges, table in itertools.product(pairs, tables):
         if edges.shape[1] < _LEAST_LINKED or not 0 <= int(edges.min()) <= int(edges.max()) < len(table):
             continue
-        other = edges[0][: edges.shape[1] // 2 * 2].view(-1, 2).t()
+        other = edges.reshape(-1, 2).t()
         if abs(_likeness(table, edges)) < _BY_CHANCE and (alike := _likeness(table, other)) > _SURELY:
-            yield said(step.loss, edges=edges.shape[1], alike=alike)
+            seen = f"are two whose features are alike (by {alike:.3g} standard errors), and those of an edge are not"
+            yield said(step.loss, edges=edges.shape[1], seen=seen)
+        elif _in_order(other) and not _in_order(edges) and not torch.equal(_joined(edges), _joined(other)):
+            yield said(
+                step.loss, edges=edges.shape[1], seen="make a list in the order of its nodes, and the edges do not"
+            )
+
+
+def _in_order(edges: torch.Tensor) -> bool:
+    """Whether edges are sorted by their first or by their second nodes, as lists of edges are made."""
+    return any(bool((nodes.diff() >= 0).all()) for nodes in edges)
+
+
+def _joined(edges: torch.Tensor) -> torch.Tensor:
+    """The pairs of nodes that edges join, in either direction, once each."""
+    joined: torch.Tensor = torch.unique(edges.sort(0).values, dim=1)
+    return joined
 
 
 def _likeness(table: torch.Tensor, edges: torch.Tensor) -> float:
     """By how many standard errors the nodes of edges are more alike than two nodes by chance."""
-    pairs = torch.unique(edges[:, edges[0] != edges[1]].sort(0).values, dim=1)  # labels of few classes are few pairs
+    pairs = _joined(edges[:, edges[0] != edges[1]])  # labels of few classes are few pairs
     if pairs.shape[1] < _LEAST_LINKED // 2:
         return 0.0
     first, second = pairs
