@@ -1,5 +1,6 @@
 """Finds the first step of a plain loop, and after an out-of-memory crash a plan that would have fitted it."""
 
+import contextlib
 import gc
 import json
 import sys
@@ -184,7 +185,8 @@ def _let_go(trace: TracebackType | None) -> None:
     # The traceback leaves out the doctor's frames, which hold the arguments of modules too.
     frame = frames[-1] if frames and with_step is not None else None
     while frame is not None and frame is not with_step:
-        frame.clear()
+        with contextlib.suppress(RuntimeError):  # of one that still runs, where another thread called the step
+            frame.clear()
         _ = frame.f_locals  # before Python 3.13 a dict of what was there when it was last read
         frame = frame.f_back
     gc.collect()
