@@ -78,11 +78,11 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]
         if leaf.is_floating_point():
             others.append((torch.isnan, float("nan")))
         if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
-            others.append((lambda one, first=first: one != first, first / 4))
+            others.append((_is_uneven, first / 4))
         if leaf.dtype is not torch.bool and not bool((leaf < 0).any()):
             if leaf.is_floating_point():
                 others.append((_is_negative, -1))
-            else:  # which is not tried: kernels may read where such an index points
+            elif leaf.dtype is not torch.uint8:  # which is not tried: kernels may read where such an index points
                 yield Unseen(tuple(keys), _is_negative, "negative"), None
         if not leaf.is_floating_point():  # numbers that may stand for a padding, an end or a flag
             marks = (True,) if leaf.dtype is torch.bool else range(min(_MARKS, int(leaf.max())))
@@ -90,7 +90,7 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]
         for has, other in others:
             values[place] = torch.where(kept, leaf, torch.full_like(leaf, other))
             yield (
-                Unseen(tuple(keys), has, str(other)),
+                Unseen(tuple(keys), has, "uneven" if has is _is_uneven else str(other)),
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),
             )
         if leaf.dim() == 1 and not leaf.is_floating_point() and not bool(_is_twice(leaf)):
@@ -101,6 +101,10 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]
                 Unseen(tuple(keys), _is_twice, "twice"),
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),
             )
+
+
+def _is_uneven(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf != leaf.flatten()[:1]
 
 
 def _is_negative(leaf: torch.Tensor) -> torch.Tensor:

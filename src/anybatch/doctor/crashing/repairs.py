@@ -257,7 +257,11 @@ def _resized(call: Call, text: str) -> Iterator[Candidate]:
     for found in re.findall(r"[(\[]([\d, ]+)[)\]]", text):
         size = tuple(int(part) for part in found.split(",") if part.strip())
         states = [one for one in tensors if one.value.dim() == len(size) and f"got {list(one.value.shape)}" in text]
-        rows = {len(one.value): f"{one.text}.size(0)" for one in tensors[:1] if one.text and one not in states}
+        rows = {
+            len(one.value): f"{one.text}.size(0)"
+            for one in tensors[:1]
+            if one.text and one.value.dim() and one not in states
+        }
         code = [rows.get(n, n) if states and n != states[0].value.shape[d] else n for d, n in enumerate(size)]
         made = Edit("size", f"torch.zeros({', '.join(map(str, code))})", partial(_filled, size, 0))
         if states:
@@ -333,7 +337,8 @@ def _options(call: Call) -> Iterator[Candidate]:
     names = list(parameters)
     taken = {names[one.key] if isinstance(one.key, int) and one.key < len(names) else one.key for one in call.operands}
     for given in call.operands:
-        was = names[given.key] if given is call.operands[-1] and isinstance(given.key, int) else given.key
+        is_last = given is call.operands[-1] and isinstance(given.key, int) and given.key < len(names)
+        was = names[given.key] if is_last else given.key
         for name, one in parameters.items() if isinstance(was, str) else ():
             if name not in taken and one.default is None and name.rpartition("_")[2] == was.rpartition("_")[2]:
                 rest = [other for other in call.operands if other is not given]

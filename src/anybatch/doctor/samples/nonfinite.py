@@ -200,7 +200,8 @@ def _rooted(optimizer: Any, bad: list[torch.Tensor]) -> str:
         lost = parameter.detach().isnan()
         same = [
             repr(name) for name, one in dict(optimizer.state.get(parameter, {})).items()
-            if isinstance(one, torch.Tensor) and one.shape == lost.shape and torch.equal(one < 0, lost)
+            if isinstance(one, torch.Tensor) and (one.shape, one.device) == (lost.shape, lost.device)
+            and not one.is_complex() and torch.equal(one < 0, lost)
         ]  # fmt: skip
         if same and bool(lost.any()):
             return f"it is nan just where {' and '.join(same)} in the state of {type(optimizer).__name__} is below 0"
