@@ -146,7 +146,10 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
 
 
 def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) -> Iterator[tuple[_Key, Any]]:
-    own = value if type(value) is dict else getattr(value, "__dict__", None)
+    try:
+        own = value if type(value) is dict else getattr(value, "__dict__", None)
+    except Exception:  # noqa: BLE001 - a proxy of nothing; the look at all other objects goes on
+        return
     package = type(value).__module__.partition(".")[0]  # of anybatch, attributes change as it runs
     if type(own) is not dict or len(own) >= _MOST or package == "anybatch" or (package == "torch" and depth < _INNER):
         return
@@ -157,7 +160,7 @@ def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) 
     for key, one in own.items():
         if (shown := _shown(one)) is not _NONE:
             yield (home, key), shown
-        elif depth > 1 and not (is_module and key[0] == "_") and id(getattr(one, "__dict__", one)) not in known:
+        elif depth > 1 and not (is_module and key[0] == "_"):
             yield from _attributes(one, (home, key), known, depth - 1)
     for key, one in own["_buffers"].items() if is_module and "_buffers" in own else ():
         if (shown := _shown(one)) is not _NONE:

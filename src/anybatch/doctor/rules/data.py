@@ -29,7 +29,7 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 def input_scale(
     run: Run, *, far: float = Limit(10, "the mean or the standard deviation of what is not standardised"),
     nothing: float = Limit(0.02, "the largest entry of pictures that say nothing to the first layer"),
-    times: float = Limit(30, "by which the last inputs of a run differ in size from the first"),
+    times: float = Limit(30, "by which the last inputs of a run are smaller than the first"),
     share: float = Limit(0.8, "of the batches"),
 ) -> Iterator[Found]:  # fmt: skip
     """Inputs and targets of tens or thousands, or of next to nothing; where several are, one finding has them all."""
@@ -87,17 +87,17 @@ def _inputs(run: Run, far: float, share: float) -> Iterator[Found]:
 
 
 def _drifting(run: Run, times: float) -> Iterator[Found]:
-    """Inputs that are of another size at the end than at the start, as where a data set writes into its own tensors."""
+    """Inputs that are far smaller at the end than at the start, as where a data set writes into its own tensors."""
     for samples in _entered(run, 2):
         sizes = [math.hypot(one.mean or 0.0, one.std or 0.0) for one in samples]
         if len(sizes) < 6:
             continue
         first, last = median(sizes[:3]), median(sizes[-2:])
-        if first > 0 and all(not 1 / times < one / first < times for one in sizes[-2:]):
-            then = next(one for one, size in zip(samples, sizes, strict=True) if not 0.1 < size / first < 10)
+        if all(times * one < first for one in sizes[-2:]):
+            then = next(one for one, size in zip(samples, sizes, strict=True) if 10 * size < first)
             yield Found(
-                text=f"The input {then.name or '0'} of {root_variable(run, then.root)} changes its size in the "
-                f"course of the run: its root mean square is {first:.3g} at first and {last:.3g} at the end.",
+                text=f"The input {then.name or '0'} of {root_variable(run, then.root)} shrinks in the course "
+                f"of the run: its root mean square is {first:.3g} at first and {last:.3g} at the end.",
                 fix="x = x / 255 in place of x /= 255: a new tensor, and not the one that the data set keeps",
                 cause="What scales a sample in place scales the data set, and does so again in each epoch.",
                 since=then,

@@ -340,7 +340,8 @@ def _taken_instead(run: Run, idle: list[int], uncalled: dict[int, set[str]]) -> 
     for (root, prefix), row in rows.items():
         *before, last = sorted(row)
         called = root in uncalled and not any(one.startswith(prefix) for one in uncalled[root])
-        if called and before and not any(row[last]) and all(all(row[one]) for one in before):
+        within = all(run.parameters[one].name.startswith(prefix) for one in idle)  # what else is idle has another cause
+        if called and within and before and not any(row[last]) and all(all(row[one]) for one in before):
             return f"{prefix}{last}"
     return ""
 
