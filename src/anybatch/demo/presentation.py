@@ -86,7 +86,8 @@ def outcome_text(text: TextFacts, plan: Plan, training: TrainingCurve) -> str:
     last = training.points[-1]
     reached = (
         f"Held-out text takes {last.validation_bits:.2f} bits a byte ({last.validation_bits * _NATS_PER_BIT:.2f} nats) "
-        f"after {last.updates:,} updates; the entropy of a single byte is {text.unigram_bits:.2f} bits "
+        f"after {last.updates:,} update{'' if last.updates == 1 else 's'}; "
+        f"the entropy of a single byte is {text.unigram_bits:.2f} bits "
         f"({text.unigram_bits * _NATS_PER_BIT:.2f} nats)."
     )
     if training.stopped_early:

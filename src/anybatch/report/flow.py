@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anybatch.records.events import Stepped
 from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Norms
@@ -78,27 +79,34 @@ def _joined(members: Sequence[FlowRow], name: str) -> FlowRow:
     )  # fmt: skip
 
 
+def beginnings(run: Run) -> dict[int, int]:
+    """The step of the run at which each optimizer began: 0, but for one that took over, as for fine-tuning."""
+    first: dict[int, int] = {}
+    for one in run.of(Stepped):
+        first.setdefault(one.optimizer, one.step - one.number if one.step - one.number > 1 else 0)
+    return first
+
+
 def _cells(run: Run) -> dict[int, dict[int, Cell]]:
-    """For each parameter, its norms at each sampled step of its optimizer; of any optimizer if it is in none."""
-    owner = {
-        number: optimizer.optimizer
-        for optimizer in run.optimizers.values()
-        for group in optimizer.groups
-        for number in group.parameters
-    }
-    cells: dict[int, dict[int, Cell]] = {}
+    """For each parameter, its norms at each sampled step of its optimizers; of any optimizer if it is in none."""
+    owners: dict[int, set[int]] = {}
+    for optimizer in run.optimizers.values():
+        for number in (number for group in optimizer.groups for number in group.parameters):
+            owners.setdefault(number, set()).add(optimizer.optimizer)
+    begun, cells = beginnings(run), dict[int, dict[int, Cell]]()
     for one in run.of(Norms):
+        step = begun.get(one.optimizer, 0) + one.number
         for place, (number, norm) in enumerate(zip(one.parameters, one.grad, strict=False)):
             facts = run.parameters.get(number)
-            if owner.get(number, one.optimizer) != one.optimizer or (facts is not None and not facts.requires_grad):
+            if one.optimizer not in owners.get(number, {one.optimizer}) or (facts and not facts.requires_grad):
                 continue
             by_step = cells.setdefault(number, {})
-            if by_step.get(one.number, _NOTHING)[0] is None:
+            if by_step.get(step, _NOTHING)[0] is None:
                 known = place < min(len(one.update), len(one.weight))
                 if known and one.weight[place] > STD_OF_ZERO * math.sqrt(facts.numel or 1 if facts else 1):
-                    by_step[one.number] = norm, one.update[place], one.weight[place]
+                    by_step[step] = norm, one.update[place], one.weight[place]
                 else:
-                    by_step[one.number] = norm, None, None
+                    by_step[step] = norm, None, None
     return cells
 
 

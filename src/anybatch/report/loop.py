@@ -1,5 +1,6 @@
 """The training loop as it ran: its calls with their counts, and one step event by event."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -115,7 +116,9 @@ def step_of_loop(run: Run, findings: Sequence[Finding]) -> StepOfLoop | None:
     seen: list[Any] = [fact for fact in run.of(*_KINDS) if _what(fact, run)]
     if not seen:
         return None
-    last = max((one.step for one in seen if isinstance(one, Stepped)), default=seen[-1].step)
+    stepped = Counter(one.step for one in seen if isinstance(one, Stepped))
+    usual = Counter(stepped.values()).most_common(1)  # of a game both step, but for one at the first or the last
+    last = max((step for step, times in stepped.items() if times == usual[0][0]), default=seen[-1].step)
     wanted = min(max(findings[0].step, 1), last) if findings else last  # a finding about a step is recorded after it
     step = min({fact.step for fact in seen}, key=lambda number: (abs(number - wanted), number))
     moments: list[Moment] = []

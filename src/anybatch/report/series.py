@@ -13,7 +13,7 @@ from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
-from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of
+from anybatch.report.flow import STD_OF_ZERO, Flow, beginnings, flow_of
 from anybatch.report.loop import Call, calls_of, root_name
 from anybatch.report.svg import Curve
 
@@ -153,30 +153,31 @@ def _losses(run: Run) -> dict[str, Points]:
 
 def _rates(run: Run) -> dict[str, Points]:
     found: dict[str, Points] = {}
+    begun = beginnings(run)
     for one in run.of(Stepped):
         optimizer = run.optimizers.get(one.optimizer)
         name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
         for group, rate in enumerate(one.lrs):
             label = f"{name}, group {group}" if len(one.lrs) > 1 else name
-            found.setdefault(label, []).append((one.number, rate))
+            found.setdefault(label, []).append((begun[one.optimizer] + one.number, rate))
     return _merged(found)
 
 
 def _norms(run: Run) -> dict[str, Points]:
     found = grouped(("before clipping", (clip.step, clip.norm)) for clip in run.of(Clipped) if clip.norm is not None)
+    begun = beginnings(run)
     for one in run.of(Norms):
         optimizer = run.optimizers.get(one.optimizer)
         name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
         own = {number for group in optimizer.groups for number in group.parameters} if optimizer else set()
         own_norms = [
-            norm
-            for number, norm in zip(one.parameters, one.grad, strict=False)
-            if norm is not None and (number in own or not own)
+            grad
+            for number, grad in zip(one.parameters, one.grad, strict=False)
+            if grad is not None and (number in own or not own)
         ]
         if own_norms:
-            found.setdefault(f"used by {name}", []).append(
-                (one.number, math.hypot(*own_norms) if _all_finite(own_norms) else sum(own_norms))
-            )
+            norm = math.hypot(*own_norms) if _all_finite(own_norms) else sum(own_norms)
+            found.setdefault(f"used by {name}", []).append((begun.get(one.optimizer, 0) + one.number, norm))
     return found
 
 
@@ -196,7 +197,7 @@ def _watched(run: Run) -> dict[str, Points]:
 
 
 def _ratios(run: Run) -> list[Ratio]:
-    found = []
+    found, begun = [], beginnings(run)
     for one in run.of(Norms):
         moved = []
         for number, weight, update in zip(one.parameters, one.weight, one.update, strict=False):
@@ -207,7 +208,7 @@ def _ratios(run: Run) -> list[Ratio]:
         if moved and _all_finite(ratio for ratio, _ in moved):
             (low, lowest), (high, highest) = min(moved), max(moved)
             middle = statistics.median(ratio for ratio, _ in moved)
-            found.append(Ratio(one.number, low, middle, high, lowest, highest))
+            found.append(Ratio(begun.get(one.optimizer, 0) + one.number, low, middle, high, lowest, highest))
     return sorted(found, key=lambda one: one.step)
 
 

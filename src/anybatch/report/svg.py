@@ -16,6 +16,7 @@ from anybatch.report.tables import clean, number_text
 _WIDTH, _HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 38
 _LEGEND_LINE = 16
+_HALF_A_LINE = 24  # characters
 _NAME_LENGTH = 30
 _DOTS_UP_TO = 40
 _FACTOR_OF_LOG = 30.0
@@ -111,7 +112,7 @@ def line_chart(
     axis = axis or Axis(first, max(max(steps, default=1.0), first + 1e-9))
     names = [(f"curve c{index % _COLOURS}", curve.name) for index, curve in enumerate(curves)]
     names += [("level", name) for name, _ in levels]
-    top = _TOP + _LEGEND_LINE * (-(-len(names) // 2) + bool(y_label))
+    top = _TOP + _LEGEND_LINE * (-(-len(names) // _in_a_line(names)) + bool(y_label))
     bottom = top + _HEIGHT - _TOP - _BOTTOM
     plane = _Plane(axis, top, bottom, scale)
     parts = _legend(names, _LEGEND_LINE if y_label else 0)
@@ -288,7 +289,7 @@ def stack_chart(
     axis = Axis(0.0, max(along, count, 1), is_even=True)
     width = axis.last / max(count, 1)
     names = [(f"layer s{index}", name) for index, name in enumerate(layers) if any(layers[name])]
-    top = _TOP + _LEGEND_LINE * (1 + -(-len(names) // 2))
+    top = _TOP + _LEGEND_LINE * (1 + -(-len(names) // _in_a_line(names)))
     plane = _Plane(axis, top, top + _HEIGHT, _scale([0.0, most, *totals], False, 0.0))
     below, parts = [0.0] * count, []
     for index, values in enumerate(layers.values()):
@@ -421,10 +422,15 @@ class _Plane:
         return parts + marks
 
 
+def _in_a_line(names: Sequence[tuple[str, str]]) -> int:
+    """How many entries of a legend stand side by side."""
+    return 1 if any(len(name) > _HALF_A_LINE for _, name in names) else 2
+
+
 def _legend(names: Sequence[tuple[str, str]], down: float = 0) -> list[str]:
-    parts = []
+    parts, width = [], _in_a_line(names)
     for index, (kind, name) in enumerate(names):
-        x, y = _LEFT + (index % 2) * 200, 12 + down + _LEGEND_LINE * (index // 2)
+        x, y = _LEFT + (index % width) * 200, 12 + down + _LEGEND_LINE * (index // width)
         parts.append(
             f'<path class="{kind}" d="M{x} {y - 4}h18"/>'
             if kind == "level" or kind.startswith("curve")

@@ -116,6 +116,18 @@ def test_random_numbers_operands_and_modules_stay_as_they_were() -> None:
         assert norm.training
 
 
+def test_a_layer_without_a_name_is_found_where_it_is_made(tmp_path: Path) -> None:
+    text = """
+net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(5, 2))
+opt = torch.optim.SGD(net.parameters(), 0.1)
+F.cross_entropy(net(torch.randn(3, 4)), torch.zeros(3).long()).backward()
+"""
+    crashed, _ = crash(tmp_path, text)
+    assert crashed.fix.startswith("nn.Linear(6, 2)  # instead of nn.Linear(5, 2), line "), crashed
+    twice = text.replace("nn.Linear(5, 2))", "nn.Linear(5, 2), nn.Linear(5, 2))")  # which of the two is not known
+    assert "instead of" not in crash(tmp_path, twice)[0].fix
+
+
 def test_what_runs_again_is_not_recorded() -> None:
     lin = torch.nn.Linear(4, 2)
     with Doctor() as doctor:

@@ -100,7 +100,7 @@ def test_a_step_that_raised_does_not_hide_the_next() -> None:
 
 
 def test_an_optimizer_that_comes_later_has_its_own_first_samples() -> None:
-    """The step of the run stands still until the second has done as many; the second is sampled by its own count."""
+    """The steps of the run count on with it; it is sampled by its own count."""
     model, first = pair()
     with Doctor() as doctor:
         for _ in range(50):
@@ -113,3 +113,16 @@ def test_an_optimizer_that_comes_later_has_its_own_first_samples() -> None:
     numbers = [fact.number for fact in seen(doctor, Norms) if fact.optimizer == 1]
     assert numbers == [*range(10), 25]
     assert len(seen(doctor, Activations)) == 5 + 5
+    assert [fact.step for fact in seen(doctor, Stepped)] == list(range(90))
+
+
+def test_two_optimizers_in_turn_share_the_steps_of_the_run() -> None:
+    model, first = pair()
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Doctor() as doctor:
+        for _ in range(20):
+            for optimizer in (first, second):
+                backward(model)
+                optimizer.step()
+    steps = [(fact.optimizer, fact.step) for fact in seen(doctor, Stepped)]
+    assert steps == [one for step in range(20) for one in ((0, step), (1, step + 1))]

@@ -22,7 +22,7 @@ from anybatch.report.flow import Flow, FlowRow
 from anybatch.report.svg import Axis, Curve, line_chart
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "wbr"}
 RULE = re.compile(
     r"<(link|img|iframe|object|embed|base|form)\b|<script[^>]|@import|javascript:|\s(src|on\w+)\s*=|\shref=(?!\"vscode://file/)"
 )
@@ -53,7 +53,8 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        goes_on = self.tags[-1:] == ["wbr"] and self.get_starttag_text() == "<wbr>"
+        self.texts.append(self.texts.pop() + data if goes_on else data)
 
     @property
     def text(self) -> str:
@@ -231,6 +232,15 @@ def test_gaps_are_where_the_values_are_not_finite() -> None:
     svg = line_chart([Curve("loss", tuple(range(5)), values)], x_label="step")
     assert svg.count('class="curve c0" d=') == 3  # the legend and two pieces
     assert re.findall(r"<title>(loss, [^<]*)</title>", svg) == ["loss, step 2: nan", "loss, step 4: inf"]
+
+
+def test_long_names_in_a_legend_have_a_line_each() -> None:
+    def places(*names: str) -> list[tuple[str, ...]]:
+        svg = line_chart([Curve(name, (0, 1), (1.0, 2.0)) for name in names], x_label="step")
+        return re.findall(r'<text x="(\d+)" y="(\d+)">[^<]*<title>', svg)
+
+    assert places("a.py:1", "a.py:2") == [("85", "12"), ("285", "12")]
+    assert places("fine_tuned_on_something.py:1", "a.py:2") == [("85", "12"), ("85", "28")]
 
 
 def test_zero_lies_at_the_bottom_of_a_logarithmic_axis() -> None:

@@ -155,6 +155,14 @@ def test_a_fault_outside_of_the_step_is_named() -> None:
     assert step_of_loop(Run([]), []) is None
 
 
+def test_the_last_step_of_two_players_is_one_in_which_both_stepped() -> None:
+    turns = [(step, player) for step in range(4) for player in (0, 1)]
+    found = [Stepped(optimizer=player, number=step, step=step + player, line=player + 1) for step, player in turns]
+    shown = step_of_loop(Run([replace(one, file=FILE, at=at) for at, one in enumerate(found)]), [])
+    assert shown is not None
+    assert (shown.step, [one.line for one in shown.moments]) == (3, [2, 1])
+
+
 # The axis.
 
 

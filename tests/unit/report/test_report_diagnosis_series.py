@@ -49,6 +49,16 @@ def same(one: object, other: object) -> bool:
 # The flow.
 
 
+def test_an_optimizer_that_takes_over_is_drawn_behind_the_one_before() -> None:
+    tables = [parameter(0, "a.weight", "a"), optimizer(0, 0), optimizer(1, 0)]
+    before = [fact for n in (0, 1, 2) for fact in (Stepped(optimizer=0, number=n, step=n), norms(n, {0: 1.0 + n}))]
+    begun = [Stepped(optimizer=1, number=n, step=3 + n) for n in (0, 1)]
+    run = Run([*tables, *before, *begun, norms(0, {0: 8.0}, by=1), norms(1, {0: 9.0}, by=1)])
+    flow = flow_of(run)
+    assert (flow.steps, rows(run)) == ((0, 1, 2, 3, 4), {"a": (1.0, 2.0, 3.0, 8.0, 9.0)})
+    assert {curve.steps for curve in series_of(run).norms} == {(0, 1, 2), (3, 4)}
+
+
 def test_none_zero_small_and_not_finite_stay_apart() -> None:
     kinds: tuple[float | None, ...] = (None, 0.0, 1e-200, 1e200, math.inf, math.nan)
     for norm in kinds:

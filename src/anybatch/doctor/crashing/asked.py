@@ -284,6 +284,7 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
     positions = name == "num_embeddings" and any(_is_arange(one.value) for one in call.operands)
     more = f"; or cut the sequences to {module.num_embeddings} tokens" if positions else ""
     plain = value[0] if isinstance(value, tuple) else value
+    unnamed: dict[tuple[int, int], ast.Call] = {}
     for frame in reversed(live.users):
         source = live.source(frame)
         for node in () if source is None else ast.walk(source.tree):
@@ -292,6 +293,11 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
             if isinstance(made, ast.Call) and called(made) == cls and path.rpartition(".")[2] in names:
                 new = _with_option(made, name, plain, module)
                 return f"{ast.unparse(node.targets[0])} = {new}{more}"  # type: ignore[attr-defined]
+            if isinstance(node, ast.Call) and called(node) == cls and _has_option(node, name, module):
+                unnamed[node.lineno, node.col_offset] = node  # in a ``Sequential``, say
+    if len(unnamed) == 1:
+        (node,) = unnamed.values()
+        return f"{_with_option(node, name, plain, module)}  # instead of {ast.unparse(node)}, line {node.lineno}{more}"
     if name in ("in_features", "num_embeddings"):
         rest = module.out_features if name == "in_features" else module.embedding_dim
         return f"{path}: nn.{cls}({plain}, {rest}){more}"
@@ -300,6 +306,17 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
 
 def _is_arange(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool((value == torch.arange(value.shape[-1])).all())
+
+
+def _has_option(node: ast.Call, name: str, module: Any) -> bool:
+    """Whether a line that makes a layer says what this one has."""
+    try:
+        given = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+        signature = inspect.signature(type(module).__init__)
+        said = signature.bind(module, *map(ast.literal_eval, node.args), **given).arguments
+    except (ValueError, TypeError):
+        return False
+    return bool(said.get(name) == getattr(module, name))
 
 
 def _with_option(node: ast.Call, name: str, value: Any, module: Any) -> str:

@@ -182,7 +182,8 @@ class Live:
         numbering = getattr(self.doctor, "numbering", None)
         if numbering is not None and isinstance(module, torch.nn.Module) and numbering.root_of(module) is not None:
             model = numbering.models[numbering.root_of(module)]
-            return str(numbering.module_name(module) or model.variable or type(module).__name__)
+            name, of = str(numbering.module_name(module)), model.variable or type(module).__name__
+            return f"{of}.{name}" if name.isdigit() else name or of  # of a ``Sequential``
         return (self._modules or {}).get(id(module), "")
 
     def parameter_name(self, parameter: Any) -> str:

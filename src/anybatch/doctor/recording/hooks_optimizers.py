@@ -70,6 +70,7 @@ class OptimizerHooks:
         self.has_closure = False  # whether a step was given a function that takes the gradient
         self._recording, self._gradients, self._samplers, self._on_step = recording, gradients, samplers, on_step
         self.counts: dict[int, int] = {}
+        self._from: dict[int, int] = {}  # the step of the run at which an optimizer began
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
         self._begun: _Begun | None = None
         self._nested = False  # whether a step within it was seen
@@ -214,7 +215,10 @@ class OptimizerHooks:
         if recording.looks or sampled or self._samplers.matters:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
         self.counts[number] = count + 1
-        recording.counter.step = max(recording.counter.step, count + 1)
+        counter = recording.counter
+        if count == 0:  # one that takes over, as for fine-tuning, counts on; two of a game step in turn
+            self._from[number] = counter.step if counter.step > 1 else 0
+        counter.step = max(counter.step, self._from.get(number, 0) + count + 1)
         closely, step = recording.looks or self.has_closure, begun.step + 1
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
