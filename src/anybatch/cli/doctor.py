@@ -21,6 +21,7 @@ from anybatch.cli.doctor_records import (
     failed_severity,
     is_record,
     launches_ranks,
+    note_differences,
     not_followed,
     records_of_ranks,
     without_records_of_ranks,
@@ -148,6 +149,8 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         if several and (ranks := records_of_ranks(record)):
             record = ranks[min(ranks)]
         notes = completed(record, folder, target, finished)
+        if len(ranks) > 1:
+            note_differences(ranks)
         run = load_run(record)
         notes = (*notes, *watcher.notes, *damage_of(run), *not_followed(folder, run))
         diagnosis = wishes.wanted.diagnosed(lambda policy: _diagnosis_of(run, target, finished, notes, policy))

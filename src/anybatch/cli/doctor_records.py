@@ -1,6 +1,7 @@
 """Records after their script has ended, those of several ranks too: completed, compared, and as JSON values."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ from anybatch.records.diagnoses import Diagnosis
 from anybatch.records.events import Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.lines import from_line, to_line
+from anybatch.records.lossfacts import Replicas
 from anybatch.records.reading import plain
 from anybatch.records.runs import Run, load_run
+from anybatch.records.samples import Norms
 from anybatch.records.tables import Started
 from anybatch.report.series import series_of
 
@@ -28,6 +31,8 @@ VERSION = 1
 MOST = 3
 """Damaged lines of a record that are named."""
 _TAIL = 1 << 20
+_SAME_NORM = 1e-6
+"""Ranks that step with the same gradient have the same bits; a record has them in decimals."""
 
 
 def completed(record: Path, folder: Path, target: Target, finished: Finished) -> tuple[str, ...]:
@@ -163,6 +168,28 @@ def without_records_of_ranks(record: Path) -> None:
     """Removes the records of an earlier run."""
     for path in records_of_ranks(record).values():
         path.unlink()
+
+
+def note_differences(ranks: dict[int, Path]) -> None:
+    """Writes into the record of the first rank which weights of ``DistributedDataParallel`` the ranks do not share."""
+    runs = [load_run(path) for path in ranks.values()]
+    measured: dict[tuple[int, int], list[dict[str, float]]] = {}
+    for run in runs:
+        for one in run.of(Norms):
+            names = [run.parameters[number].name if number in run.parameters else "" for number in one.parameters]
+            measured.setdefault((one.optimizer, one.number), []).append(dict(zip(names, one.weight, strict=False)))
+    shared = [found for found in measured.values() if len(found) == len(ranks) > 1]
+    spread = [one for one in runs[0].of(Replicas) if one.wrapper == "DistributedDataParallel"]
+    if not shared or not spread:
+        return
+    first, *others = shared[-1]
+    differ = tuple(name for name, norm in first.items() if name and not all(
+        math.isclose(other.get(name, norm), norm, rel_tol=_SAME_NORM) for other in others))  # fmt: skip
+    if differ:
+        last = runs[0].facts[-1]
+        fact = replace(spread[-1], differ=differ, at=last.at + 1, step=last.step)
+        with ranks[min(ranks)].open("a", encoding="utf-8") as file:
+            file.write(f"{to_line(fact)}\n")
 
 
 def compared(

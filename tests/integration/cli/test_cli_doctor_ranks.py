@@ -61,6 +61,27 @@ def test_the_processes_of_torchrun_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "run.jsonl").exists()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_that_ranks_do_not_share_are_told(tmp_path: Path, when: str) -> None:
+    """Numbers of each rank that are given after wrapping stay apart; before it, those of rank 0 win."""
+    own = "torch.manual_seed(dist.get_rank())\nNET = Net()\n"
+    text = TRAINS.replace("net = nn.par", own + "net = nn.par").replace("(Net())", "(NET)").replace(".body.par", ".par")
+    line = "nn.init.normal_(NET.head.weight)\n"
+    before = text.replace("net = nn.par", line + "net = nn.par")
+    text = before if when == "before" else text.replace("optimizer =", line + "optimizer =")
+    (tmp_path / "train.py").write_text(text)
+    doctor = [sys.executable, "-m", "anybatch", "doctor", "--json", "out.json", "--no-ask", "--record", "run.jsonl"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
+    done = subprocess.run([*doctor, *torchrun], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [one for one in json.loads((tmp_path / "out.json").read_text())["findings"] if one["code"] == "AB752"]
+    assert [one["place"]["parameters"] for one in found] == ([["head.weight"]] if when == "after" else [])
+    subprocess.run(
+        [*doctor[:3], "report", "run.rank0.jsonl", "--json", "again.json"], cwd=tmp_path, check=True, timeout=99
+    )
+    assert ("AB752" in (tmp_path / "again.json").read_text()) == (when == "after")
+
+
 def test_launchers_are_known_by_name() -> None:
     assert launches_ranks(("-m", "torch.distributed.run", "train.py"))
     assert launches_ranks(("/usr/bin/torchrun", "train.py"))
