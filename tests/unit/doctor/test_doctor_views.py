@@ -1,6 +1,7 @@
 """What rules ask of a run, alone: names, optimizers, windows, the course of a loss, what was lost."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -153,7 +154,7 @@ def test_the_guess_of_a_loss_that_is_a_sum_over_heads_is_the_sum_of_theirs() -> 
         one.optimizer(numbers)
         for _ in range(4):
             for classes, value in ((8, 2.2), (2, 0.8)):  # two heads
-                told = {"classes": classes, "target_classes": classes, "input_shape": (32, classes)}
+                told: dict[str, Any] = {"classes": classes, "target_classes": classes, "input_shape": (32, classes)}
                 one.add(LossCall(function="cross_entropy", value=value, **told))
             one.train(numbers, 1, value=summed)
         return one
