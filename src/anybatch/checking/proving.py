@@ -131,8 +131,8 @@ class Proofs:
     def _kept(self, key: Hashable, proof: "Proof") -> "Proof":
         """Keeps what was proved, and has one that shows nothing tell what an earlier batch has shown."""
         if (before := self._exact.get(key)) is not None and proof.outcome == "undecided":
-            since, at = (f", at update {one.update}" if one.update is not None else "" for one in (proof, before))
-            proof = replace(proof, note=f"{proof.note} (so seen last{since}; before{at}: {before})")
+            now, at = (f" at update {one.update}" if one.update is not None else "" for one in (proof, before))
+            proof = replace(proof, note=f"{proof.note} (seen last{now}; before{at}: {before})")
         elif proof.exact:
             self._exact[key] = proof
         self._known[key] = proof

@@ -311,5 +311,5 @@ def test_a_proof_that_shows_nothing_tells_what_an_earlier_one_has_shown() -> Non
     proof = step(batch_of()).proof
     assert proof is not None
     assert proof.outcome == "undecided"
-    assert "so seen last, at update 8; before, at update 0: 8 samples whole" in str(proof)
+    assert "(seen last at update 8; before at update 0: 4 samples whole" in str(proof)
     assert str(proof) in str(step)
