@@ -416,7 +416,7 @@ def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = (), shape: tuple
     built = RunBuilder()
     numbers = built.model(("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight"))
     for number in numbers[:3]:
-        built.parameter(number, f"blocks.{number}.weight", shape=shape, role="weight")
+        built.parameter(number, f"blocks.{number}.weight", root=0, shape=shape, role="weight")
     built.optimizer(numbers)
     built.train([one for one in numbers if one not in unused], 7)
     built.add(Activations(root=0, uncalled=uncalled))
