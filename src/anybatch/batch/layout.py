@@ -6,8 +6,8 @@ The rules, in order:
   micro-batch.
 - Tensors and arrays with at least one dimension have their samples along dimension 0. Each sequence of a PackedSequence
   is a sample.
-- Mappings, tuples, named tuples and dataclasses are containers. So is a list at the top level that holds tensors or
-  lists, as a DataLoader returns it.
+- Mappings, tuples, named tuples, dataclasses and SimpleNamespaces are containers. So is a list at the top level that
+  holds tensors or lists, as a DataLoader returns it.
 - Any other list is a list of samples if it is as long as the batch, and so is a tuple of plain values. If all tensors
   are in lists, the lists give the batch size. A list of n tensors with n rows each could hold samples or leaves, and is
   refused. But if the lists give the batch size, and a tensor in them has another number of rows, they hold samples.
@@ -358,8 +358,7 @@ class _Surveyor:
         if not counted:
             raise BatchError(
                 f"the batch, a {type(batch).__name__}, has no tensor with rows and no list of samples; expected "
-                "tensors of shape [rows, ...]. Register a type of your own with "
-                f"torch.utils._pytree.register_pytree_node. {IN_A_ROW}"
+                f"tensors of shape [rows, ...]; {_OWN}. {IN_A_ROW}"
             )
         rows = _agreed(counted)
         sizes = {rows_of(leaf) for found in self._lists for _, _, leaf in leaves(found.node)} - {None}
@@ -513,12 +512,15 @@ def _lone_leaf(node: Any, label: str, dotted: str) -> Node:
         return Constant(node, label)
     raise BatchError(
         f"{label} is a {type(node).__module__}.{type(node).__qualname__}, which anybatch can't split into samples; "
-        f"register it with torch.utils._pytree.register_pytree_node, or pass broadcast=({dotted!r},) to pass it whole "
-        f"to every micro-batch. {IN_A_ROW}",
+        f"{_OWN}, or pass broadcast=({dotted!r},) to pass it whole to every micro-batch. {IN_A_ROW}",
         path=label,
     )
 
 
+_OWN = (
+    "make a class of your own a dataclass or a dict of tensors, or register it with "
+    "torch.utils._pytree.register_pytree_node"
+)
 IN_A_ROW = (
     "If rows of several samples are concatenated, let the DataLoader return raw samples (collate_fn=list) and "
     "pass collate=, the function that joins them"

@@ -35,7 +35,7 @@ def opened(node: Any) -> Container | None:
     """Opens a container by one level.
 
     Args:
-        node: a mapping, list, tuple, named tuple, dataclass, or a type registered with ``torch.utils._pytree``.
+        node: a mapping, list, tuple, named tuple, dataclass, SimpleNamespace, or a type registered in torch.
 
     Returns:
         The container, or ``None`` for anything else, tensors and PackedSequences included.
@@ -92,8 +92,9 @@ def _bare(entry: Any) -> str:
 
 
 def _opened_by_protocol(node: Any) -> Container | None:
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node)]
+    is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
+    if is_dataclass or type(node) is types.SimpleNamespace:
+        names = [field.name for field in dataclasses.fields(node)] if is_dataclass else [*vars(node)]
         return Container([Child(f".{n}", n, getattr(node, n)) for n in names], lambda v: _with_fields(node, names, v))
     if isinstance(node, tuple):
         if hasattr(node, "_fields"):

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ class Proofs:
         # what was proved of the layout of the last batch; ``None`` as long as nothing was split
         self.latest: Proof | None = None
         self._known: dict[Hashable, Proof] = {}
+        self._exact: dict[Hashable, Proof] = {}  # what was shown last, by layout
         self._unseen: dict[Hashable, list[Unseen]] = {}  # for which a batch is proved again, the first that has it
         self._key: Hashable = None  # of the batch that was proved last
         self._switches: Switches | None = None  # as long as nothing was proved
@@ -98,9 +100,7 @@ class Proofs:
                     proof, reason = prove_together(task, parts, parameters, optimizations, update)
                 if self.verify != "off":
                     self._conclude(proof, reason, task)
-                    self.latest = proof
-                    if splits:
-                        self._keep(key, proof)
+                    self.latest = self._kept(key, proof) if splits else proof
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None
@@ -128,9 +128,16 @@ class Proofs:
                 return True
         return self._batches[key] >= self._due.get(key, _AGAIN)
 
-    def _keep(self, key: Hashable, proof: "Proof") -> None:
+    def _kept(self, key: Hashable, proof: "Proof") -> "Proof":
+        """Keeps what was proved, and has one that shows nothing tell what an earlier batch has shown."""
+        if (before := self._exact.get(key)) is not None and proof.outcome == "undecided":
+            now, at = (f" at update {one.update}" if one.update is not None else "" for one in (proof, before))
+            proof = replace(proof, note=f"{proof.note} (seen last{now}; before{at}: {before})")
+        elif proof.exact:
+            self._exact[key] = proof
         self._known[key] = proof
         self._due[key] = max(_AGAIN, 2 * self._batches[key])
+        return proof
 
     def _proved(
         self, key: Hashable, known: "Proof | None", task: Task, parts: Sequence[Part],
@@ -148,9 +155,8 @@ class Proofs:
             return task, None
         proof, reason, seen = found
         self._conclude(proof, reason, task)
-        self._keep(key, proof)
-        self.latest = proof
-        if self.latest.outcome == "undecided" and self._is_news(self.latest.note):
+        self.latest = self._kept(key, proof)
+        if proof.outcome == "undecided" and self._is_news(proof.note):
             logger.warning(
                 "the split of this batch is %s. The step goes on; anybatch.check(model, loss_fn, batch) runs samples "
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,

@@ -5,6 +5,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -81,7 +82,7 @@ def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[
             found["batch", node.label] = value
     if not isinstance(model, torch.nn.Module):
         return found
-    modules, hooks = modules_of(model), 0
+    modules, hooks, kinds = modules_of(model), 0, dict[type, None]()
     for module in modules:
         own = vars(module)
         for name in _HOOKS:
@@ -91,9 +92,9 @@ def _values(model: Any, loss_fn: Any, nodes: Sequence[Rows | Constant]) -> dict[
                 hooks += len(parameter._backward_hooks)
         if not type(module).__module__.startswith("torch."):
             found.update(_attributes(module, id(module), known))
-            if (forward := type(module).forward) not in known:
-                known.add(forward)
-                found.update(_of(forward, 1, known))
+            kinds[type(module)] = None
+    for kind in kinds:
+        found.update(_of(kind.forward, 1, known))  # type: ignore[attr-defined]
     found["model", "modules"], found["model", "hooks"] = [*map(type, modules)], hooks
     return found
 
@@ -102,47 +103,56 @@ def _shown(value: Any) -> Any:
     """What a setting is compared by; ``_NONE`` for what is no setting."""
     kind = type(value)
     if kind in _PLAIN:
-        return value
+        return value if value == value else "nan"  # which would be another one each time
     if kind is FunctionType:
         return value.__code__
     if kind is torch.Tensor:
-        return value.item() if value.dim() == 0 and value.device.type == "cpu" else _NONE
+        return _shown(value.item()) if value.dim() == 0 and value.device.type == "cpu" else _NONE
     if kind in (list, tuple) and 1 < len(value) <= _FEW and {*map(type, value)} <= {*_PLAIN}:
-        return tuple(value)
+        return tuple(map(_shown, value))
     return _NONE
 
 
 def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
     if isinstance(function, functools.partial):
         yield from _of(function.func, depth, known)
-        yield from ((("partial", key), one) for key, one in function.keywords.items() if type(one) in _PLAIN)
+        given = [*enumerate(function.args), *function.keywords.items()]
+        yield from _inside(_numbered("partial", known), given, depth, known)
     elif inspect.ismethod(function):
-        yield from _attributes(function.__self__, type(function.__self__), known)
+        yield from _attributes(function.__self__, _numbered(type(function.__self__), known), known)
         yield from _of(function.__func__, depth, known)
     elif inspect.isfunction(function):
         code, around = function.__code__, function.__globals__
-        if depth == 0 or code in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        if depth == 0 or function in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
-        known.add(code)
-        reached = list[tuple[str, Any]]()
-        for one in names_in(code):
-            if one in around:
-                reached.append((one, around[one]))
+        known.add(function)
+        reached: list[tuple[Any, Any]] = [(one, around[one]) for one in names_in(code) if one in around]
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         reached += [(one, cell.cell_contents) for one, cell in cells if not is_empty(cell)]
-        for inner, value in reached:
-            if (shown := _shown(value)) is not _NONE:
-                yield (code, inner), shown
-            if isinstance(value, (FunctionType, MethodType)):
-                yield from _of(value, depth - 1, known)
-            elif shown is _NONE and not isinstance(value, type):
-                yield from _attributes(value, inner, known)
+        yield from _inside(_numbered(code, known), reached, depth, known)
     else:
-        yield from _attributes(function, type(function), known)
+        yield from _attributes(function, _numbered(type(function), known), known)
         if inspect.isfunction(call := vars(type(function)).get("__call__")):
             yield from _of(call, depth, known)
         for one in getattr(function, "user_functions", ()):
             yield from _of(one, depth, known)
+
+
+def _numbered(kind: object, known: set[Any]) -> object:
+    """The first, second … of a kind in one look, such as of the functions that one ``def`` has made."""
+    found = next(one for number in count() if (one := (kind, number)) not in known)
+    known.add(found)
+    return found
+
+
+def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
+    for name, value in reached:
+        if (shown := _shown(value)) is not _NONE:
+            yield (home, name), shown
+        if isinstance(value, (FunctionType, MethodType, functools.partial)):
+            yield from _of(value, depth - 1, known)
+        elif shown is _NONE and not isinstance(value, type):
+            yield from _attributes(value, (home, name), known)
 
 
 def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) -> Iterator[tuple[_Key, Any]]:

@@ -222,7 +222,7 @@ class Accumulation:
             if watch is not None and watch.is_on:
                 watch.check()
             if result.dim() or not result.is_floating_point():
-                checked_loss(result, "")
+                result = checked_loss(result, "")
             losses.add(index, SINGLE, result)
             del result
             losses.differentiate_waiting()

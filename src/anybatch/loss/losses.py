@@ -209,6 +209,7 @@ def checked_loss(loss: Any, name: str) -> Any:
             f"either, or a generator that yields them{way}",
             name=name,
         )
+    loss = loss.reshape(()) if loss.shape == (1,) else loss  # which torch's own backward takes, too
     _check_scalar(loss, which, name, "reduce it to the mean over the items: .mean()")
     return loss
 

@@ -45,7 +45,7 @@ def _checked(name: str, value: Any, rows: int | None) -> Any:
         )
     raise LossError(
         f"the metric {name!r} is a {kind}, which can't be joined over micro-batches; expected a Mean of two numbers, "
-        f"or a tensor with one row for each of the {rows} samples",
+        f"such as anybatch.Mean(correct.sum(), count), or a tensor with one row for each of the {rows} samples",
         name=name,
     )
 

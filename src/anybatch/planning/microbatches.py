@@ -275,7 +275,8 @@ def micro_batch_of(subject: Subject, part: Part) -> Any:
         chosen = max(full, key=bytes_of.__getitem__)
     else:
         chosen = full[0]
-    if len(splittable.layouts) == 1 and splittable.obstacle is None:  # many views take memory where there is little
+    is_cut = len(splittable.layouts) == 1 and splittable.obstacle is None
+    if is_cut and not (chosen and splittable.is_copied):  # many views take memory, and so does a copy of all before
         parts, chosen = _joined_around(parts, chosen)
     return next(itertools.islice(splittable.materialise(parts), chosen, None))
 

@@ -200,7 +200,7 @@ LOSSES: dict[str, Case] = {
     "a float": of_loss(lambda loss: loss.item(), "is a float", ".item()", "expected a scalar tensor"),
     "an integer tensor": of_loss(lambda loss: loss.detach().long(), "torch.int64", "expected a floating-point tensor"),
     "a vector": of_loss(lambda loss: loss.expand(2), "shape (2,)", "without dimensions", ".mean()"),
-    "a vector of one": of_loss(lambda loss: loss[None], "shape (1,)", "without dimensions", ".mean()"),
+    "a matrix of one": of_loss(lambda loss: loss[None, None], "shape (1, 1)", "without dimensions", ".mean()"),
     "a complex tensor": of_loss(lambda loss: loss + 1j, "torch.complex64", "floating-point"),
     "a detached tensor": of_loss(lambda loss: loss.detach(), "no gradient", "detach()", "metric", where="loss"),
     "a list": of_loss(lambda loss: [loss], "is a list", "a mapping", "generator"),

@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ class Fields:
 CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "registered": Registered,
     "dataclass": Fields,
+    "namespace": lambda tensor: SimpleNamespace(x=tensor, name="a"),
     "list": lambda tensor: [tensor],
     "dict": lambda tensor: {"x": tensor},
     "ordered": lambda tensor: OrderedDict(x=tensor),

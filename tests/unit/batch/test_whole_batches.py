@@ -3,7 +3,6 @@
 What would be wrong in silence: a window whose batches are weighed by something else than their samples.
 """
 
-import types
 from typing import Any
 
 import pytest
@@ -68,8 +67,11 @@ def bag_loss(model: Any, batch: Any) -> Any:
     return F.mse_loss(F.embedding_bag(batch["ids"], model.weight.t(), batch["offsets"], mode="sum"), batch["y"])
 
 
-def namespace() -> Any:
-    return types.SimpleNamespace(x=torch.randn(5, 4).double(), y=torch.randint(3, (5,)))
+class Own:
+    """A class of the user's own, which is not looked into."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(5, 4).double(), torch.randint(3, (5,))
 
 
 def number_loss(model: Any, number: int) -> Any:
@@ -81,7 +83,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "flat pixels": (flat_pixels(), pixel_loss),
     "a packed row": (packed_row(), packed_loss),
     "ids and offsets": (flat_ids(), bag_loss),
-    "a namespace": (namespace(), lambda model, batch: F.cross_entropy(model(batch.x), batch.y)),
+    "a class of one's own": (Own(), lambda model, batch: F.cross_entropy(model(batch.x), batch.y)),
     "a number": (3, number_loss),
 }
 
@@ -134,6 +136,12 @@ def test_a_cut_that_is_asked_for_is_refused_with_the_ways_out(name: str) -> None
         step(batch)
     with pytest.raises(BatchError, match="collate_fn=list"):
         anybatch.check(model, loss_fn, batch)
+
+
+def test_what_to_do_with_a_class_of_ones_own_is_said() -> None:
+    for batch, loss_fn in ((Own(), CASES["a class of one's own"][1]), ({"own": Own(), "z": torch.ones(5)}, graph_loss)):
+        with pytest.raises(BatchError, match=r"make a class of your own a dataclass or a dict .*register_pytree_node"):
+            anybatch.backward(model_of(), loss_fn, batch, micro_batch_size=2)
 
 
 def graphs_in_window() -> Any:
@@ -231,7 +239,7 @@ def test_a_coupled_loss_sees_it_whole_and_of_a_window_the_samples_are_asked_for(
     def contrast(model: Any, outputs: Any, batch: Any) -> Any:
         return F.cross_entropy(outputs @ outputs.t(), torch.arange(len(outputs))) + 0 * model.weight.sum()
 
-    model, batch = model_of(), CASES["a namespace"][0]
+    model, batch = model_of(), CASES["a class of one's own"][0]
     coupled = anybatch.Coupled(lambda m, b: m(b.x), contrast)
     expected, _ = reference.whole_gradients(model, coupled, batch)
     reference.clear(model)

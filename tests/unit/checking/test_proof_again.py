@@ -294,3 +294,22 @@ def test_a_term_that_no_sign_tells_is_stopped_in_the_end() -> None:
     with pytest.raises(anybatch.NotSplittable):
         number_of_proofs(rare, [usual] * 3 + [other] * 7)
     assert number_of_proofs(mean, [usual] * 3 + [other] * 14) == 3  # the first, the 8th and the 16th after it
+
+
+def test_a_proof_that_shows_nothing_tells_what_an_earlier_one_has_shown() -> None:
+    fault = [1.0]
+    model = nn.Linear(4, 3)
+    step = anybatch.TrainStep(
+        model,
+        lambda model, batch: mean(model, batch) * fault[0],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch_size=4,
+    )
+    outs = [step(batch_of()) for _ in range(8)]
+    assert all(out.proof is not None and "before" not in str(out.proof) for out in outs)
+    fault[0] = float("nan")
+    proof = step(batch_of()).proof
+    assert proof is not None
+    assert proof.outcome == "undecided"
+    assert "(seen last at update 8; before at update 0: 4 samples whole" in str(proof)
+    assert str(proof) in str(step)

@@ -3,6 +3,7 @@
 How this could cost without need: a value that changes with each step is a new phase in each step.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ class Scheduled:
         return (coupled if self.is_coupled else mean)(model, batch)
 
 
+def made(state: dict[str, bool]) -> Any:
+    def loss(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return F.cross_entropy(out - out.mean(0) if state["is_coupled"] else out, batch["y"])
+
+    return loss
+
+
 def by_epoch(model: Any, batch: Any) -> Any:
     return (mean if epoch < 1 else coupled)(model, batch)
 
@@ -79,3 +88,39 @@ def test_a_number_that_changes_in_each_step_is_rarely_proved_again() -> None:
         assert proof is not None
         proved.add(proof.update)
     assert proved == {0, 1, 2, 4, 8, 16, 32}
+
+
+@pytest.mark.parametrize("kind", ["closure", "partial"])
+def test_the_second_function_of_one_definition_is_looked_at_too(kind: str) -> None:
+    states = [{"is_coupled": False}, {"is_coupled": False}]
+    first, second = (made(state) if kind == "closure" else partial(told, state=state) for state in states)
+    model = nn.Linear(4, 3)
+
+    def both(model: Any, batch: Any) -> Any:
+        return first(model, batch) + second(model, batch)
+
+    step = anybatch.TrainStep(model, both, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=8)
+    step(batch_of())
+    step(batch_of())
+    states[1]["is_coupled"] = True
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch_of())
+
+
+def told(model: Any, batch: Any, state: dict[str, bool]) -> Any:
+    return made(state)(model, batch)
+
+
+@pytest.mark.parametrize("home", ["batch", "loss", "list"])
+def test_a_setting_that_is_no_number_is_not_another_one_in_each_step(home: str) -> None:
+    scheduled, model, proved = Scheduled(), nn.Linear(4, 3), set()
+    step = anybatch.TrainStep(
+        model, scheduled, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=10, broadcast=("margin",)
+    )
+    for _ in range(6):
+        nan = float("nan")
+        scheduled.number = [nan, 1.0] if home == "list" else nan if home == "loss" else 0  # type: ignore[attr-defined]
+        proof = step(batch_of() | {"margin": nan if home == "batch" else 0.0}).proof
+        assert proof is not None
+        proved.add(proof.update)
+    assert proved == {0}

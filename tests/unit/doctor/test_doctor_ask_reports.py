@@ -254,14 +254,15 @@ def test_an_action_that_a_best_value_does_without_is_unread() -> None:
     assert not list(unread(ast.parse(text.replace("q(t).max(1)[0]", "v(t)").format("v(s)")), {4}))  # of states alone
 
 
-@pytest.mark.parametrize(("column", "expected"), [(True, "yes"), (False, "no")])
-def test_the_line_where_a_column_meets_a_row_is_told(column: bool, expected: str) -> None:
+@pytest.mark.parametrize(("kind", "expected"), [("column", "yes"), ("row", "no"), ("pairs", "no")])
+def test_the_line_where_a_column_meets_a_row_is_told(kind: str, expected: str) -> None:
     def train() -> None:
         net = nn.Linear(6, 1)
         optimizer = torch.optim.Adam(net.parameters())
         for _ in range(4):
             made = net(torch.randn(ROWS, 6))
-            apart = (made if column else made.squeeze(1)) - torch.randn(ROWS)
+            other = made.squeeze(1)
+            apart = (other if kind == "row" else made) - (other if kind == "pairs" else torch.randn(ROWS))
             optimizer.zero_grad()
             apart.square().mean().backward()
             optimizer.step()

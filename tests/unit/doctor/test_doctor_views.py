@@ -1,6 +1,7 @@
 """What rules ask of a run, alone: names, optimizers, windows, the course of a loss, what was lost."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from anybatch.doctor.views.naming import Names, common_module, near, parameters_
 from anybatch.doctor.views.optimizing import OptimizerView, announced, loss_grew, lost, measured, optimizers
 from anybatch.doctor.views.windows import calls_of, optimized, trained_forwards, usual_count
 from anybatch.records.events import Backward
+from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import NonFinite
 from rule_runs import FILE, LINES, RunBuilder, simple
 
@@ -143,3 +145,19 @@ def test_a_number_that_came_with_the_data_is_not_announced_by_a_long_step() -> N
         built.norms(numbers, 3, update=(0.9,) * 4)
         built.add(NonFinite(where=where, file=FILE, line=1))
         assert announced(built.run, 0, 0.1) is expected
+
+
+def test_the_guess_of_a_loss_that_is_a_sum_over_heads_is_the_sum_of_theirs() -> None:
+    def built(summed: float) -> RunBuilder:
+        one = RunBuilder()
+        numbers = one.model()
+        one.optimizer(numbers)
+        for _ in range(4):
+            for classes, value in ((8, 2.2), (2, 0.8)):  # two heads
+                told: dict[str, Any] = {"classes": classes, "target_classes": classes, "input_shape": (32, classes)}
+                one.add(LossCall(function="cross_entropy", value=value, **told))
+            one.train(numbers, 1, value=summed)
+        return one
+
+    assert course(built(3.0).run).prior == pytest.approx(math.log(8) + math.log(2))
+    assert course(built(2.2).run).prior == pytest.approx(math.log(8)), "the other is not in the loss"

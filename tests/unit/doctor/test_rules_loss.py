@@ -8,7 +8,7 @@ import torch
 
 from anybatch import Doctor
 from anybatch.records.events import Stepped
-from anybatch.records.lossfacts import Walk
+from anybatch.records.lossfacts import Probed, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
@@ -145,6 +145,17 @@ def test_loss_broadcast_fires_for_a_loss_written_by_hand() -> None:
     assert "(32, 1)" in fires(by_hand((32,)).run(), "LOSS_BROADCAST", "warning").message
     silent(by_hand(()).run(), "LOSS_BROADCAST")
     silent(by_hand((32, 1), every=5).run(), "LOSS_BROADCAST")
+
+
+def test_loss_broadcast_names_the_line_of_the_optimizer_whose_loss_it_is() -> None:
+    run = by_hand((32, 1))
+    walks = [Walk(nodes=9, spread=(32, 1), reached=(0,))]
+    run.every = lambda step: walks if sampled(step) else []
+    for optimizer, line in ((7, 31), (0, 19)):
+        evidence = {"op": "sub", "optimizer": optimizer}
+        run.after += (Probed(probe="outer", answer="yes", evidence=evidence, file="train.py", line=line),)
+    run.after += (OptimizerFacts(optimizer=7, cls="Adam", groups=(GroupFacts(lr=0.1, parameters=(99,)),)),)
+    assert fires(run.run(), "LOSS_BROADCAST", "warning").place.line == 19
 
 
 def test_softmax_dim_fires_along_the_batch() -> None:

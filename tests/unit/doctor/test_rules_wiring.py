@@ -411,10 +411,12 @@ def test_param_unused_fires_louder_where_the_loss_is_assigned_again(again: bool,
     assert "left" in one.message
 
 
-def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = ()) -> RunBuilder:
+def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = (), shape: tuple[int, ...] = (8, 8)) -> RunBuilder:
     """A list of three layers and a head, of which some are not in the loss."""
     built = RunBuilder()
     numbers = built.model(("blocks.0.weight", "blocks.1.weight", "blocks.2.weight", "head.weight"))
+    for number in numbers[:3]:
+        built.parameter(number, f"blocks.{number}.weight", root=0, shape=shape, role="weight")
     built.optimizer(numbers)
     built.train([one for one in numbers if one not in unused], 7)
     built.add(Activations(root=0, uncalled=uncalled))
@@ -434,6 +436,12 @@ def test_param_unused_is_quiet_about_lists_whose_last_layers_or_uncalled_ones_ar
     unused: tuple[int, ...], uncalled: tuple[str, ...]
 ) -> None:
     assert all(one.severity == "info" for one in findings(listed(unused, uncalled), "PARAM_UNUSED"))
+
+
+def test_param_unused_is_quiet_about_heads_of_other_tasks_which_give_no_input_for_the_next() -> None:
+    (one,) = findings(listed((0, 1), shape=(3, 8)), "PARAM_UNUSED")
+    assert one.severity == "info"
+    assert "takes its place" not in one.message
 
 
 def test_param_unused_is_quiet_on_modules_that_are_called_or_written() -> None:

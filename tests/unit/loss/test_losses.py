@@ -221,6 +221,25 @@ def test_a_metric_that_does_not_fit_is_refused_before_anything_changed(metric: A
     reference.assert_unchanged(reference.everything(model, optimizer, step, with_gradients=False), before)
 
 
+@pytest.mark.parametrize("of", [cross_entropy, lambda model, batch: {"a": cross_entropy(model, batch)}])
+def test_a_loss_of_one_entry_is_the_loss_and_one_for_each_sample_is_refused(of: Any) -> None:
+    def with_entry(model: Any, batch: Any) -> Any:
+        found = of(model, batch)
+        return {"a": found["a"].reshape(1)} if isinstance(found, dict) else found.reshape(1)
+
+    model, batch = net(), batch_of(6)
+    expected, _ = reference.whole_gradients(model, cross_entropy, batch)
+    reference.clear(model)
+    out = anybatch.backward(model, with_entry, batch, micro_batch_size=4)
+    reference.assert_float64(reference.gradients_of(model), expected)
+    assert out.micro_batches == 2
+    assert isinstance(out.loss, float)
+    with pytest.raises(LossError, match=r"shape \(4,\).*\.mean\(\)"):
+        anybatch.backward(
+            model, lambda model, batch: cross_entropy(model, batch).expand(len(batch["y"])), batch, micro_batch_size=4
+        )
+
+
 # Counts that must agree.
 
 

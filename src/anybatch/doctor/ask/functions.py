@@ -186,12 +186,17 @@ def twice(step: Step) -> Iterator[Probed]:
 
 @asks("outer", of_rows=False)
 def outer(step: Step) -> Iterator[Probed]:
-    """Where a column meets a row of as many numbers, so that each is taken with every other one."""
+    """Where a column of outputs meets a row of as many targets, or a row a column: each is taken with every other one.
+
+    Two outputs that meet so are pairs by intent.
+    """
     for one in step.used():
         shapes = {tuple(step.values[slot].shape) for slot in one.given}
         rows = max((shape[0] for shape in shapes if shape), default=0)
-        if rows > 1 and shapes == {(rows,), (rows, 1)} and step.values[one.outs[0]].shape == (rows, rows):
-            yield said(one, op=one.name)
+        graphs = {step.values[slot].requires_grad for slot in one.given}
+        is_outer = rows > 1 and shapes == {(rows,), (rows, 1)} and step.values[one.outs[0]].shape == (rows, rows)
+        if is_outer and len(graphs) > 1:
+            yield said(one, op=one.name, optimizer=step.optimizer)
 
 
 @asks("cut off", of_rows=False)

@@ -11,6 +11,7 @@ from anybatch.doctor.rules.registry import NOWHERE, Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.naming import by_line, qualified, root_variable
+from anybatch.doctor.views.windows import members
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall, Probed, Walk
 from anybatch.records.runs import Run
@@ -200,7 +201,10 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
         wrong = [one for one in walks if one.spread]
         if len(wrong) < least or len(wrong) * 2 < len(walks):
             continue
-        shape = wrong[0].spread
+        shape, reached, every = wrong[0].spread, frozenset(wrong[0].reached), members(run)
+        lines = (
+            one for one in answers(run, "outer") if every.get(one.evidence.get("optimizer", -1), reached) & reached
+        )
         result, other = (shape[0], shape[0]), shape[:1] if len(shape) == 2 else (*shape, 1)
         yield Found(
             text=f"The loss is made of a difference or product of shape {result}: an output of shape {shape} meets "
@@ -209,7 +213,7 @@ def _by_hand(run: Run, least: float) -> Iterator[Found]:
             + (".squeeze(-1)" if len(shape) == 2 else "[:, None]"),
             cause=_BROADCAST,
             since=wrong[0],
-            where=next(iter(answers(run, "outer")), spot),
+            where=next(lines, spot),
             evidence={"output_shape": list(shape), "result": list(result), "graphs": len(wrong)},
             severity="warning",
         )

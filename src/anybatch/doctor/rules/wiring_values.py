@@ -341,7 +341,12 @@ def _taken_instead(run: Run, idle: list[int], uncalled: dict[int, set[str]]) -> 
         *before, last = sorted(row)
         called = root in uncalled and not any(one.startswith(prefix) for one in uncalled[root])
         within = all(run.parameters[one].name.startswith(prefix) for one in idle)  # what else is idle has another cause
-        if called and within and before and not any(row[last]) and all(all(row[one]) for one in before):
+        own = (
+            one.shape for one in run.parameters.values() if one.root == root and one.name.startswith(f"{prefix}{last}.")
+        )
+        matrices = [shape for shape in own if len(shape) > 1]
+        fits = all(matrices[-1][0] % shape[1] == 0 for shape in matrices[:1])  # heads do not take what they give
+        if called and within and fits and before and not any(row[last]) and all(all(row[one]) for one in before):
             return f"{prefix}{last}"
     return ""
 

@@ -192,24 +192,34 @@ def _prior(run: Run, start: float, end: float) -> float | None:
     calls = [one for one in run.of(LossCall) if one.reduction == "mean" and start <= one.at <= end]
     if len({one.function for one in calls}) != 1:
         return None
-    classes = max(one.classes for one in calls)
-    seen = max(one.target_classes for one in calls)
+    heads: dict[object, list[LossCall]] = {}
+    for one in calls:
+        heads.setdefault(one.classes or one.input_shape[1:], []).append(one)
+    guesses = {head: _guess(of) for head, of in heads.items()}
+    known = [guesses[one.classes or one.input_shape[1:]] for one in _summed(run, calls, start, end)]
+    whole = sum(one for one in known if one is not None)
+    return whole if whole and None not in known else max((one for one in guesses.values() if one), default=None)
+
+
+def _guess(calls: list[LossCall]) -> float | None:
+    classes, seen = (max(getattr(one, name) for one in calls) for name in ("classes", "target_classes"))
     classes = min(classes, seen) if seen > 1 else classes  # one class only: a contrast, not a class
-    if calls[0].function == "cross_entropy" and classes > 1:
-        return math.log(classes) * _summed(run, calls, start, end)
-    spreads = [one.target_std for one in calls if one.target_std]
-    if calls[0].function == "mse_loss" and spreads and not any(one.target_requires_grad for one in calls):
-        return max(spreads) ** 2 * _summed(run, calls, start, end)
-    return None
+    if calls[0].function == "cross_entropy":
+        return math.log(classes) if classes > 1 else None
+    if calls[0].function != "mse_loss" or any(one.target_requires_grad for one in calls):
+        return None
+    return max((one.target_std**2 for one in calls if one.target_std), default=None)
 
 
-def _summed(run: Run, calls: list[LossCall], start: float, end: float) -> int:
-    """How many calls of a loss function the first backward is of, where its value is their sum."""
+def _summed(run: Run, calls: list[LossCall], start: float, end: float) -> list[LossCall]:
+    """The calls of a loss function that the first backward is of, where its value is their sum."""
     first = next((one for one in run.of(Backward) if start <= one.at <= end and one.value is not None), None)
-    mine = [one.value for one in calls if first is not None and one.at < first.at]
-    if first is None or first.value is None or not mine or any(value is None for value in mine):
-        return 1
-    return len(mine) if math.isclose(sum(value or 0.0 for value in mine), first.value, rel_tol=1e-3) else 1
+    mine = [one for one in calls if first is not None and one.at < first.at]
+    values = [one.value for one in mine if one.value is not None]
+    is_sum = (
+        first is not None and len(values) == len(mine) and math.isclose(sum(values), first.value or 0, rel_tol=1e-3)
+    )
+    return mine if is_sum else []
 
 
 @remembered
