@@ -137,7 +137,10 @@ class Explanation:
         parameter = self._subject.parameters[name]
         bit = self._bits[id(parameter)]
         if not parameter.requires_grad:
-            return self._frozen(name)
+            site = self._follower.frozen.get(id(self._subject.parameters[name]), Site())
+            return Stop(
+                "requires_grad", self._subject.owner(name), site.file, site.line, message="Its requires_grad is False."
+            )
         if loss.params & bit and (events := self._events(loss, bit)):
             # A choice, draw or comparison has no gradient and mostly is not meant to; who writes .item() is on the way.
             first, *others = [self._of_event(event) for event in sorted(events, key=lambda one: one.op in _CHOICES)]
@@ -168,12 +171,6 @@ class Explanation:
         elif event.op == "Parameter":
             message = "A parameter made of a tensor is a leaf of its own."
         return Stop(event.op, *event.site, event.after, message)
-
-    def _frozen(self, name: str) -> Stop:
-        site = self._follower.frozen.get(id(self._subject.parameters[name]), Site())
-        return Stop(
-            "requires_grad", self._subject.owner(name), site.file, site.line, message="Its requires_grad is False."
-        )
 
     def _departed(self, departure: Departure, bit: int) -> Stop:
         left = departure.value

@@ -39,7 +39,8 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
         name = _named(one)
         better = _RISES.search(name) if one.mode == "min" else _FALLS.search(name)
         other = _FALLS.search(name) if one.mode == "min" else _RISES.search(name)
-        ranked = _share_of_worse(values, sign)
+        pairs = [(a, b) for position, a in enumerate(values[:60]) for b in values[position + 1 : 60]]
+        ranked = sum(1 for a, b in pairs if sign * (b - a) > 0) / max(len(pairs), 1)
         bounded = all(0 <= value <= 1 for value in values) or all(0 <= value <= 100 for value in values)
         silent = not name or not (better or other)
         wrong = bool(better and not other and worse) or bool(silent and bounded and worse and ranked > 0.75)
@@ -49,12 +50,6 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
         seen: dict[str, Any] = {"mode": one.mode, "first": first, "last": last, "name": name, "values": len(values)}
         seen |= {"rate": one.rates[-1], "rate_first": one.rates[0]}
         yield told("plateau", one, answer="yes" if wrong and fell else "no", **seen)
-
-
-def _share_of_worse(values: list[float], sign: int) -> float:
-    """Of all pairs in order of time, the share in which the later value is worse."""
-    pairs = [(a, b) for position, a in enumerate(values[:60]) for b in values[position + 1 : 60]]
-    return sum(1 for a, b in pairs if sign * (b - a) > 0) / max(len(pairs), 1)
 
 
 def _named(one: Plateau) -> str:

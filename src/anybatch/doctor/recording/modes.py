@@ -96,7 +96,9 @@ def reissued(message: Any) -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not SafeMode.__torch_function__.__code__:
         frame = frame.f_back
-    while frame is not None and (_is_between(frame.f_code.co_filename)):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
         frame = frame.f_back
     if frame is None:
         return False
@@ -106,7 +108,3 @@ def reissued(message: Any) -> bool:
         names.setdefault("__warningregistry__", {}), None, message.source,
     )  # fmt: skip
     return True
-
-
-def _is_between(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith(_BETWEEN)
