@@ -146,27 +146,24 @@ def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
     """The fewest modules, by root and name, that hold some parameters and no other trainable ones, in their order."""
     wanted = {number for number in numbers if number in run.parameters}
     owners: dict[tuple[int, str], set[int]] = {}
+
+    def around(one: ParameterFacts) -> list[tuple[int, str]]:
+        parts = one.module.split(".") if one.module else []
+        return [(one.root, ".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+
     for number, one in run.parameters.items():
-        if one.requires_grad and one.root >= 0:
-            parts = one.module.split(".") if one.module else []
-            for depth in range(len(parts) + 1):
-                owners.setdefault((one.root, ".".join(parts[:depth])), set()).add(number)
+        for key in around(one) if one.requires_grad and one.root >= 0 else ():
+            owners.setdefault(key, set()).add(number)
     found: list[tuple[int, str]] = []
     left = set(wanted)
     for number in sorted(wanted):
         if number not in left:
             continue
         one = run.parameters[number]
-        parts = one.module.split(".") if one.module else []
-        for depth in range(len(parts) + 1):
-            key = (one.root, ".".join(parts[:depth]))
-            if owners.get(key) and owners[key] <= wanted:
-                found.append(key)
-                left -= owners[key]
-                break
-        else:
-            found.append((one.root, one.module))
-            left -= {other for other in left if run.parameters[other].module == one.module}
+        same = {other for other in left if run.parameters[other].module == one.module}
+        whole = next((key for key in around(one) if owners.get(key) and owners[key] <= wanted), None)
+        found.append(whole or (one.root, one.module))
+        left -= owners[whole] if whole else same
     return found
 
 
