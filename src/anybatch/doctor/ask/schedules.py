@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
-from anybatch.doctor.ask.source import parsed, scripts
+from anybatch.doctor.ask.source import scripts, tree_of
 from anybatch.doctor.ask.trials import told
 from anybatch.records.events import Loaded, Stepped
 from anybatch.records.lossfacts import Probed
@@ -54,11 +54,8 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
 
 def _named(one: Plateau) -> str:
     """What the user's line gives to ``step``, as text."""
-    try:
-        tree = parsed(Path(one.file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    for node in ast.walk(tree):
+    tree = tree_of(one.file)
+    for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr == "step" and node.lineno <= one.line <= (node.end_lineno or node.lineno):
@@ -105,11 +102,9 @@ def _read(found: dict[Path, ast.Module], path: Path) -> ast.Module | None:
     """Reads a file unless it was read before, or can't be."""
     if path in found or path.suffix != ".py" or "site-packages" in path.parts:
         return None
-    try:
-        found[path] = parsed(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return None
-    return found[path]
+    if (tree := tree_of(path)) is not None:
+        found[path] = tree
+    return tree
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What the text of a script shows: fields of a batch that nothing reads, and a module's method named backward."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -54,13 +55,17 @@ def walked(node: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(node))
 
 
+def tree_of(file: str | Path) -> ast.Module | None:
+    """The tree of a file; ``None`` where it can't be read."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        return parsed(Path(file).read_text(encoding="utf-8"))
+    return None
+
+
 def scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
     """The files of lines that go back, read."""
-    for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
-        try:
-            yield file, parsed(Path(file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            continue
+    files = dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py"))
+    yield from ((file, tree) for file in files if (tree := tree_of(file)) is not None)
 
 
 def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
