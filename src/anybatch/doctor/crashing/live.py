@@ -132,10 +132,6 @@ class Live:
         """The paths that the user's line reads, with their values."""
         return [(path, self.read(path)) for path in loads(self.statement())]
 
-    def tensors_in_line(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that the user's line reads."""
-        return [(path, value) for path, value in self.line_reads() if isinstance(value, torch.Tensor)]
-
     def calls(self) -> list[ast.Call]:
         """The calls in the user's line, the outermost first."""
         return list(nodes_in(self.statement(), ast.Call))

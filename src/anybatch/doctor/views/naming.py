@@ -24,11 +24,6 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def verb(count: int, one: str, several: str) -> str:
-    """The form of a verb that fits a number."""
-    return one if count == 1 else several
-
-
 class Names(tuple[str, ...]):
     """Names of the user's, which a text shows in a row, or which choose the form of its verb.
 
@@ -41,7 +36,8 @@ class Names(tuple[str, ...]):
     __slots__ = ()
 
     def __format__(self, forms: str) -> str:
-        return verb(len(self), *forms.split("|")) if forms else listed(self)
+        one, _, several = forms.partition("|")
+        return (one if len(self) == 1 else several) if forms else listed(self)
 
     def __str__(self) -> str:
         return listed(self)
