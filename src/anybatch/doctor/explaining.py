@@ -224,12 +224,7 @@ class Explanation:
 def explained(
     losses: Mapping[str, Any], subject: Subject, follower: Follower, running: Running, mask: int, *, cuts: bool = False
 ) -> Paths:
-    """What an observed forward says of its losses.
-
-    Args:
-        mask: the bits of the parameters that they reach.
-        cuts: whether what cuts the parameters off from each term is listed.
-    """
+    """What an observed forward says of losses that reach the parameters of ``mask``; of each term with ``cuts``."""
     value = joined((_value(follower, loss) for loss in losses.values()), "", NOWHERE)
     explanation, leaves = Explanation(subject, follower, running), subject.leaves(mask)
     stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}

@@ -22,13 +22,7 @@ _NEAR = 0.35  # of the prior's entropy; PyTorch's initialisation of a small last
 
 
 class Loss:
-    """The loss of a run, computed again from outputs of a copy.
-
-    Args:
-        trial: of the model.
-        root: its number.
-        doctor: its ``last_losses`` may have the last call of a loss function with its targets.
-    """
+    """The loss of a run, computed again from outputs of a copy with the targets of its last call."""
 
     def __init__(self, trial: Trial, root: int, doctor: Any) -> None:
         self._call = dict(getattr(doctor, "last_losses", None) or {}).get(root)

@@ -61,21 +61,13 @@ class Operation(NamedTuple):
 
 
 class Operations(TorchFunctionMode):
-    """Keeps what each operation gave, up to a limit.
-
-    Args:
-        running: knows the module.
-
-    Attributes:
-        seen: in order.
-        cut_short: whether the limit was reached.
-    """
+    """Keeps what each operation gave, up to a limit."""
 
     def __init__(self, running: Running) -> None:
         super().__init__()
         self._running, self._bytes = running, 0
         self.seen: list[Operation] = []
-        self.cut_short = False
+        self.cut_short = False  # whether the limit was reached
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -131,13 +123,7 @@ class Inputs:
 
 
 class Trial:
-    """A copy of a model with the last input that it was given.
-
-    Args:
-        module: the user's.
-        args: of its last call.
-        kwargs: of it.
-        until: the time by ``time.perf_counter`` after which no question is asked."""
+    """A copy of a model with its last input; no question is asked after ``until``, by ``time.perf_counter``."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until

@@ -38,13 +38,7 @@ class Frame(NamedTuple):
 
 
 class Live:
-    """The state of a crash; close it, so that nothing is kept alive.
-
-    Attributes:
-        error: the exception.
-        text: of it.
-        doctor: the recorder.
-    """
+    """The state of a crash; close it, so that nothing is kept alive."""
 
     def __init__(self, error: BaseException, doctor: Any = None) -> None:
         self.error, self.doctor, self.text = error, doctor, str(error)

@@ -20,19 +20,14 @@ _OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")
 
 
 class SafeMode(Seeing):
-    """Sees the operations of one thread, may be entered in one place and left in another, and ends where it fails.
-
-    Attributes:
-        failed: why it was given up; empty if it was not.
-        seconds: that it took beside the operations themselves.
-    """
+    """Sees the operations of one thread, may be entered in one place and left in another, and ends where it fails."""
 
     beside = frozenset({"DeviceContext"})
     """The classes of other modes with which it may be on."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.failed, self.seconds = "", 0.0
+        self.failed, self.seconds = "", 0.0  # why it was given up, and what it took beside the operations
         self._off, self._entered = True, False
         self._process, self._thread = os.getpid(), threading.get_ident()
 
