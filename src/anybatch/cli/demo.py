@@ -278,7 +278,8 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
 
             page.write_text(tour_page(stops, folder, time.monotonic() - began), encoding="utf-8")
     if json_path is not None:
-        _write(json_path, stops)
+        values = [{**asdict(chapter), "runs": [asdict(one) for one in runs]} for chapter, runs in stops]
+        write_json(json_path, {"version": 1, "kind": "anybatch tour", "chapters": values})
     console.print()
     if not missing:
         console.print(f"Page  {page.absolute()}", markup=False, soft_wrap=True)
@@ -310,8 +311,3 @@ def _run_command(console: Console, command: str, folder: Path) -> CommandRun:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, width=min(console.width, _MOST_COLUMNS))
-
-
-def _write(path: Path, stops: list[tuple[Chapter, list[CommandRun]]]) -> None:
-    values = [{**asdict(chapter), "runs": [asdict(one) for one in runs]} for chapter, runs in stops]
-    write_json(path, {"version": 1, "kind": "anybatch tour", "chapters": values})

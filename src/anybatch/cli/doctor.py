@@ -21,8 +21,8 @@ from anybatch.cli.doctor_records import (
     failed_severity,
     is_record,
     launches_ranks,
-    note_differences,
     not_followed,
+    note_differences,
     records_of_ranks,
     without_records_of_ranks,
 )
@@ -226,15 +226,7 @@ STOPPED = 3
 
 
 class Watcher:
-    """Follows the record of a run, or those of its ranks, from outside the script's process.
-
-    Args:
-        ranks: whether each process of a launcher writes a record of its own.
-        policy: what is reported.
-        stop_on: ``NAN``, ``ERROR``, codes, code prefixes, names.
-        is_quiet: whether findings are not printed.
-        report: writes the report of what was seen so far.
-    """
+    """Follows the record of a run, or those of its ranks, from outside the script's process."""
 
     def __init__(
         self, record: Path, *, ranks: bool, policy: Policy, stop_on: Sequence[str], is_quiet: bool,

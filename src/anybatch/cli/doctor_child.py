@@ -53,7 +53,7 @@ def begin(folder: str, settings: Mapping[str, Any]) -> None:
     if settings.get("trial"):
         from anybatch.cli import doctor_trial
 
-        doctor_trial.begin(settings["trial"])
+        doctor_trial.Trial(settings["trial"]).begin()
     if "torch" in sys.modules:
         attendance.attach()
     else:

@@ -290,11 +290,6 @@ class Trial:
         exec(code, module.__dict__)
 
 
-def begin(settings: Mapping[str, Any]) -> None:
-    """Makes this process a trial."""
-    Trial(settings).begin()
-
-
 START = """\
 import sys
 own = sys.modules["anybatch.cli.doctor_trial"]

@@ -219,7 +219,9 @@ def _explain_one(error: BaseException, doctor: Any) -> Crashed:
         worker = _WORKER.match(live.text)
         place = _place(live)
         if worker is not None:
-            live.text = _message_of(worker.group(2), worker.group(1))
+            traceback = worker.group(2)
+            found = re.search(rf"^(?:[\w.]*\.)?{re.escape(worker.group(1))}: (.*)", traceback, re.MULTILINE | re.DOTALL)
+            live.text = found.group(1).strip() if found else traceback
             place = _place_in(worker.group(2)) or place
         told = told_of(live) or _asked(live)
     except (KeyboardInterrupt, SystemExit):
@@ -261,12 +263,6 @@ def _place(live: Live) -> tuple[str, int, str]:
     if isinstance(live.error, SyntaxError) and live.error.filename:
         return live.error.filename, live.error.lineno or 0, (live.error.text or "").strip()
     return (live.user.file, live.user.line, live.code()) if live.user is not None else ("", 0, "")
-
-
-def _message_of(traceback: str, name: str) -> str:
-    """The text of the error that a worker's traceback ends with."""
-    found = re.search(rf"^(?:[\w.]*\.)?{re.escape(name)}: (.*)", traceback, re.MULTILINE | re.DOTALL)
-    return found.group(1).strip() if found else traceback
 
 
 def _place_in(traceback: str) -> tuple[str, int, str] | None:

@@ -38,7 +38,12 @@ class _Seen:
 def cells(run: Run) -> tuple[Cell, ...]:
     """Which gradients and which parameters change: one entry for all of a module of which the same is true."""
     seen = _look(run)
-    optimized = _optimized(run)
+    optimized = {
+        number: (group.weight_decay, group.momentum)
+        for optimizer in run.optimizers.values()
+        for group in optimizer.groups
+        for number in group.parameters
+    }
     entries = [
         (parameter, seen[number], *_cell(parameter, seen[number], number in optimized))
         for number, parameter in run.parameters.items()
@@ -103,16 +108,6 @@ def _by_events(run: Run, seen: Mapping[int, _Seen]) -> None:
             for parameter in set(group.parameters) & seen.keys():
                 seen[parameter].sampled += 1
                 seen[parameter].moved = bool(seen[parameter].gradients) and group.lr > 0
-
-
-def _optimized(run: Run) -> dict[int, tuple[float, float]]:
-    """For every parameter of an optimizer its weight decay and momentum."""
-    return {
-        number: (group.weight_decay, group.momentum)
-        for optimizer in run.optimizers.values()
-        for group in optimizer.groups
-        for number in group.parameters
-    }
 
 
 def _cell(parameter: ParameterFacts, one: _Seen, optimized: bool) -> tuple[int, str]:

@@ -137,7 +137,10 @@ class Explanation:
         parameter = self._subject.parameters[name]
         bit = self._bits[id(parameter)]
         if not parameter.requires_grad:
-            return self._frozen(name)
+            site = self._follower.frozen.get(id(self._subject.parameters[name]), Site())
+            return Stop(
+                "requires_grad", self._subject.owner(name), site.file, site.line, message="Its requires_grad is False."
+            )
         if loss.params & bit and (events := self._events(loss, bit)):
             # A choice, draw or comparison has no gradient and mostly is not meant to; who writes .item() is on the way.
             first, *others = [self._of_event(event) for event in sorted(events, key=lambda one: one.op in _CHOICES)]
@@ -168,12 +171,6 @@ class Explanation:
         elif event.op == "Parameter":
             message = "A parameter made of a tensor is a leaf of its own."
         return Stop(event.op, *event.site, event.after, message)
-
-    def _frozen(self, name: str) -> Stop:
-        site = self._follower.frozen.get(id(self._subject.parameters[name]), Site())
-        return Stop(
-            "requires_grad", self._subject.owner(name), site.file, site.line, message="Its requires_grad is False."
-        )
 
     def _departed(self, departure: Departure, bit: int) -> Stop:
         left = departure.value
@@ -227,12 +224,7 @@ class Explanation:
 def explained(
     losses: Mapping[str, Any], subject: Subject, follower: Follower, running: Running, mask: int, *, cuts: bool = False
 ) -> Paths:
-    """What an observed forward says of its losses.
-
-    Args:
-        mask: the bits of the parameters that they reach.
-        cuts: whether what cuts the parameters off from each term is listed.
-    """
+    """What an observed forward says of losses that reach the parameters of ``mask``; of each term with ``cuts``."""
     value = joined((_value(follower, loss) for loss in losses.values()), "", NOWHERE)
     explanation, leaves = Explanation(subject, follower, running), subject.leaves(mask)
     stopped = {name: explanation.stop(name, value) for name, leaf in leaves.items() if not leaf.reached}

@@ -56,15 +56,7 @@ _ONE_BY_ONE = frozenset({"broadcast_tensors", "meshgrid", "atleast_1d", "atleast
 
 
 class Follower(Seeing):
-    """Observes every operation that Python calls while it is entered.
-
-    Args:
-        before_write: is called with each tensor that is about to be written to.
-
-    Attributes:
-        operations: for each operation on something with a parameter in it: its name, its place, the bits of all these
-            parameters, and the bits of those in the graph of the result.
-    """
+    """Observes every operation that Python calls while it is entered, and each tensor before it is written to."""
 
     def __init__(self, bits: Mapping[int, int], running: Running, before_write: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -76,6 +68,7 @@ class Follower(Seeing):
         self.values = Values()  # what is known of each tensor
         self.events: list[Event] = []  # the places where a graph ended
         self.departures: list[Departure] = []  # numbers taken out of tensors
+        # of those on what is made of parameters: name, place, the bits of all, and of those in the result's graph
         self.operations: list[tuple[str, Site, int, int]] = []
         self.frozen: dict[int, Site] = {}  # where ``requires_grad`` was switched off, by the ``id`` of the tensor
         self._switched_off: tuple[str, int] = ("", 0)

@@ -96,11 +96,7 @@ _SECONDS = 0.2  # that a first judgement is taken to last
 
 
 class AfterStep:
-    """Calls a function after each step of any optimizer, as one of torch's hooks.
-
-    Args:
-        then: is called with the number of steps; its exceptions reach the user's code.
-    """
+    """Calls ``then`` with their number after each step of any optimizer, as one of torch's hooks; it may raise."""
 
     def __init__(self, doctor: "Doctor", then: Callable[[int], None]) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook  # none is there before torch

@@ -232,13 +232,9 @@ def read(nodes: Iterable[ast.AST]) -> set[str]:
     return names_in(nodes, ast.Load) | {_root(one.target) for one in nodes_in(nodes, ast.AugAssign)}
 
 
-def _is_housekeeping(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and called(statement.value) in _HOUSEKEEPING
-
-
 def _forward(step: LoopStep, before: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The statements that the loss is computed by, from the first on that uses a trained module."""
-    work = [one for one in before if not _is_housekeeping(one)]
+    work = [one for one in before if not (isinstance(one, ast.Expr) and called(one.value) in _HOUSEKEEPING)]
     needed, chain = read([step.loss]), list[ast.stmt]()
     for statement in reversed(work):
         if stored([statement]) & needed:

@@ -290,15 +290,11 @@ class Doctor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._crashed(error)
+            from anybatch.doctor.crashes import explain
+
+            crashed = self._recording.guarded(explain)(error, self)
+            self.emit(crashed or Crashed(name="", error=type(error).__name__, text=str(error)[:_LONGEST]))
         self.close()
-
-    def _crashed(self, error: Exception) -> None:
-        """Records why the block was left."""
-        from anybatch.doctor.crashes import explain
-
-        crashed = self._recording.guarded(explain)(error, self)
-        self.emit(crashed or Crashed(name="", error=type(error).__name__, text=str(error)[:_LONGEST]))
 
     @property
     def run(self) -> Run:

@@ -84,11 +84,7 @@ def _shown(name: str) -> str:
 
 
 class Running:
-    """Follows which module is running.
-
-    Args:
-        modules: the modules by qualified name; the first name counts for one that has several.
-    """
+    """Follows which module is running, by qualified names, the first one of a module that has several."""
 
     def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         self._names = {id(module): name for name, module in reversed(modules.items())}

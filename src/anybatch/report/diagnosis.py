@@ -43,7 +43,11 @@ def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
         index: first.get(one.consequence_of, -1) if one.consequence_of else -1 for index, one in enumerate(found)
     }
     for index in parents:
-        if _circles(index, parents):
+        seen, here = set(), index
+        while here >= 0 and here not in seen:
+            seen.add(here)
+            here = parents[here]
+        if here == index:
             parents[index] = -1
     children = grouped((parent, index) for index, parent in parents.items())
 
@@ -51,14 +55,6 @@ def knots_of(diagnosis: Diagnosis) -> tuple[Knot, ...]:
         return Knot(found[index], tuple(knot(child) for child in children.get(index, ())))
 
     return tuple(knot(index) for index in children.get(-1, ()))
-
-
-def _circles(start: int, parents: Mapping[int, int]) -> bool:
-    seen, here = set(), start
-    while here >= 0 and here not in seen:
-        seen.add(here)
-        here = parents[here]
-    return here == start
 
 
 def verdict_of(diagnosis: Diagnosis, run: Run) -> str:

@@ -160,7 +160,11 @@ def _rates(run: Run) -> dict[str, Points]:
         for group, rate in enumerate(one.lrs):
             label = f"{name}, group {group}" if len(one.lrs) > 1 else name
             found.setdefault(label, []).append((begun[one.optimizer] + one.number, rate))
-    return _merged(found)
+    same = grouped((tuple(points), name) for name, points in found.items())
+    return {
+        names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(points)
+        for points, names in same.items()
+    }
 
 
 def _norms(run: Run) -> dict[str, Points]:
@@ -233,15 +237,6 @@ def _thinned_ratios(ratios: list[Ratio]) -> tuple[Ratio, ...]:
         return tuple(ratios)
     middles = thinned([(index, one.middle) for index, one in enumerate(ratios)], _MOST_POINTS)
     return tuple(ratios[index] for index, _ in middles)
-
-
-def _merged(curves: dict[str, Points]) -> dict[str, Points]:
-    """Merges equal curves; the name says how many there are."""
-    same = grouped((tuple(points), name) for name, points in curves.items())
-    return {
-        names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(points)
-        for points, names in same.items()
-    }
 
 
 def _all_finite(values: Iterable[float]) -> bool:

@@ -245,17 +245,12 @@ def _explained(picture: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     away = flat - flat.mean(1, keepdim=True)
     total = away.pow(2).sum(1).clamp_min(1e-12)
     found = []
-    for turned in _ways(mask):
+    quarters = (0, 1, 2, 3) if mask.shape[0] == mask.shape[1] else (0, 2)
+    for turned in [one for quarter in quarters for one in (mask.rot90(quarter), mask.rot90(quarter).flip(1))]:
         classes = turned.reshape(-1).unique(return_inverse=True)[1]
         sums = away.new_zeros(len(away), int(classes.max()) + 1).index_add_(1, classes, away)
         found.append((sums.pow(2) / classes.bincount()).sum(1).div(total).max())
     return torch.stack(found)
-
-
-def _ways(mask: torch.Tensor) -> list[torch.Tensor]:
-    """A mask, and as it is when it is turned or flipped."""
-    quarters = (0, 1, 2, 3) if mask.shape[0] == mask.shape[1] else (0, 2)
-    return [one for quarter in quarters for one in (mask.rot90(quarter), mask.rot90(quarter).flip(1))]
 
 
 def about_given(kept: Kept, run: Run) -> Iterator[Probed]:

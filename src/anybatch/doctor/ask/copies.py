@@ -34,7 +34,7 @@ def about_copies(kept: Kept, run: Run) -> Iterator[Probed]:
     for state in states:
         yield from _within(kept, run, state)
         trained = [one for one in states if one is not state and True in one.modes and _moved(one) & one.weights]
-        equal = next((one for one in trained if _were_equal(one, state)), None)
+        equal = next((one for one in trained if list(one.values.values()) == list(state.values.values())), None)
         online = equal or next((one for one in trained if _alike(one, state)), None)  # first called when it had moved
         moved = _moved(state)
         if online is None or not state.values:
@@ -221,10 +221,6 @@ def _loss_of(kept: Kept, state: State, root: int) -> float:
 def _of_copy(probe: str, state: State, online: State, **seen: Any) -> Probed:
     found = told(probe, root=state.root, online=online.root, online_module=online.name, **seen)
     return replace(found, module=state.name)
-
-
-def _were_equal(one: State, two: State) -> bool:
-    return list(one.values.values()) == list(two.values.values())
 
 
 def _moved(state: State) -> set[str]:

@@ -143,49 +143,30 @@ def functions_of(loss: torch.Tensor, known: set[Any]) -> Iterator[Function]:
 
 
 class Kept:
-    """Is notified of the run by the recorder, and keeps little.
-
-    Args:
-        step: gives the number of the step.
-        sampled: whether this is one of the few steps in which much is looked at.
-        saw_mode: whether a mode of the user's that sees operations was on at a look: no step is written down then.
-
-    Attributes:
-        on: whether anything is kept.
-        tapes: the last step that was written down, for each optimizer.
-        earlier: the one before that, where there is one.
-        initial: parameters as they were before the first step that was written down, by ``id``.
-        given: by root and whether it was trained, in training mode and with a graph.
-        states: by the ``id`` of the net.
-        batches: for each root what it was given, and the loss function, with its arguments, that came after it.
-        held_out: for each root tables that it was given in its first evaluation, and the targets of a loss.
-        tokens: by root and whether it was in training mode, how often it was given each number of a vocabulary.
-        written: by root: the parameters and buffers that a forward in training wrote to, and one in evaluation.
-        plateaus: by the ``id`` of the scheduler.
-        own: states that were loaded into the module that they belong to.
-        functions: of the user's own, with what their forwards left.
-        collates: the sets of loaders with a collate function of the user's own, and that function.
-        streams: looks at the global random generators.
-        sampling: keeps what nets are given in loops of sampling.
-    """
+    """Is notified of the run by the recorder, and keeps little."""
 
     def __init__(self, step: Callable[[], int], sampled: Callable[[], bool], saw_mode: Callable[[], bool]) -> None:
         self._step, self._sampled, self._saw_mode, self.on = step, sampled, saw_mode, True
-        self.tapes: dict[int, Tape] = {}
-        self.earlier: dict[int, Tape] = {}
-        self.initial: dict[int, torch.Tensor] = {}
-        self.given: dict[tuple[int, bool], list[Given]] = {}
-        self.states: dict[int, State] = {}
+        self.tapes: dict[int, Tape] = {}  # the last step that was written down, for each optimizer
+        self.earlier: dict[int, Tape] = {}  # the one before that
+        self.initial: dict[int, torch.Tensor] = {}  # parameters as they were before the first of these, by ``id``
+        self.given: dict[tuple[int, bool], list[Given]] = {}  # by root and whether it was trained
+        self.states: dict[int, State] = {}  # by the ``id`` of the net
+        # what each root was given, and the loss function, with its arguments, that came after it
         self.batches: dict[int, list[tuple[torch.Tensor, str, dict[str, Any]]]] = {}
         self._given: dict[int, set[int]] = {}  # ids of what each root was given since the last backward
+        # tables of the first evaluation, and the targets of a loss
         self.held_out: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # by root and mode, how often each number of a vocabulary was given
         self.tokens: dict[tuple[int, bool], torch.Tensor] = {}
         self._last: dict[int, torch.Tensor] = {}  # what each root was given last in an evaluation
         self._evaluated: dict[int, int] = {}  # in which step each was evaluated first
+        # by root and mode what a forward wrote to
         self.written: dict[tuple[int, bool], dict[str, tuple[str, int]]] = {}
-        self.plateaus: dict[int, Plateau] = {}
-        self.own: list[Own] = []
-        self.functions: list[Function] = []
+        self.plateaus: dict[int, Plateau] = {}  # by the ``id`` of the scheduler
+        self.own: list[Own] = []  # states that were loaded into the module that they belong to
+        self.functions: list[Function] = []  # of the user's own, with what their forwards left
+        # data sets with a collate function of the user's own
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
         self.streams, self.sampling = Streams(), Sampling()
         self._classes: set[Any] = set()

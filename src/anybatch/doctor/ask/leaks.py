@@ -348,13 +348,11 @@ def _only_later(
             known = False
             others = tuple(d for d in range(mask.dim()) if d != dim)
             places = (mask.any(dim=others) if others else mask).nonzero().flatten()
-            if bool((places % length >= cut).all()) or (size != length and _by_columns(places, size, length, cut)):
+            if bool((places % length >= cut).all()) or (
+                size != length and bool((places // (size // length) >= cut).all())
+            ):
                 return True
     return known
-
-
-def _by_columns(places: torch.Tensor, size: int, length: int, cut: int) -> bool:
-    return bool((places // (size // length) >= cut).all())
 
 
 def _first_early(first: Operations, second: Operations, length: int, cut: int) -> Operation | None:

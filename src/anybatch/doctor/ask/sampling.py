@@ -67,16 +67,11 @@ class Loop:
 
 
 class Sampling:
-    """Keeps how large inputs are at which level, in training and in the last loop.
-
-    Attributes:
-        trained: levels of rows with the mean square of each, by what is called.
-        loops: the last long loop of each.
-    """
+    """Keeps how large inputs are at which level, in training and in the last loop."""
 
     def __init__(self) -> None:
-        self.trained: dict[Key, list[tuple[float, float]]] = {}
-        self.loops: dict[Key, Loop] = {}
+        self.trained: dict[Key, list[tuple[float, float]]] = {}  # levels of rows with the mean square of each
+        self.loops: dict[Key, Loop] = {}  # the last long one of each
         self._going: dict[Key, Loop] = {}
         self._classes: set[type] = set()  # of nets that were trained
 

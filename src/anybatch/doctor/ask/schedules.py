@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, Plateau
-from anybatch.doctor.ask.source import parsed, scripts
+from anybatch.doctor.ask.source import scripts, tree_of
 from anybatch.doctor.ask.trials import told
 from anybatch.records.events import Loaded, Stepped
 from anybatch.records.lossfacts import Probed
@@ -39,7 +39,8 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
         name = _named(one)
         better = _RISES.search(name) if one.mode == "min" else _FALLS.search(name)
         other = _FALLS.search(name) if one.mode == "min" else _RISES.search(name)
-        ranked = _share_of_worse(values, sign)
+        pairs = [(a, b) for position, a in enumerate(values[:60]) for b in values[position + 1 : 60]]
+        ranked = sum(1 for a, b in pairs if sign * (b - a) > 0) / max(len(pairs), 1)
         bounded = all(0 <= value <= 1 for value in values) or all(0 <= value <= 100 for value in values)
         silent = not name or not (better or other)
         wrong = bool(better and not other and worse) or bool(silent and bounded and worse and ranked > 0.75)
@@ -51,19 +52,10 @@ def about_plateaus(kept: Kept, run: Run) -> Iterator[Probed]:
         yield told("plateau", one, answer="yes" if wrong and fell else "no", **seen)
 
 
-def _share_of_worse(values: list[float], sign: int) -> float:
-    """Of all pairs in order of time, the share in which the later value is worse."""
-    pairs = [(a, b) for position, a in enumerate(values[:60]) for b in values[position + 1 : 60]]
-    return sum(1 for a, b in pairs if sign * (b - a) > 0) / max(len(pairs), 1)
-
-
 def _named(one: Plateau) -> str:
     """What the user's line gives to ``step``, as text."""
-    try:
-        tree = parsed(Path(one.file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    for node in ast.walk(tree):
+    tree = tree_of(one.file)
+    for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         if node.func.attr == "step" and node.lineno <= one.line <= (node.end_lineno or node.lineno):
@@ -110,11 +102,9 @@ def _read(found: dict[Path, ast.Module], path: Path) -> ast.Module | None:
     """Reads a file unless it was read before, or can't be."""
     if path in found or path.suffix != ".py" or "site-packages" in path.parts:
         return None
-    try:
-        found[path] = parsed(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return None
-    return found[path]
+    if (tree := tree_of(path)) is not None:
+        found[path] = tree
+    return tree
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What the text of a script shows: fields of a batch that nothing reads, and a module's method named backward."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -54,13 +55,17 @@ def walked(node: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(node))
 
 
+def tree_of(file: str | Path) -> ast.Module | None:
+    """The tree of a file; ``None`` where it can't be read."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        return parsed(Path(file).read_text(encoding="utf-8"))
+    return None
+
+
 def scripts(run: Run) -> Iterator[tuple[str, ast.Module]]:
     """The files of lines that go back, read."""
-    for file in dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py")):
-        try:
-            yield file, parsed(Path(file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            continue
+    files = dict.fromkeys(one.file for one in run.of(Backward) if one.file.endswith(".py"))
+    yield from ((file, tree) for file in files if (tree := tree_of(file)) is not None)
 
 
 def about_fields(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -98,7 +103,9 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
         for name, line in given.items():
             if name in read or (len(name) == 1 and not any(map(_REWARDS.match, given))):
                 continue
-            is_of_values = any(map(_REWARDS.match, given)) and _takes_best(scope)  # of a state alone no action is asked
+            is_of_values = any(map(_REWARDS.match, given)) and any(
+                isinstance(one, ast.Attribute) and one.attr in ("max", "amax") for one in walked(scope)
+            )  # of a state alone no action is asked
             if (
                 (_ENDS.match(name) or (_ACTIONS.match(name) and is_of_values)) and _discounts(scope, literals=goes_back)
             ) or _MASKS.match(name):
@@ -169,7 +176,9 @@ def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         []
     """
     tested = {id(one) for scope in walked(tree) if _evaluates(scope) for one in walked(scope)}
-    stored = {id(one.value) for one in walked(tree) if isinstance(one, ast.Subscript) and _is_stored(one)}
+    stored = {
+        id(one.value) for one in walked(tree) if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store)
+    }
     read = [
         (one.id if isinstance(one, ast.Name) else one.attr, one.lineno, id(one) in tested)
         for one in walked(tree)
@@ -180,10 +189,6 @@ def evaluated_splits(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
         lines = [line for other, line, is_tested in read if other == name and is_tested]
         if held and len(lines) == sum(other == name for other, *_ in read):
             yield name, held[-1], lines[0]
-
-
-def _is_stored(one: ast.Subscript) -> bool:
-    return isinstance(one.ctx, ast.Store)
 
 
 def _evaluates(scope: ast.AST) -> bool:
@@ -201,10 +206,6 @@ def _scopes(tree: ast.Module) -> Iterator[Any]:
     functions = [one for one in walked(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
     yield from functions
     yield from (one for one in tree.body if isinstance(one, (ast.For, ast.While, ast.With, ast.If)))
-
-
-def _takes_best(scope: Any) -> bool:
-    return any(isinstance(one, ast.Attribute) and one.attr in ("max", "amax") for one in walked(scope))
 
 
 def _discounts(scope: Any, *, literals: bool = False) -> bool:

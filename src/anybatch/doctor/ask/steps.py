@@ -39,12 +39,7 @@ class Question:
 
 
 def asks(name: str, *, of_rows: bool = True) -> "Callable[[Callable[[Step], Iterator[Probed]]], Question]":
-    """Declares a question, which yields what it finds.
-
-    Args:
-        name: of it.
-        of_rows: whether it is asked only of a batch of some rows, all of whose step can be run again.
-    """
+    """Declares a question, which yields what it finds; ``of_rows`` where it needs some rows, and all to run again."""
     return lambda ask: Question(name, ask, of_rows)
 
 
@@ -54,16 +49,7 @@ def said(place: Any = None, /, **seen: Any) -> Probed:
 
 
 class Step:
-    """A step that was written down.
-
-    Args:
-        tape: of it, with a loss.
-        optimizer: whose step it is.
-        kept: what else was kept of the run.
-        run: the record of it.
-        modules: its roots.
-        until: the time by ``time.perf_counter`` at which answers should be there.
-    """
+    """A step that was written down; answers should be there at ``until``, by ``time.perf_counter``."""
 
     def __init__(
         self, tape: Tape, optimizer: int, kept: Kept, run: Run, modules: Mapping[int, Any], until: float

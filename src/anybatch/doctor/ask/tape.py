@@ -88,48 +88,30 @@ class Loss:
 
 
 class Tape(SafeMode):
-    """Writes down the operations while it is on; nothing of them is changed.
-
-    Args:
-        held: the ``id`` of all parameters and buffers of models.
-        net: the model whose call began it; the tape keeps its parameters, but not the model.
-
-    Attributes:
-        operations: in order.
-        leaves: copies of the tensors that came from outside, by their slot.
-        parameters: of these, those that models hold.
-        opaque: of these, those that something computed that was not seen.
-        losses: in order.
-        bases: of leaves that are views, with all entries in their order, the shape of what they are views of.
-        rows: of the batch; -1 where it is not known.
-        numbers: slots whose values became numbers of Python, with how many operations had run when they first did.
-        sizes: whether a size was asked for.
-        made: for each kind of node of the graph the lines of the operations that made one.
-        bytes: of the leaves that are no parameters, and of what was drawn.
-        size: bytes of all that the operations gave.
-        rewrites: whether an operation may have written to what another one gave.
-        until: the time by ``time.perf_counter`` after which it is not run again.
-    """
+    """Writes down the operations while it is on; nothing of them is changed."""
 
     def __init__(self, held: Iterable[int] = (), net: torch.nn.Module | None = None) -> None:
         super().__init__()
-        self.held = set(held)
+        self.held = set(held)  # the ``id`` of all parameters and buffers of models
         self.net: Callable[[], torch.nn.Module | None] = (lambda: None) if net is None else weakref.ref(net)
         self.operations: list[Operation] = []
-        self.leaves: dict[Slot, torch.Tensor] = {}
-        self.parameters: dict[Slot, torch.Tensor] = {}
-        self.opaque: set[Slot] = set()
+        self.leaves: dict[Slot, torch.Tensor] = {}  # copies of the tensors that came from outside
+        self.parameters: dict[Slot, torch.Tensor] = {}  # of these, those that models hold
+        self.opaque: set[Slot] = set()  # of these, those that something computed that was not seen
         self.losses: list[Loss] = []
+        # of views that have all entries in order, the shape of what they are views of
         self.bases: dict[Slot, tuple[int, ...]] = {}
-        self.rows = -1
-        self.numbers: dict[Slot, int] = {}
-        self.sizes = False
+        self.rows = -1  # of the batch; -1 where it is not known
+        self.numbers: dict[Slot, int] = {}  # became numbers of Python, with how many operations had run then
+        self.sizes = False  # whether a size was asked for
+        # for each kind of node the lines of the operations that made one
         self.made: dict[str, set[tuple[str, int]]] = {}
         self._slots: dict[int, tuple[weakref.ref[torch.Tensor], Slot]] = {}  # holds none of them: memory is scarce
         self._count = 0
+        # of the leaves that are no parameters, and of what was drawn; and of all that the operations gave
         self.bytes = self.size = 0
-        self.rewrites = False
-        self.until = math.inf
+        self.rewrites = False  # whether an operation may have written to what another one gave
+        self.until = math.inf  # the time by ``time.perf_counter`` after which it is not run again
 
     def changed(self, operations: list[Operation]) -> "Tape":
         """The same step with other operations, to be run again."""

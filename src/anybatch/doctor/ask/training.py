@@ -22,13 +22,7 @@ _NEAR = 0.35  # of the prior's entropy; PyTorch's initialisation of a small last
 
 
 class Loss:
-    """The loss of a run, computed again from outputs of a copy.
-
-    Args:
-        trial: of the model.
-        root: its number.
-        doctor: its ``last_losses`` may have the last call of a loss function with its targets.
-    """
+    """The loss of a run, computed again from outputs of a copy with the targets of its last call."""
 
     def __init__(self, trial: Trial, root: int, doctor: Any) -> None:
         self._call = dict(getattr(doctor, "last_losses", None) or {}).get(root)
@@ -72,21 +66,18 @@ def fresh(module: nn.Module) -> nn.Module:
     return other
 
 
-def _value(trial: Trial, module: nn.Module, loss: Loss, inputs: Any) -> float:
-    try:
-        with torch.no_grad():
-            return float(loss(module(*inputs.args, **inputs.kwargs)))
-    except FAILURES as error:
-        raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
-
-
 def prior(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     """Whether a new copy's loss is that of knowing nothing."""
     calls = [one for one in run.of(LossCall) if one.root in (root, -1) and one.classes > 1]
     if not calls or calls[0].function not in ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits"):
         raise Unknown("no classification loss was seen")
     expected = math.log(calls[0].classes) if calls[0].function != "binary_cross_entropy_with_logits" else math.log(2)
-    value = _value(trial, fresh(trial.module), Loss(trial, root, doctor), trial.inputs)
+    module, loss = fresh(trial.module), Loss(trial, root, doctor)
+    try:
+        with torch.no_grad():
+            value = float(loss(module(*trial.inputs.args, **trial.inputs.kwargs)))
+    except FAILURES as error:
+        raise Unknown(f"the model did not run: {type(error).__name__}: {error}"[:300]) from None
     near = math.isfinite(value) and abs(value - expected) <= _NEAR * expected
     return told("prior", root=root, answer="yes" if near else "no", initial=value, prior=expected)
 

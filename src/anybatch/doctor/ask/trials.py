@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from anybatch.accelerators import in_use
-from anybatch.batch.trees import opened
+from anybatch.batch.trees import flat, map_leaves
 from anybatch.doctor.ask.tape import is_freed
 from anybatch.doctor.paths import Preserved
 from anybatch.doctor.recording.naming import whose_file
@@ -61,28 +61,20 @@ class Operation(NamedTuple):
 
 
 class Operations(TorchFunctionMode):
-    """Keeps what each operation gave, up to a limit.
-
-    Args:
-        running: knows the module.
-
-    Attributes:
-        seen: in order.
-        cut_short: whether the limit was reached.
-    """
+    """Keeps what each operation gave, up to a limit."""
 
     def __init__(self, running: Running) -> None:
         super().__init__()
         self._running, self._bytes = running, 0
         self.seen: list[Operation] = []
-        self.cut_short = False
+        self.cut_short = False  # whether the limit was reached
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") or self.cut_short:
             return result
-        results = tuple(leaf.detach() for leaf in leaves(result) if isinstance(leaf, torch.Tensor))
+        results = tuple(one.detach() for one in tensors(result))
         if results:
             self._bytes += sum(one.nelement() * one.element_size() for one in results)
             self.cut_short = self._bytes > _MOST_KEPT or len(self.seen) >= _MOST_OPERATIONS
@@ -131,13 +123,7 @@ class Inputs:
 
 
 class Trial:
-    """A copy of a model with the last input that it was given.
-
-    Args:
-        module: the user's.
-        args: of its last call.
-        kwargs: of it.
-        until: the time by ``time.perf_counter`` after which no question is asked."""
+    """A copy of a model with its last input; no question is asked after ``until``, by ``time.perf_counter``."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any, until: float) -> None:
         self.until = until
@@ -145,7 +131,7 @@ class Trial:
         parameters = list(inner.parameters())
         if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in parameters):
             raise Unknown("the model has parameters without a shape")
-        held = {id(one): one for each in inner.modules() for one in leaves(list(vars(each).values()))}
+        held = {id(one): one for each in inner.modules() for one in flat(list(vars(each).values()))}
         size = sum(int(getattr(one, "nbytes", 0)) for one in held.values() if not isinstance(one, torch.nn.Module))
         if size > MOST_BYTES:
             raise Unknown(f"the model holds {size} bytes; larger ones are not copied")
@@ -288,31 +274,14 @@ def _line() -> tuple[str, int]:
     return "", 0
 
 
-def leaves(node: Any) -> Iterator[Any]:
-    """The leaves of nested containers."""
-    waiting = [node]
-    while waiting:
-        one = waiting.pop()
-        container = None if isinstance(one, torch.Tensor) else opened(one)
-        if container is None:
-            yield one
-        else:
-            waiting.extend(child.value for child in reversed(container.children))
-
-
 def tensors(node: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in order."""
-    return [one for one in leaves(node) if isinstance(one, torch.Tensor)]
+    return [one for one in flat(node) if isinstance(one, torch.Tensor)]
 
 
 def mapped(node: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same containers with other tensors."""
-    if isinstance(node, torch.Tensor):
-        return change(node)
-    container = opened(node)
-    if container is None:
-        return node
-    return container.rebuild([mapped(child.value, change) for child in container.children])
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, node)
 
 
 def unwrapped(module: Any) -> torch.nn.Module:

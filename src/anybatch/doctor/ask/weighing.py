@@ -469,7 +469,12 @@ def _is_masked(operation: Operation, step: Step) -> bool:
     one, other = step.values[made], step.values[mask]
     if not one.requires_grad or other.requires_grad or one.shape != other.shape or one.numel() < 2:
         return False
-    if not bool(((other == 0) | (other == 1)).all()) or len(other.unique()) < 2 or _is_turned(step, mask):
+    # whether targets say what is not there, as 1 - y does, or were drawn
+    if (
+        not bool(((other == 0) | (other == 1)).all())
+        or len(other.unique()) < 2
+        or any(one.drawn is not None or one.kind in _TURNED | _NEGATIONS for one in step.path(mask))
+    ):
         return False
     return _is_probability(step, made, "softmax", "log_softmax", "sigmoid", *_LOG_SIGMOIDS) and _is_all(step, made)
 
@@ -485,11 +490,6 @@ def _is_all(step: Step, made: Slot) -> bool:
         if needed & (set(one.outs) - {source}):
             needed |= set(one.given)
     return not needed & step.parameters.keys()
-
-
-def _is_turned(step: Step, slot: Slot) -> bool:
-    """Whether targets say what is not there, as 1 - y does, or were drawn."""
-    return any(one.drawn is not None or one.kind in _TURNED | _NEGATIONS for one in step.path(slot))
 
 
 def _is_probability(step: Step, slot: Slot, *names: str) -> bool:

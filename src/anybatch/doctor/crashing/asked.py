@@ -89,7 +89,8 @@ def told_by_call(live: Live) -> Crashed | None:
 def _in_line(live: Live, hint: str) -> Crashed | None:
     """The tensors of a line that failed in a way that can't be run again."""
     own = isinstance(live.statement(), ast.Raise | ast.Assert)
-    found = [] if own else [Operand(0, one, path) for path, one in live.tensors_in_line()[:5]]
+    tensors = [Operand(0, one, path) for path, one in live.line_reads() if isinstance(one, torch.Tensor)]
+    found = [] if own else tensors[:5]
     if not found:
         return None
     listed = ", ".join(f"{one.text} {shape(one.value)} {dtype(one.value)} on {one.value.device}" for one in found)

@@ -116,11 +116,7 @@ def _cut_of(live: Live) -> Cut | None:
 
 
 class _Search:
-    """Goes up from a backward through the lines that its loss comes from.
-
-    Args:
-        with_targets: whether it also goes through the targets of losses, which may well be constants.
-    """
+    """Goes up from a backward through the lines of its loss; ``with_targets`` also through those of targets."""
 
     def __init__(self, live: Live, with_targets: bool) -> None:
         self.live, self.with_targets, self.seen = live, with_targets, set[int]()

@@ -23,7 +23,9 @@ def out_of_memory(live: Live, match: "re.Match[str]") -> Answer:
     """What held the memory, by category, module and line."""
     held = _held(live)
     modules = _by_module(live)
-    wanted = _wanted(live.text)
+    tried = re.search(r"(?:Tried|Unable) to allocate ([\d.]+) ([KMGT]?)i?B", live.text)
+    plain = re.search(r"[Tt]ried to allocate (\d+) bytes", live.text)
+    wanted = int(float(tried[1]) * _UNITS[tried[2]]) if tried else int(plain[1]) if plain else 0
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
     largest = max((name for name in held if name not in ("allocated", "reserved")), key=held.__getitem__)
     grows = "what the graph keeps for the backward grows with the batch"
@@ -42,12 +44,6 @@ def out_of_memory(live: Live, match: "re.Match[str]") -> Answer:
             "rows": next(named, 0), "device": next((str(one.device) for one in live.parameters().values()), "cpu"),
         },
     )  # fmt: skip
-
-
-def _wanted(text: str) -> int:
-    tried = re.search(r"(?:Tried|Unable) to allocate ([\d.]+) ([KMGT]?)i?B", text)
-    plain = re.search(r"[Tt]ried to allocate (\d+) bytes", text)
-    return int(float(tried[1]) * _UNITS[tried[2]]) if tried else int(plain[1]) if plain else 0
 
 
 def _held(live: Live) -> dict[str, int]:

@@ -38,13 +38,7 @@ class Frame(NamedTuple):
 
 
 class Live:
-    """The state of a crash; close it, so that nothing is kept alive.
-
-    Attributes:
-        error: the exception.
-        text: of it.
-        doctor: the recorder.
-    """
+    """The state of a crash; close it, so that nothing is kept alive."""
 
     def __init__(self, error: BaseException, doctor: Any = None) -> None:
         self.error, self.doctor, self.text = error, doctor, str(error)
@@ -131,10 +125,6 @@ class Live:
     def line_reads(self) -> list[tuple[str, Any]]:
         """The paths that the user's line reads, with their values."""
         return [(path, self.read(path)) for path in loads(self.statement())]
-
-    def tensors_in_line(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that the user's line reads."""
-        return [(path, value) for path, value in self.line_reads() if isinstance(value, torch.Tensor)]
 
     def calls(self) -> list[ast.Call]:
         """The calls in the user's line, the outermost first."""

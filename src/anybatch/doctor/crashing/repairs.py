@@ -125,7 +125,14 @@ def working_repairs(call: Call, hint: str, text: str) -> Iterator[Repair]:
         if not isinstance(result, str):
             if _is_sensible(call, repair, result):
                 yield repair
-        elif halfway is None and repair.kind == "dtype" and hint == "DTYPE_MISMATCH" and _is_other(result, text):
+        elif (
+            halfway is None
+            and repair.kind == "dtype"
+            and hint == "DTYPE_MISMATCH"
+            and text[:30] not in result
+            and "does not apply" not in result
+            and not re.search("dtype|scalar type", result)
+        ):
             halfway = repair._replace(left=result)
     if halfway is not None:
         yield halfway
@@ -141,10 +148,6 @@ def _outcome(run: Callable[[], Any]) -> Any:
         except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
             return f"{type(error).__name__}: {error}"
     return None if isinstance(result, str) else result
-
-
-def _is_other(result: str, text: str) -> bool:
-    return text[:30] not in result and "does not apply" not in result and not re.search("dtype|scalar type", result)
 
 
 def _candidates(call: Call, hint: str, text: str) -> Iterator[Candidate]:

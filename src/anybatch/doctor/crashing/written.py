@@ -257,13 +257,12 @@ def _written(statement: ast.stmt, owner: Any) -> Iterator[tuple[str, str, str]]:
             path = path_of(node.args[0]) if function else path
             instead = f"{path} = {ast.unparse(node).replace(f'{name}(', f'{name[:-1]}(', 1)}"
             yield path, instead, name.replace("_", "").lower()
-        elif node.args and (_says_inplace(node) or getattr(_module_called(node, owner), "inplace", False)):
+        elif node.args and (
+            any(k.arg == "inplace" and isinstance(k.value, ast.Constant) and k.value.value for k in node.keywords)
+            or getattr(_module_called(node, owner), "inplace", False)
+        ):
             path = path_of(node.args[0]) or (loads(node.args[0]) or [""])[0]
             yield path, f"inplace=False for {ast.unparse(node.func)}", _class_of(node, owner)
-
-
-def _says_inplace(node: ast.Call) -> bool:
-    return any(k.arg == "inplace" and isinstance(k.value, ast.Constant) and k.value.value for k in node.keywords)
 
 
 def _module_called(node: ast.Call, owner: Any) -> Any:

@@ -17,13 +17,7 @@ class Came(NamedTuple):
 
 
 class Gradients:
-    """Follows the gradients of tracked parameters from event to event.
-
-    Attributes:
-        numbers: of the parameters.
-        is_any: whether any had.
-        is_aside: whether anybatch has put them aside.
-    """
+    """Follows the gradients of tracked parameters from event to event."""
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
@@ -35,7 +29,7 @@ class Gradients:
         self._used: list[int] = []  # ids of the gradients that the last step used and that were not cleared since
         self._used_versions: list[int] = []
         self._before: list[torch.Tensor | None] = []
-        self.is_any = self.is_aside = False
+        self.is_any = self.is_aside = False  # whether any had one, and whether anybatch has put them aside
         self.present = 0  # how many of these had a gradient when last looked at
         self._edits: set[frozenset[int]] = set()  # parameters of optimizers whose steps write to gradients
         self._all = Came((), ())

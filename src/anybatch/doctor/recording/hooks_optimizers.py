@@ -58,11 +58,7 @@ class _Begun(NamedTuple):
 
 
 class OptimizerHooks:
-    """Hooks on all optimizers.
-
-    Args:
-        on_step: is called after a step has been counted, with the number that says whether the next one is sampled.
-    """
+    """Hooks on all optimizers; ``on_step`` is given the number that says whether the next step is sampled."""
 
     def __init__(
         self, recording: Recording, gradients: Gradients, samplers: Samplers, on_step: Callable[[int], None]

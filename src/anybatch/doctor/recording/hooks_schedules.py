@@ -74,12 +74,7 @@ def scheduler_classes() -> list[type]:
 
 
 class LoaderHooks:
-    """Wraps the beginning of every ``DataLoader`` and the giving of its batches.
-
-    Args:
-        recording: of the run.
-        seen: is shown each loader once.
-    """
+    """Wraps the beginning of every ``DataLoader``, which ``seen`` is shown once, and the giving of batches."""
 
     def __init__(self, recording: Recording, seen: Callable[[Any], None]) -> None:
         self._recording, self._seen = recording, seen

@@ -60,22 +60,15 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 class Journal:
-    """The facts of one run, numbered as they come.
-
-    Args:
-        path: a file that is written; without one the facts stay in memory.
-        max_bytes: after these only rare facts are recorded.
-
-    Attributes:
-        rows: facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
-            differ, see ``records.repeats.DIFFERING``. Hooks add to it themselves.
-    """
+    """The facts of one run, numbered as they come; in memory without a ``path``, only rare ones past ``max_bytes``."""
 
     def __init__(self, counter: Counter, path: Path | None, max_bytes: int) -> None:
         self.counter, self.path, self.max_bytes = counter, path, max_bytes
         self.dropped = 0  # how many facts were left out for that
         self.is_full = False  # whether that is so by now
         self._facts: list[Fact] = []
+        # facts that are like earlier ones: the other one, the number and the step of this one, and the entries that
+        # differ, see ``records.repeats.DIFFERING``; hooks add to it themselves
         self.rows: list[list[Any]] = []
         self._size = 0
         self._pid = os.getpid()

@@ -20,19 +20,14 @@ _OWN = (HIDDEN, f"{Path(__file__).parents[2]}/")
 
 
 class SafeMode(Seeing):
-    """Sees the operations of one thread, may be entered in one place and left in another, and ends where it fails.
-
-    Attributes:
-        failed: why it was given up; empty if it was not.
-        seconds: that it took beside the operations themselves.
-    """
+    """Sees the operations of one thread, may be entered in one place and left in another, and ends where it fails."""
 
     beside = frozenset({"DeviceContext"})
     """The classes of other modes with which it may be on."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.failed, self.seconds = "", 0.0
+        self.failed, self.seconds = "", 0.0  # why it was given up, and what it took beside the operations
         self._off, self._entered = True, False
         self._process, self._thread = os.getpid(), threading.get_ident()
 
@@ -96,7 +91,9 @@ def reissued(message: Any) -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not SafeMode.__torch_function__.__code__:
         frame = frame.f_back
-    while frame is not None and (_is_between(frame.f_code.co_filename)):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_OWN) or frame.f_code.co_filename.endswith(_BETWEEN)
+    ):
         frame = frame.f_back
     if frame is None:
         return False
@@ -106,7 +103,3 @@ def reissued(message: Any) -> bool:
         names.setdefault("__warningregistry__", {}), None, message.source,
     )  # fmt: skip
     return True
-
-
-def _is_between(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith(_BETWEEN)

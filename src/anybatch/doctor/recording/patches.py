@@ -238,12 +238,7 @@ def _function_in(owner: Any, name: str) -> Any:
 def noting(
     before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Callable[[Any], Callable[..., Any]]:
-    """Makes what is called in the place of a function: it hears each call but those that a compiler looks at.
-
-    Args:
-        before: is given the arguments.
-        after: is given the result, and the arguments.
-    """
+    """Makes what is called in the place of a function: it hears each call but those that a compiler looks at."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -152,24 +152,16 @@ class Depth:
 
 
 class Recording:
-    """The state of one run that is recorded.
-
-    Attributes:
-        active: whether anything is recorded.
-        sampled: whether this step is sampled.
-        looks: whether more is done in this step than to note its calls: it is sampled, followed or written down.
-        sampled_much: whether more is looked at than gradients and weights.
-        sampled_all: whether what is dear on large models is looked at.
-        root: the number of the model that runs or ran last, -1 for none.
-        kept: the number of the model whose arguments were kept last.
-    """
+    """The state of one run that is recorded."""
 
     def __init__(self, journal: Journal, counter: Counter, sampling: Sampling) -> None:
         self.journal, self.counter, self.sampling = journal, counter, sampling
         self.emit: Callable[[Fact], int] = journal.emit
         self.numbering = Numbering(journal.emit, counter)  # of parameters, models, optimizers and schedulers
         self.patches = Patches()  # what was replaced
-        self.active = self._active = True
+        self.active = self._active = True  # whether anything is recorded
+        # whether this step is sampled, also for more than gradients and weights, and for what is dear on large models;
+        # and whether more is done in it than to note its calls: it is sampled, followed or written down
         self.sampled = self.sampled_much = self.sampled_all = self.looks = True
         self.own = 0.0  # seconds that the doctor itself has taken
         self.saw_mode = False  # whether a mode of the user's that sees operations was on at the last look
@@ -183,7 +175,7 @@ class Recording:
         self._waiting: deque[Fact] = deque()
         self._known: dict[Any, Fact] = {}
         self.scaled = ScaledLosses()  # losses that came out of ``GradScaler.scale``
-        self.root = self.kept = -1
+        self.root = self.kept = -1  # of the models that ran last, and whose arguments were kept last, -1 for none
         self.running: torch.nn.Module | None = None  # the module that runs, if one does
         self.innermost: torch.nn.Module | None = None  # the module in it that runs, in steps that are sampled
         self.arguments: tuple[Any, Any] = ((), {})  # of the last forward with gradient, without their graph

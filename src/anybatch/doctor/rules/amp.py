@@ -8,7 +8,7 @@ from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Fou
 from anybatch.doctor.views.measures import ratio
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.doctor.views.windows import members, passes, stepping
+from anybatch.doctor.views.windows import by_event, members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Scaler, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, Norms
@@ -96,16 +96,16 @@ def _trained(run: Run) -> str:
 
 def _sorted_clips(run: Run) -> tuple[list[Clipped], list[Clipped], list[Clipped]]:
     """Calls after the step, calls on nothing, and useful calls."""
-    by_event = {id(one.fact): one for one in passes(run)}
+    passed = by_event(run)
     fresh: dict[int, bool] = dict.fromkeys(stepping(run), False)
     begun: set[int] = set()
     late: list[Clipped] = []
     empty: list[Clipped] = []
     useful: list[Clipped] = []
     for one in run.facts:
-        if isinstance(one, Backward) and id(one) in by_event:
+        if isinstance(one, Backward) and id(one) in passed:
             for number in fresh:
-                fresh[number] |= by_event[id(one)].reaches(members(run).get(number, frozenset()))
+                fresh[number] |= passed[id(one)].reaches(members(run).get(number, frozenset()))
         elif isinstance(one, Stepped):
             fresh[one.optimizer] = False
             begun.add(one.optimizer)

@@ -13,7 +13,7 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.measures import followed
 from anybatch.doctor.views.naming import Names, counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.doctor.views.windows import Pass, Window, ever_touched, members, optimized, passes, trained_on
+from anybatch.doctor.views.windows import Pass, Window, by_event, ever_touched, members, optimized, trained_on
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
 from anybatch.records.lossfacts import Followed, LossCall, Probed, Walk
 from anybatch.records.paths import Cut, Paths, Term
@@ -145,14 +145,14 @@ def _operation(cut: Any) -> str:
 
 def _parts(run: Run) -> Iterator[tuple[Pass, frozenset[int], Stepped]]:
     """Each part of a loss that touches nothing of the optimizer that steps next, and is cleared before it is used."""
-    every, by_event = members(run), {id(one.fact): one for one in passes(run)}
+    every, passed = members(run), by_event(run)
     terms: tuple[tuple[int, ...], ...] = ()
     open_parts: list[tuple[Pass, frozenset[int], Stepped | None]] = []
     for one in run.facts:
         if isinstance(one, Walk):
             terms = one.terms or (one.reached,)
         elif isinstance(one, Backward):  # one of autograd.grad gives .grad nothing, and its graph is its own
-            found = by_event.get(id(one))
+            found = passed.get(id(one))
             parts = [frozenset(term) for term in terms if term]
             if found is not None:
                 open_parts += [(found, part, None) for part in parts if found.touched is None or part & found.touched]

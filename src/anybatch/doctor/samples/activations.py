@@ -232,7 +232,10 @@ class ActivationSampler:
     def _surveyed(self, root: torch.nn.Module) -> bool:
         """Finds what is looked at, once for as long as the modules stay the same; not in what is compiled."""
         inside = list(root.modules())
-        if _compiled(inside):
+        # whether hooks would have something compiled again
+        if any(
+            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in inside
+        ):
             return False
         number = self._numbering.root_of(root)
         key = [id(module) for module in inside]
@@ -340,10 +343,3 @@ def _axis(module: torch.nn.Module, tensor: torch.Tensor, inherited: int) -> int:
     if tensor.dim() == 3 and (inherited == 1 or isinstance(module, _CHANNELS_FIRST)):
         return 1
     return -1
-
-
-def _compiled(modules: list[torch.nn.Module]) -> bool:
-    """Whether hooks would have something compiled again."""
-    return any(
-        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules
-    )

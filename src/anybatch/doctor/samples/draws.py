@@ -167,13 +167,10 @@ class Streams:
 
     A generator makes 624 numbers at a time and hands them out in order. Nothing but a seed, or a state that is set,
     brings it back to an earlier one, or to numbers that it had before.
-
-    Attributes:
-        back: how often a generator went back between two looks in the same training, by its name.
     """
 
     def __init__(self) -> None:
-        self.back: dict[str, int] = {}
+        self.back: dict[str, int] = {}  # how often each went back between two looks in one training
         self._last: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen: dict[tuple[int, str], set[int]] = {}
 

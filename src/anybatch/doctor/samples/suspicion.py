@@ -25,17 +25,13 @@ FUSED = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn
 
 
 class SafeFollower(SafeMode, Follower):
-    """A follower that lets the run go on.
-
-    Attributes:
-        hidden: whether a reentrant checkpoint was met, whose inside is not looked at.
-    """
+    """A follower that lets the run go on."""
 
     beside = frozenset({"DeviceContext", "Tape"})
 
     def __init__(self, subject: Subject, running: Running) -> None:
         super().__init__(subject.bits, running, lambda tensor: None)
-        self.hidden = False
+        self.hidden = False  # whether a reentrant checkpoint was met, whose inside is not looked at
         self._hooks = ExitStack()
         self._operations, self._end = 0, time.monotonic() + _MOST_SECONDS
 

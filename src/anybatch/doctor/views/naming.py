@@ -24,11 +24,6 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def verb(count: int, one: str, several: str) -> str:
-    """The form of a verb that fits a number."""
-    return one if count == 1 else several
-
-
 class Names(tuple[str, ...]):
     """Names of the user's, which a text shows in a row, or which choose the form of its verb.
 
@@ -41,7 +36,8 @@ class Names(tuple[str, ...]):
     __slots__ = ()
 
     def __format__(self, forms: str) -> str:
-        return verb(len(self), *forms.split("|")) if forms else listed(self)
+        one, _, several = forms.partition("|")
+        return (one if len(self) == 1 else several) if forms else listed(self)
 
     def __str__(self) -> str:
         return listed(self)
@@ -146,27 +142,24 @@ def modules_covered(run: Run, numbers: Iterable[int]) -> list[tuple[int, str]]:
     """The fewest modules, by root and name, that hold some parameters and no other trainable ones, in their order."""
     wanted = {number for number in numbers if number in run.parameters}
     owners: dict[tuple[int, str], set[int]] = {}
+
+    def around(one: ParameterFacts) -> list[tuple[int, str]]:
+        parts = one.module.split(".") if one.module else []
+        return [(one.root, ".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+
     for number, one in run.parameters.items():
-        if one.requires_grad and one.root >= 0:
-            parts = one.module.split(".") if one.module else []
-            for depth in range(len(parts) + 1):
-                owners.setdefault((one.root, ".".join(parts[:depth])), set()).add(number)
+        for key in around(one) if one.requires_grad and one.root >= 0 else ():
+            owners.setdefault(key, set()).add(number)
     found: list[tuple[int, str]] = []
     left = set(wanted)
     for number in sorted(wanted):
         if number not in left:
             continue
         one = run.parameters[number]
-        parts = one.module.split(".") if one.module else []
-        for depth in range(len(parts) + 1):
-            key = (one.root, ".".join(parts[:depth]))
-            if owners.get(key) and owners[key] <= wanted:
-                found.append(key)
-                left -= owners[key]
-                break
-        else:
-            found.append((one.root, one.module))
-            left -= {other for other in left if run.parameters[other].module == one.module}
+        same = {other for other in left if run.parameters[other].module == one.module}
+        whole = next((key for key in around(one) if owners.get(key) and owners[key] <= wanted), None)
+        found.append(whole or (one.root, one.module))
+        left -= owners[whole] if whole else same
     return found
 
 

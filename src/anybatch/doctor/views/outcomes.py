@@ -382,7 +382,14 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
         for number, _, update in used:
             moved[number] = moved.get(number, False) or update > 0
         flows.setdefault(norms.optimizer, []).append(math.hypot(*(grad for _, grad, _ in used)))
-    still = next((_name(run, number) for number, one in sorted(moved.items()) if not one), None)
+    still = next(
+        (
+            (run.parameters[number].name if number in run.parameters else "a parameter")
+            for number, one in sorted(moved.items())
+            if not one
+        ),
+        None,
+    )
     faded = next((number for number, one in flows.items() if len(one) > 5 and one[-1] < _FADED * max(one)), None)
     if not moved:
         return Outcome("undecided", f"{why}, and no update was measured", steps=steps)
@@ -394,7 +401,3 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
         )
     said = f"{why}; every parameter gets a gradient and changes, which does not show that something is learned"
     return Outcome("undecided", said, steps=steps)
-
-
-def _name(run: Run, number: int) -> str:
-    return run.parameters[number].name if number in run.parameters else "a parameter"

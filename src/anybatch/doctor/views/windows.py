@@ -141,12 +141,12 @@ def windows_of(run: Run, optimizer: int) -> list[Window]:
     """
     every = members(run)
     own = every.get(optimizer, frozenset())
-    by_event = _by_event(run)
+    passed = by_event(run)
     found: list[Window] = []
     current = Window(optimizer)
     for one in _within(run, optimizer):
         if isinstance(one, Backward):
-            reached = by_event.get(id(one))
+            reached = passed.get(id(one))
             if reached is not None and reached.reaches(own):
                 current.events.append(one)
                 current.passes.append(reached)
@@ -175,7 +175,8 @@ def windows_of(run: Run, optimizer: int) -> list[Window]:
 
 
 @remembered
-def _by_event(run: Run) -> Mapping[int, Pass]:
+def by_event(run: Run) -> Mapping[int, Pass]:
+    """The backwards by the ``id`` of their facts."""
     return {id(one.fact): one for one in passes(run)}
 
 
@@ -285,14 +286,14 @@ def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
     for number in wanted & run.parameters.keys():
         own.setdefault(run.parameters[number].root, set()).add(number)
     members_of = {root: frozenset(numbers) for root, numbers in own.items()}
-    by_event, found = _by_event(run), dict[int, list[Forward]]()
+    passed, found = by_event(run), dict[int, list[Forward]]()
     waiting: dict[int, list[Forward]] = {}
     for one in run.facts:
         if isinstance(one, Forward) and one.grad and not one.inference:
             waiting.setdefault(one.root, []).append(one)
-        elif isinstance(one, Backward) and id(one) in by_event:
+        elif isinstance(one, Backward) and id(one) in passed:
             for root, forwards in waiting.items():
-                if by_event[id(one)].reaches(members_of.get(root, frozenset())):
+                if passed[id(one)].reaches(members_of.get(root, frozenset())):
                     found.setdefault(root, []).extend(forwards)
             waiting = {}
     return found
