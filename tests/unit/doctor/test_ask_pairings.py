@@ -103,6 +103,20 @@ def test_pairs_in_one_input_are_those_that_are_alike(pair: Callable[[Tensor], Te
     assert answer(lambda: train(net, step), "mispaired") == expected
 
 
+@pytest.mark.parametrize(("pair", "expected"), [(in_turns, "yes"), (behind, "no")])
+def test_pairs_that_are_a_little_more_alike_than_others_are_told_in_many_rows(
+    pair: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def step() -> Tensor:
+        x = torch.randn(N, 16)
+        one, two = net(torch.cat([x, 0.5 * x + torch.randn(N, 16)])).chunk(2)
+        return contrast(one, two, pair, turns=False)
+
+    assert answer(lambda: train(net, step), "mispaired") == expected
+
+
 def test_two_kinds_of_input_that_no_pairing_fits_at_first_are_no_wrong_pairs() -> None:
     net, other = nn.Linear(16, 8), nn.Linear(5, 8)
     both = nn.ModuleList([net, other])
