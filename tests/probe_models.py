@@ -44,6 +44,27 @@ class Attention(nn.Module):
         return result
 
 
+class Headed(nn.Module):
+    """Two layers of two heads with a causal mask, which may come before the time when they are joined."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.words, self.out, self.first = nn.Embedding(20, 8), nn.Linear(8, 20), first
+        self.mix = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.register_buffer("mask", torch.ones(16, 16).tril())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        rows, time, _ = hidden.shape
+        for mix in self.mix:
+            q, k, v = (one.view(rows, time, 2, 4).transpose(1, 2) for one in mix(hidden).chunk(3, -1))
+            scores = (q @ k.transpose(2, 3)).masked_fill(self.mask[:time, :time] == 0, -1e9)
+            joined = scores.softmax(-1) @ v
+            hidden = hidden + (joined if self.first else joined.transpose(1, 2)).reshape(rows, time, 8)
+        result: torch.Tensor = self.out(hidden)
+        return result
+
+
 class Layered(nn.Module):
     """The same of torch's own layer."""
 
@@ -179,6 +200,8 @@ def _looking_ahead(given: Given) -> Cases:
     tokens, _, _, _ = given
     return {
         "no mask": lambda: Recorder(Attention(False), tokens, facts=SHIFTED),
+        "heads first": lambda: Recorder(Headed(True), tokens, facts=SHIFTED),
+        "heads behind": lambda: Recorder(Headed(False), tokens, facts=SHIFTED),
         "no mask, layer": lambda: Recorder(Layered(False), tokens, facts=SHIFTED),
         "both directions": lambda: Recorder(
             Made(lambda m, t: m[2](m[1](m[0](t))[0]), nn.Embedding(20, 8),

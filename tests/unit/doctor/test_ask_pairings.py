@@ -103,6 +103,20 @@ def test_pairs_in_one_input_are_those_that_are_alike(pair: Callable[[Tensor], Te
     assert answer(lambda: train(net, step), "mispaired") == expected
 
 
+@pytest.mark.parametrize(("pair", "expected"), [(in_turns, "yes"), (behind, "no")])
+def test_pairs_that_are_a_little_more_alike_than_others_are_told_in_many_rows(
+    pair: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def step() -> Tensor:
+        x = torch.randn(N, 16)
+        one, two = net(torch.cat([x, 0.5 * x + torch.randn(N, 16)])).chunk(2)
+        return contrast(one, two, pair, turns=False)
+
+    assert answer(lambda: train(net, step), "mispaired") == expected
+
+
 def test_two_kinds_of_input_that_no_pairing_fits_at_first_are_no_wrong_pairs() -> None:
     net, other = nn.Linear(16, 8), nn.Linear(5, 8)
     both = nn.ModuleList([net, other])
@@ -228,6 +242,17 @@ def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: floa
     net = wide(std)
     step = lambda: F.cross_entropy(net(scale * torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
     assert answer(lambda: train(net, step), "start") == expected
+
+
+@pytest.mark.parametrize(("std", "names"), [(1.5, ["0.weight", "2.weight"]), (0.1, ["2.weight"])])
+def test_layers_that_were_drawn_alike_are_named_together(std: float, names: list[str]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 5))
+    nn.init.normal_(net[0].weight, std=std)
+    nn.init.normal_(net[2].weight, std=1.5)
+    step = lambda: F.cross_entropy(net(torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
+    (found,) = [one for one in asked(lambda: train(net, step), "start") if one.answer == "yes"]
+    assert found.evidence["names"] == names
 
 
 @pytest.mark.parametrize(("std", "expected"), [(0.1, "no"), (3.0, "yes")])

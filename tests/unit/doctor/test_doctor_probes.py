@@ -65,6 +65,7 @@ def test_mixing_that_may_be_meant_is_not_called_a_fault(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "answer"),
     [("no mask", "yes"), ("no mask, layer", "yes"), ("both directions", "yes"), ("causal", "no"),
+     ("heads first", "yes"), ("heads behind", "no"),
      ("causal layer", "no"), ("lstm", "no"), ("flat logits", "no"), ("encoder", "unknown"), ("mlp", "unknown")],
 )  # fmt: skip
 def test_a_leak_from_later_tokens_is_found_where_the_next_is_predicted(name: str, answer: str) -> None:
@@ -74,6 +75,7 @@ def test_a_leak_from_later_tokens_is_found_where_the_next_is_predicted(name: str
 def test_the_layer_that_looks_ahead_is_named() -> None:
     assert answers("no mask, layer")["time"].module == "layer.self_attn"
     assert answers("both directions")["time"].module == "layers.1"
+    assert answers("heads first")["time"].evidence["op"] == "reshape"
     leak = answers("no mask")["time"]
     assert leak.evidence["op"] == "matmul"
     assert leak.line > 0

@@ -35,6 +35,11 @@ def test_time_leak_fires_in_a_model_of_the_next_token() -> None:
     assert "causal" in fires(probed("time", "yes", module="attention").run(), "TIME_LEAK", "error").fix
 
 
+def test_time_leak_fires_and_names_a_reshape_of_heads() -> None:
+    run = probed("time", "yes", evidence={"op": "reshape"}).run()
+    assert "transpose(1, 2)" in fires(run, "TIME_LEAK", "error").fix
+
+
 def test_time_leak_is_quiet_for_encoders() -> None:
     encoder = probed("time", "yes")
     encoder.call = call()

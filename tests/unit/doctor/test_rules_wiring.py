@@ -33,6 +33,21 @@ def test_opt_param_missing_fires_with_names_and_code() -> None:
     assert one.evidence["elements"] == 72
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_opt_param_missing_fires_on_nets_whose_optimizers_were_all_given_the_first_one(given: bool) -> None:
+    built = RunBuilder()
+    first, second = built.model(variable="one"), built.model(root=1, variable="two")
+    built.optimizer(first, variable="opt")
+    built.optimizer(second if given else first, number=1, variable="opt")
+    for _ in range(6):
+        built.train(first, 1)
+        built.clear(1)
+        built.backward(second)
+        built.step(1, with_grad=4 if given else 0)
+    assert len(findings(built, "OPT_PARAM_MISSING")) == (not given)
+    assert not findings(built, "ZERO_GRAD_BEFORE_STEP")
+
+
 def test_opt_param_missing_is_quiet_on_frozen_and_on_hand_written_parameters() -> None:
     frozen = missing_head()
     for number in HEAD:

@@ -39,6 +39,7 @@ _CASTING = frozenset({"float", "double", "to", "type", "type_as", "detach"})
 _PICKED = frozenset({"__getitem__", "log_softmax", "index_select", "float", "long", "to", "contiguous", "squeeze"})
 _SOME, _MOSTLY = 0.02, 0.5  # a share of places that are hidden, and of columns in which that ends
 _MOST_COMPARED = 16  # rows
+_NEIGHBOURS_OF = 1024  # rows
 _LEAST = 3  # targets of a class, none of which counts
 _USUAL = 3.0  # times as frequent as the other classes on average, or as rare: not what stands for "unknown"
 
@@ -153,11 +154,19 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
     count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
     alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
-    is_enough = count >= max(_ENOUGH_NOISE, _WIDE * len(noise))
-    if not alike or not is_enough or not noise.is_floating_point() or not is_normal(noise):
+    if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
         return False
     drawn = spread(noise)
-    return all(abs(_correlation(drawn, spread(one))) < _SIGMAS / len(drawn) ** 0.5 for one in alike)
+    if not all(abs(_correlation(drawn, spread(one))) < _SIGMAS / len(drawn) ** 0.5 for one in alike):
+        return False
+    return count >= _WIDE * len(noise) or not any(_is_of_neighbours(noise, one) for one in alike)
+
+
+def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether rows that lie beside each other have targets that are alike."""
+    one, target = given[:_NEIGHBOURS_OF].flatten(1).double(), noise[:_NEIGHBOURS_OF].flatten(1).double()
+    nearest = torch.cdist(one, one).fill_diagonal_(torch.inf).argmin(1)
+    return abs(_correlation(target[nearest].flatten(), target.flatten())) > _SIGMAS / target.numel() ** 0.5
 
 
 @asks("shown")

@@ -24,6 +24,7 @@ _LESS, _MUCH_LEFT = 0.5, 0.4  # of what is gained, and of the first loss
 _MUCH = 0.25  # of the first loss
 _MOST_POWERS = 4  # of ten
 _FAR, _NEAR = 2.0, 1.5  # times the loss of a constant guess
+_DRAWN_ALIKE = 0.1  # a share of a standard deviation
 _SMALLER = 0.1
 _BY_ADAM, _OF_ADAM = 0.0, 3e-3  # in the place of a factor, and its rate
 _LOOKING_UP = frozenset({"embedding", "embedding_bag", "index_select", "__getitem__", "gather"})
@@ -180,13 +181,18 @@ def too_large(step: Step) -> Iterator[Probed]:
         yield said(answer="no", loss=first, guess=guess, smaller=small)
     halfway = (first + small) / 2
     blamed = [slot for slot in large if step.loss_with(held=_with_smaller(held, [slot])) < halfway] or large
+    spreads = {slot: float(held[slot].detach().std()) for slot in large}
+    # what was drawn alike in the layers before saturates them, where the last one alone makes the loss so high
+    blamed = [
+        one for one in large if any(abs(spreads[one] - spreads[it]) < _DRAWN_ALIKE * spreads[it] for it in blamed)
+    ]
     nets = [(net, state.root) for state in step.kept.states.values() if (net := state.module()) is not None]
     names = {id(one): (name, root) for net, root in nets for name, one in net.named_parameters()}
     told_of = [names.get(id(step.parameters[slot]), ("a parameter", -1)) for slot in blamed]
     where = next(one for one in step.tape.operations if blamed[0] in one.given)
     yield said(
         where, root=told_of[0][1], loss=first, guess=guess, smaller=small, names=[name for name, _ in told_of],
-        tenth=_SMALLER * max(float(held[slot].detach().std()) for slot in blamed),
+        tenth=_SMALLER * max(spreads[slot] for slot in blamed),
     )  # fmt: skip
 
 

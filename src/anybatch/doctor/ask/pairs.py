@@ -234,9 +234,10 @@ _LIKENESS = {"matmul": 1, "mm": 1, "cosine_similarity": 1, "einsum": 1, "cdist":
 _LEAST_VIEWS = 16
 _MOST_INPUTS = 3
 _SURE = 4.0  # standard errors
+_CLEARLY = 3.0  # standard errors
 _MOST_OF_IT = 0.4  # of a change: half of it is in the row and half in the column of one set with itself
-_BY_CHANCE, _SURELY = 0.65, 0.85
-"""Shares of the other rows that are less alike: of a pair by chance it is a half."""
+_BY_CHANCE = 0.65
+"""A share of the other rows that are less alike: of a pair by chance it is a half."""
 
 
 @asks("mispaired")
@@ -340,7 +341,8 @@ def _compared(operation: Operation, alike: torch.Tensor, given: torch.Tensor) ->
     shares = {name: _share(alike, one) for name, one in others.items()
               if name != named and (crosses or not bool((one == here).any()))}  # fmt: skip
     own, best = _share(alike, given), max(shares, key=lambda name: shares[name])
-    answer = "yes" if own < _BY_CHANCE and shares[best] > _SURELY else "no"
+    error = (6 * count) ** -0.5  # of the difference of two shares that are by chance
+    answer = "yes" if own < _BY_CHANCE and shares[best] - own > _CLEARLY * error else "no"
     seen: dict[str, Any] = {"rows": count, "given": named or "of another order", "other": best, "by": "likeness"}
     seen |= {"own_share": own, "share": shares[best]}
     return said(operation, answer=answer, **seen)

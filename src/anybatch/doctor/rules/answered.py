@@ -80,9 +80,11 @@ def _of_copy(run: Run, probed: Probed) -> dict[str, Any]:
     """What the user's code calls a copy and the net that it was a copy of, and how much it takes of that one."""
     online, share = probed.evidence["online"], float(probed.evidence.get("share", 0))
     every = [module_code(run, one.root, one.module) for one in answers(run, probed.probe)]
+    copied = module_code(run, probed.root, probed.module)
+    followed = module_code(run, int(online), str(probed.evidence.get("online_module", "")))
     return {
-        "copied": module_code(run, probed.root, probed.module), "copies": Names(every), "run": run.steps,
-        "online": module_code(run, int(online), str(probed.evidence.get("online_module", ""))),
+        "copied": f"copy_of_{copied}" if copied == followed else copied, "online": followed,
+        "copies": Names(every), "run": run.steps,
         "kept": max(1 - share, 0), "decay": max(round(share, 3), 0.9),
     }  # fmt: skip
 

@@ -94,6 +94,9 @@ def zero_grad_before_step(run: Run) -> Iterator[Found]:
         window, step = bad[0]
         clear = [event for event in window.events if isinstance(event, Cleared)][-1]
         back = window.passes[-1].fact
+        last = max((one for one in passes(run) if one.fact.at < step.at), key=lambda one: one.fact.at)
+        if last.touched and last.touched.issubset(in_no_group(run)):
+            continue  # the step is meant for what it was not given
         by = near(clear) if clear.file else " by hand" if clear.by == "hand" else ""
         where, fix = _moved(run, one, clear, step, back)
         yield Found(
@@ -163,7 +166,8 @@ def step_missing(run: Run, *, backwards: float = Limit(20, "fewer may be one lon
         yield Found(
             text=f"{one} never steps: {counted(len(found), 'backward')} put gradients on its parameters.",
             fix=f"{one}.step()  # after the backward{near(found[0])}",
-            cause=f"{one}.step() is not called in the loop.",
+            cause=f"{one}.step() is missing, or stands behind a condition that never holds, such as more batches to "
+            "accumulate than an epoch has.",
             since=found[0],
             step=found[min(19, len(found) - 1)],
             where=(found[0].file or one.facts.file, found[0].line or one.facts.line),

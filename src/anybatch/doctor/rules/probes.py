@@ -21,6 +21,17 @@ _MIXING = {
         "A reshape that tears samples apart, or an operation over dim 0.",
     ),
 }
+_RESHAPING = ("view", "reshape", "flatten")
+_LEAKS = {
+    "seen": (
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
+        "Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
+    ),
+    "moved": (
+        "y.transpose(1, 2).reshape(batch, time, -1)  # of heads behind the batch: the time comes back to dim 1 first",
+        "A reshape puts numbers of several positions into one, as where the heads still come before the time.",
+    ),
+}
 
 
 @rule("AB801", "BATCH_MIXING", "warning", explains=(*RUNS_AWAY, "ROWS_TORN"), needs=(Probed,))
@@ -66,10 +77,11 @@ def time_leak(run: Run) -> Iterator[Found]:
     """Outputs that depend on later inputs in a model of the next token."""
     for probed in answers(run, "time") if any(one.shift == 1 for one in run.of(LossCall)) else ():
         where = f" through {probed.module}" if probed.module else ""
+        fix, cause = _LEAKS["moved" if probed.evidence.get("op") in _RESHAPING else "seen"]
         yield Found(
             text=f"{root_variable(run, probed.root)} is trained to predict the next token and sees it{where}.",
-            fix="F.scaled_dot_product_attention(q, k, v, is_causal=True), or a mask with -inf above the diagonal",
-            cause="Attention without a causal mask, a convolution padded on both sides, or a bidirectional layer.",
+            fix=fix,
+            cause=cause,
             since=probed,
             step=probed,
         )

@@ -1,6 +1,7 @@
 """Rules of the family wiring: what belongs into an optimizer and is not there, is there twice, or is built wrong."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from anybatch.doctor.views.naming import (
 )
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
 from anybatch.doctor.views.outcomes import learned_well, outcome
-from anybatch.doctor.views.windows import ever_touched, optimized, passes, with_gradient, written
+from anybatch.doctor.views.windows import Pass, ever_touched, optimized, passes, with_gradient, written
 from anybatch.records.events import Backward, Cleared, Epoch, Forward, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Activations
@@ -83,7 +84,16 @@ def _with_optimized(run: Run, numbers: list[int], shared: float) -> bool:
         if back.touched is not None and back.touched & one.own
     }
     both = sum(id(one.fact) in used for one in together)
-    return both >= min(shared, max(run.steps - 1, 1)) or (len(together) >= 5 and _holds_frozen_only(run, numbers))
+    if both >= min(shared, max(run.steps - 1, 1)):
+        return True
+    return len(together) >= 5 and (_holds_frozen_only(run, numbers) or _steps_in_vain(run, together))
+
+
+def _steps_in_vain(run: Run, passes_: list[Pass]) -> bool:
+    """Whether the step behind each of some backwards is of an optimizer whose own parameters have no gradient."""
+    steps = sorted((step.at, step.with_grad == 0 or step.zero is True) for step in run.of(Stepped))
+    behind = [bisect_left(steps, (one.fact.at,)) for one in passes_]
+    return all(at < len(steps) and steps[at][1] for at in behind)
 
 
 def _holds_frozen_only(run: Run, wanted: list[int]) -> bool:
@@ -172,7 +182,8 @@ _AGAIN = 3  # tensors of one name
 
 
 @rule(
-    "AB101", "OPT_PARAM_MISSING", "error", explains=(*STANDS_STILL, "PARAM_UNUSED", "FREEZE_TOO_MUCH"),
+    "AB101", "OPT_PARAM_MISSING", "error",
+    explains=(*STANDS_STILL, "PARAM_UNUSED", "FREEZE_TOO_MUCH", "ZERO_GRAD_BEFORE_STEP"),
 )  # fmt: skip
 def opt_param_missing(
     run: Run, *, shared: float = Limit(2, "backwards: one alone may be of something else")
