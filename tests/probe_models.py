@@ -47,6 +47,8 @@ class Attention(nn.Module):
 class Headed(nn.Module):
     """Two layers of two heads with a causal mask, which may come before the time when they are joined."""
 
+    mask: torch.Tensor
+
     def __init__(self, first: bool) -> None:
         super().__init__()
         self.words, self.out, self.first = nn.Embedding(20, 8), nn.Linear(8, 20), first

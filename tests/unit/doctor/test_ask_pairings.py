@@ -247,9 +247,10 @@ def test_layers_that_begin_too_large_are_told_and_large_inputs_are_not(std: floa
 @pytest.mark.parametrize(("std", "names"), [(1.5, ["0.weight", "2.weight"]), (0.1, ["2.weight"])])
 def test_layers_that_were_drawn_alike_are_named_together(std: float, names: list[str]) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 5))
-    nn.init.normal_(net[0].weight, std=std)
-    nn.init.normal_(net[2].weight, std=1.5)
+    first, last = nn.Linear(16, 64), nn.Linear(64, 5)
+    net = nn.Sequential(first, nn.Tanh(), last)
+    nn.init.normal_(first.weight, std=std)
+    nn.init.normal_(last.weight, std=1.5)
     step = lambda: F.cross_entropy(net(torch.randn(64, 16)), torch.randint(0, 5, (64,)))  # noqa: E731
     (found,) = [one for one in asked(lambda: train(net, step), "start") if one.answer == "yes"]
     assert found.evidence["names"] == names

@@ -166,7 +166,7 @@ def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether rows that lie beside each other have targets that are alike."""
     one, target = given[:_NEIGHBOURS_OF].flatten(1).double(), noise[:_NEIGHBOURS_OF].flatten(1).double()
     nearest = torch.cdist(one, one).fill_diagonal_(torch.inf).argmin(1)
-    return abs(_correlation(target[nearest].flatten(), target.flatten())) > _SIGMAS / target.numel() ** 0.5
+    return bool(abs(_correlation(target[nearest].flatten(), target.flatten())) > _SIGMAS / target.numel() ** 0.5)
 
 
 @asks("shown")
