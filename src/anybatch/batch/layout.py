@@ -6,8 +6,8 @@ The rules, in order:
   micro-batch.
 - Tensors and arrays with at least one dimension have their samples along dimension 0. Each sequence of a PackedSequence
   is a sample.
-- Mappings, tuples, named tuples, dataclasses and SimpleNamespaces are containers. So is a list at the top level that
-  holds tensors or lists, as a DataLoader returns it.
+- Mappings, tuples, named tuples, dataclasses and SimpleNamespace itself are containers. So is a list at the top level
+  that holds tensors or lists, as a DataLoader returns it.
 - Any other list is a list of samples if it is as long as the batch, and so is a tuple of plain values. If all tensors
   are in lists, the lists give the batch size. A list of n tensors with n rows each could hold samples or leaves, and is
   refused. But if the lists give the batch size, and a tensor in them has another number of rows, they hold samples.

@@ -91,9 +91,16 @@ def _bare(entry: Any) -> str:
     return str(entry).strip("[]'.")
 
 
+def _leads_to(node: types.SimpleNamespace, above: tuple[Any, ...]) -> bool:
+    """Whether a namespace refers to one around it, as a configuration may: it has no leaves to come to then."""
+    if any(node is one for one in above):
+        return True
+    return any(_leads_to(one, (*above, node)) for one in vars(node).values() if type(one) is types.SimpleNamespace)
+
+
 def _opened_by_protocol(node: Any) -> Container | None:
     is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    if is_dataclass or type(node) is types.SimpleNamespace:
+    if is_dataclass or (type(node) is types.SimpleNamespace and not _leads_to(node, ())):
         names = [field.name for field in dataclasses.fields(node)] if is_dataclass else [*vars(node)]
         return Container([Child(f".{n}", n, getattr(node, n)) for n in names], lambda v: _with_fields(node, names, v))
     if isinstance(node, tuple):

@@ -135,6 +135,8 @@ class Proofs:
             proof = replace(proof, note=f"{proof.note} (seen last{now}; before{at}: {before})")
         elif proof.exact:
             self._exact[key] = proof
+        else:
+            self._exact.pop(key, None)
         self._known[key] = proof
         self._due[key] = max(_AGAIN, 2 * self._batches[key])
         return proof

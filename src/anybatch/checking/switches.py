@@ -115,6 +115,8 @@ def _shown(value: Any) -> Any:
 
 def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
     if isinstance(function, functools.partial):
+        if depth <= 0:
+            return
         yield from _of(function.func, depth, known)
         given = [*enumerate(function.args), *function.keywords.items()]
         yield from _inside(_numbered("partial", known), given, depth, known)
@@ -123,7 +125,7 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
         yield from _of(function.__func__, depth, known)
     elif inspect.isfunction(function):
         code, around = function.__code__, function.__globals__
-        if depth == 0 or function in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        if depth <= 0 or function in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         known.add(function)
         reached: list[tuple[Any, Any]] = [(one, around[one]) for one in names_in(code) if one in around]

@@ -31,6 +31,7 @@ VERSION = 1
 MOST = 3
 """Damaged lines of a record that are named."""
 _TAIL = 1 << 20
+_DDP = "DistributedDataParallel"
 _SAME_NORM = 1e-6
 """Ranks that step with the same gradient have the same bits; a record has them in decimals."""
 
@@ -172,21 +173,24 @@ def without_records_of_ranks(record: Path) -> None:
 
 def note_differences(ranks: dict[int, Path]) -> None:
     """Writes into the record of the first rank which weights of ``DistributedDataParallel`` the ranks do not share."""
-    runs = [load_run(path) for path in ranks.values()]
     measured: dict[tuple[int, int], list[dict[str, float]]] = {}
-    for run in runs:
+    for path in reversed(ranks.values()):  # the first rank last, whose run stays
+        run = load_run(path)
+        own = {number for number, root in run.roots.items() if root.wrapper == _DDP}
+        names = {number: one.name for number, one in run.parameters.items() if one.root in own}
         for one in run.of(Norms):
-            names = [run.parameters[number].name if number in run.parameters else "" for number in one.parameters]
-            measured.setdefault((one.optimizer, one.number), []).append(dict(zip(names, one.weight, strict=False)))
+            norms = zip(one.parameters, one.weight, strict=False)
+            found = {names[number]: norm for number, norm in norms if number in names}
+            measured.setdefault((one.optimizer, one.number), []).append(found)
     shared = [found for found in measured.values() if len(found) == len(ranks) > 1]
-    spread = [one for one in runs[0].of(Replicas) if one.wrapper == "DistributedDataParallel"]
+    spread = [one for one in run.of(Replicas) if one.wrapper == _DDP]
     if not shared or not spread:
         return
-    first, *others = shared[-1]
-    differ = tuple(name for name, norm in first.items() if name and not all(
+    *others, first = shared[-1]
+    differ = tuple(name for name, norm in first.items() if not all(
         math.isclose(other.get(name, norm), norm, rel_tol=_SAME_NORM) for other in others))  # fmt: skip
     if differ:
-        last = runs[0].facts[-1]
+        last = run.facts[-1]
         fact = replace(spread[-1], differ=differ, at=last.at + 1, step=last.step)
         with ranks[min(ranks)].open("a", encoding="utf-8") as file:
             file.write(f"{to_line(fact)}\n")

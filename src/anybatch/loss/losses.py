@@ -122,8 +122,8 @@ def _refuse_outputs(result: Mapping[Any, Any]) -> None:
     others = {
         name: value for name, value in result.items() if isinstance(value, (torch.Tensor, tuple)) and name != "loss"
     }
-    wrong = {name: value for name, value in others.items() if not isinstance(value, torch.Tensor) or value.dim()}
-    if not wrong or not isinstance(loss, torch.Tensor) or loss.dim():
+    wrong = {name: value for name, value in others.items() if not _is_one(value)}
+    if not wrong or not _is_one(loss):
         return
     name, value = next(iter(wrong.items()))
     shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
@@ -140,7 +140,7 @@ def _refuse_totals(result: Mapping[Any, Any]) -> None:
 
     Whether it is one stands in its graph, whatever its name is.
     """
-    nodes = {name: loss.grad_fn for name, loss in result.items() if isinstance(loss, torch.Tensor) and not loss.dim()}
+    nodes = {name: _node(loss) for name, loss in result.items() if _is_one(loss)}
     if len(nodes) < 2 or len(nodes) < len(result):
         return
     for name, node in nodes.items():
@@ -152,6 +152,17 @@ def _refuse_totals(result: Mapping[Any, Any]) -> None:
                 f"result[{name!r}], {{'part': anybatch.Mean(part.detach(), 1), ...}}",
                 name=str(name),
             )
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape in ((), (1,))
+
+
+def _node(loss: torch.Tensor) -> Any:
+    """The operation behind a loss, before it was given a dimension."""
+    node = loss.grad_fn
+    is_view = loss.dim() and node is not None and node.name().startswith(("View", "Unsqueeze"))
+    return node.next_functions[0][0] if is_view and node is not None else node
 
 
 def _summed(node: Any) -> set[Any]:

@@ -79,12 +79,14 @@ def _joined(members: Sequence[FlowRow], name: str) -> FlowRow:
     )  # fmt: skip
 
 
-def beginnings(run: Run) -> dict[int, int]:
-    """The step of the run at which each optimizer began: 0, but for one that took over, as for fine-tuning."""
+def steps_of(run: Run) -> dict[tuple[int, int], int]:
+    """The step of the run at which each optimizer made its first, second … step."""
     first: dict[int, int] = {}
+    found: dict[tuple[int, int], int] = {}
     for one in run.of(Stepped):
-        first.setdefault(one.optimizer, one.step - one.number if one.step - one.number > 1 else 0)
-    return first
+        begun = first.setdefault(one.optimizer, one.step)
+        found[one.optimizer, one.number] = one.step - (begun if begun <= 1 else 0)  # two in turn begin together
+    return found
 
 
 def _cells(run: Run) -> dict[int, dict[int, Cell]]:
@@ -93,9 +95,9 @@ def _cells(run: Run) -> dict[int, dict[int, Cell]]:
     for optimizer in run.optimizers.values():
         for number in (number for group in optimizer.groups for number in group.parameters):
             owners.setdefault(number, set()).add(optimizer.optimizer)
-    begun, cells = beginnings(run), dict[int, dict[int, Cell]]()
+    steps, cells = steps_of(run), dict[int, dict[int, Cell]]()
     for one in run.of(Norms):
-        step = begun.get(one.optimizer, 0) + one.number
+        step = steps.get((one.optimizer, one.number), one.step)
         for place, (number, norm) in enumerate(zip(one.parameters, one.grad, strict=False)):
             facts = run.parameters.get(number)
             if one.optimizer not in owners.get(number, {one.optimizer}) or (facts and not facts.requires_grad):

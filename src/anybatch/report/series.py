@@ -13,7 +13,7 @@ from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
-from anybatch.report.flow import STD_OF_ZERO, Flow, beginnings, flow_of
+from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, steps_of
 from anybatch.report.loop import Call, calls_of, root_name
 from anybatch.report.svg import Curve
 
@@ -153,13 +153,13 @@ def _losses(run: Run) -> dict[str, Points]:
 
 def _rates(run: Run) -> dict[str, Points]:
     found: dict[str, Points] = {}
-    begun = beginnings(run)
+    steps = steps_of(run)
     for one in run.of(Stepped):
         optimizer = run.optimizers.get(one.optimizer)
         name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
         for group, rate in enumerate(one.lrs):
             label = f"{name}, group {group}" if len(one.lrs) > 1 else name
-            found.setdefault(label, []).append((begun[one.optimizer] + one.number, rate))
+            found.setdefault(label, []).append((steps[one.optimizer, one.number], rate))
     same = grouped((tuple(points), name) for name, points in found.items())
     return {
         names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more": list(points)
@@ -169,7 +169,7 @@ def _rates(run: Run) -> dict[str, Points]:
 
 def _norms(run: Run) -> dict[str, Points]:
     found = grouped(("before clipping", (clip.step, clip.norm)) for clip in run.of(Clipped) if clip.norm is not None)
-    begun = beginnings(run)
+    steps = steps_of(run)
     for one in run.of(Norms):
         optimizer = run.optimizers.get(one.optimizer)
         name = (optimizer.variable if optimizer else "") or f"optimizer {one.optimizer}"
@@ -181,7 +181,7 @@ def _norms(run: Run) -> dict[str, Points]:
         ]
         if own_norms:
             norm = math.hypot(*own_norms) if _all_finite(own_norms) else sum(own_norms)
-            found.setdefault(f"used by {name}", []).append((begun.get(one.optimizer, 0) + one.number, norm))
+            found.setdefault(f"used by {name}", []).append((steps.get((one.optimizer, one.number), one.step), norm))
     return found
 
 
@@ -201,7 +201,7 @@ def _watched(run: Run) -> dict[str, Points]:
 
 
 def _ratios(run: Run) -> list[Ratio]:
-    found, begun = [], beginnings(run)
+    found, steps = [], steps_of(run)
     for one in run.of(Norms):
         moved = []
         for number, weight, update in zip(one.parameters, one.weight, one.update, strict=False):
@@ -212,7 +212,7 @@ def _ratios(run: Run) -> list[Ratio]:
         if moved and _all_finite(ratio for ratio, _ in moved):
             (low, lowest), (high, highest) = min(moved), max(moved)
             middle = statistics.median(ratio for ratio, _ in moved)
-            found.append(Ratio(begun.get(one.optimizer, 0) + one.number, low, middle, high, lowest, highest))
+            found.append(Ratio(steps.get((one.optimizer, one.number), one.step), low, middle, high, lowest, highest))
     return sorted(found, key=lambda one: one.step)
 
 

@@ -126,6 +126,10 @@ F.cross_entropy(net(torch.randn(3, 4)), torch.zeros(3).long()).backward()
     assert crashed.fix.startswith("nn.Linear(6, 2)  # instead of nn.Linear(5, 2), line "), crashed
     twice = text.replace("nn.Linear(5, 2))", "nn.Linear(5, 2), nn.Linear(5, 2))")  # which of the two is not known
     assert "instead of" not in crash(tmp_path, twice)[0].fix
+    again = text.replace("nn.ReLU()", "nn.ReLU(), *[nn.Linear(6, 5) for _ in 'ab']").replace(
+        "nn.Linear(5, 2)", "nn.Tanh()"
+    )
+    assert "instead of" not in crash(tmp_path, again)[0].fix  # one line made both
 
 
 def test_what_runs_again_is_not_recorded() -> None:

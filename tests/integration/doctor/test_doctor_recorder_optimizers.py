@@ -126,3 +126,16 @@ def test_two_optimizers_in_turn_share_the_steps_of_the_run() -> None:
                 optimizer.step()
     steps = [(fact.optimizer, fact.step) for fact in seen(doctor, Stepped)]
     assert steps == [one for step in range(20) for one in ((0, step), (1, step + 1))]
+
+
+def test_an_optimizer_that_steps_within_the_loop_of_another_takes_over_nothing() -> None:
+    """Inner steps on a copy, as in meta-learning, with a new optimizer each time."""
+    model, outer = pair()
+    with Doctor() as doctor:
+        for _ in range(6):
+            copy, inner = pair()
+            backward(copy)
+            inner.step()
+            backward(model)
+            outer.step()
+    assert max(fact.step for fact in seen(doctor, Stepped)) == 5

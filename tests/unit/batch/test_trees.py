@@ -62,3 +62,11 @@ def test_what_was_looked_into_goes_with_its_last_reference(name: str, look: Call
     assert gone() is not None
     del tree
     assert gone() is None
+
+
+def test_namespaces_that_refer_to_each_other_are_leaves() -> None:
+    config, part = SimpleNamespace(x=1), SimpleNamespace()
+    config.part, part.config = part, config
+    assert [leaf for _, _, leaf in leaves({"a": config, "b": 2}, "batch")][-1] == 2
+    apart = SimpleNamespace(x=SimpleNamespace(y=1), z=SimpleNamespace(y=2))
+    assert [leaf for _, _, leaf in leaves(apart, "batch")] == [1, 2]

@@ -124,3 +124,19 @@ def test_a_setting_that_is_no_number_is_not_another_one_in_each_step(home: str) 
         assert proof is not None
         proved.add(proof.update)
     assert proved == {0}
+
+
+def test_a_long_chain_of_functions_behind_a_partial_is_followed_to_a_depth_only() -> None:
+    state, chain = {"is_coupled": False}, partial(abs, 1)
+    for _ in range(3000):
+        chain = partial(lambda before, value: before(value), chain)
+    loss = partial(told, state=state)
+    model = nn.Linear(4, 3)
+    step = anybatch.TrainStep(
+        model, partial(lambda _, *given: loss(*given), chain), torch.optim.SGD(model.parameters(), 0.1),
+        micro_batch_size=8,
+    )  # fmt: skip
+    step(batch_of())
+    state["is_coupled"] = True
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch_of())

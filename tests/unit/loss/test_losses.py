@@ -140,9 +140,14 @@ def test_a_mapping_may_leave_out_a_loss_that_has_no_items() -> None:
     reference.assert_exact_at_every_size(net(), loss_fn, batch_of(), 7, count=counts)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("kind", ["sum", "weighted", "stack", "itself"])
-def test_a_sum_beside_its_summands_is_refused(kind: str) -> None:
+def test_a_sum_beside_its_summands_is_refused(kind: str, shape: tuple[int, ...]) -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
+        losses = parts(model, batch)
+        return {name: loss.reshape(shape) for name, loss in losses.items()} if shape else losses
+
+    def parts(model: Any, batch: Any) -> Any:
         out = model(batch["x"])
         a, b = out.square().mean(), out.abs().mean()
         both = {"sum": a + b, "weighted": (a + 0.1 * b) / 2, "stack": torch.stack([a, b]).sum(), "itself": a}

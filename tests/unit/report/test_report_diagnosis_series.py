@@ -59,6 +59,13 @@ def test_an_optimizer_that_takes_over_is_drawn_behind_the_one_before() -> None:
     assert {curve.steps for curve in series_of(run).norms} == {(0, 1, 2), (3, 4)}
 
 
+def test_a_player_that_steps_less_often_is_drawn_where_it_stepped() -> None:
+    often = [Stepped(optimizer=0, number=n, step=n) for n in range(9)]
+    seldom = [Stepped(optimizer=1, number=n, step=3 * n + 3) for n in range(3)]
+    run = Run([parameter(0, "a.weight", "a"), optimizer(1, 0), *often, *seldom, norms(2, {0: 1.0}, by=1)])
+    assert flow_of(run).steps == (9,)
+
+
 def test_none_zero_small_and_not_finite_stay_apart() -> None:
     kinds: tuple[float | None, ...] = (None, 0.0, 1e-200, 1e200, math.inf, math.nan)
     for norm in kinds:

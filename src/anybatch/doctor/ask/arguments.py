@@ -164,7 +164,7 @@ def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
 
 def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether rows that lie beside each other have targets that are alike."""
-    one, target = given[:_NEIGHBOURS_OF].flatten(1).double(), noise[:_NEIGHBOURS_OF].flatten(1).double()
+    one, target = (x[:_NEIGHBOURS_OF].reshape(min(len(x), _NEIGHBOURS_OF), -1).double() for x in (given, noise))
     nearest = torch.cdist(one, one).fill_diagonal_(torch.inf).argmin(1)
     return bool(abs(_correlation(target[nearest].flatten(), target.flatten())) > _SIGMAS / target.numel() ** 0.5)
 

@@ -184,7 +184,9 @@ def too_large(step: Step) -> Iterator[Probed]:
     spreads = {slot: float(held[slot].detach().std()) for slot in large}
     # what was drawn alike in the layers before saturates them, where the last one alone makes the loss so high
     blamed = [
-        one for one in large if any(abs(spreads[one] - spreads[it]) < _DRAWN_ALIKE * spreads[it] for it in blamed)
+        one
+        for one in large
+        if one in blamed or any(abs(spreads[one] - spreads[it]) < _DRAWN_ALIKE * spreads[it] for it in blamed)
     ]
     nets = [(net, state.root) for state in step.kept.states.values() if (net := state.module()) is not None]
     names = {id(one): (name, root) for net, root in nets for name, one in net.named_parameters()}

@@ -285,7 +285,7 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
     positions = name == "num_embeddings" and any(_is_arange(one.value) for one in call.operands)
     more = f"; or cut the sequences to {module.num_embeddings} tokens" if positions else ""
     plain = value[0] if isinstance(value, tuple) else value
-    unnamed: dict[tuple[int, int], ast.Call] = {}
+    unnamed: dict[tuple[str, int, int], ast.Call] = {}
     for frame in reversed(live.users):
         source = live.source(frame)
         for node in () if source is None else ast.walk(source.tree):
@@ -295,8 +295,9 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
                 new = _with_option(made, name, plain, module)
                 return f"{ast.unparse(node.targets[0])} = {new}{more}"  # type: ignore[attr-defined]
             if isinstance(node, ast.Call) and called(node) == cls and _has_option(node, name, module):
-                unnamed[node.lineno, node.col_offset] = node  # in a ``Sequential``, say
-    if len(unnamed) == 1:
+                unnamed[frame.file, node.lineno, node.col_offset] = node  # in a ``Sequential``, say
+    alike = [one for one in live.modules() if type(one) is type(module) and getattr(one, name) == getattr(module, name)]
+    if len(unnamed) == 1 and len(alike) == 1:
         (node,) = unnamed.values()
         return f"{_with_option(node, name, plain, module)}  # instead of {ast.unparse(node)}, line {node.lineno}{more}"
     if name in ("in_features", "num_embeddings"):

@@ -212,13 +212,18 @@ class OptimizerHooks:
             self._samplers.after_step(optimizer, number, count, sampled=sampled)
         self.counts[number] = count + 1
         counter = recording.counter
-        if count == 0:  # one that takes over, as for fine-tuning, counts on; two of a game step in turn
-            self._from[number] = counter.step if counter.step > 1 else 0
+        if count == 0 and counter.step > 1 and self._takes_over(known):
+            self._from[number] = counter.step
         counter.step = max(counter.step, self._from.get(number, 0) + count + 1)
         closely, step = recording.looks or self.has_closure, begun.step + 1
         if recording.looks or self._samplers.matters or not step % _REVIEWED or not step % recording.sampling.every:
             self._on_step(step)
         self._gradients.after_step(known.parameters, closely=closely)
+
+    def _takes_over(self, known: "_Known") -> bool:
+        """Whether an optimizer goes on where another has ended, as for fine-tuning; those of a game step in turn."""
+        stepped = [one for one in self.known.values() if one.number != known.number and self.counts.get(one.number)]
+        return all(one.optimizer() is None or one.parameters & known.parameters for one in stepped)
 
     def _cleared(self, by: str, owner: Any, *_: Any) -> None:
         known = self.known.get(id(owner))
