@@ -32,7 +32,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get(match[2].lower() or "b") if match else None
     count = int(Decimal(match[1]) * factor) if match is not None and factor is not None else 0
-    if not 1 <= count < 2**63:  # bytes that no machine has
+    if not 1 <= count < 2**63 or (match and factor == 1 and Decimal(match[1]) != count):  # bytes that no machine has
         raise ValueError(f"got {text!r:.80}; expected a number of bytes such as '8GiB', '500MB' or '1.5 GiB'")
     return count
 

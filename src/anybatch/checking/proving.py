@@ -6,7 +6,7 @@ import inspect
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from anybatch.errors import warn
 from anybatch.interception import trial
 from anybatch.loss.sums import Sums, values_of
 from anybatch.options import Verify
+from anybatch.records.means import Mean
 from anybatch.tensors.dispatch import has_numbers
 from anybatch.tensors.modules import modules_of
 from anybatch.update.passes import Task
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 3
 _AGAIN = 8  # batches, from which on a split is proved again
+_LAST = 32  # operations of a loss that are compared with earlier ones
+_EACH = 64  # batches whose loss is looked at; then each 8th
+_KINDS = 64  # of losses that are told apart
 _SOME = 16  # items of a list, or raw samples, that are looked at in each step
 
 
@@ -56,6 +60,7 @@ class Proofs:
         self._batches: Counter[Hashable] = Counter()  # of each layout, after the first
         self._due: dict[Hashable, int] = {}  # the number of them at which it is proved again
         self._met: set[Hashable] = set()  # of what was unseen
+        self._operations: set[int] = set()  # of the losses so far
         self._told: set[str] = set()  # so that a proof made again does not repeat it
 
     def look(
@@ -77,7 +82,7 @@ class Proofs:
         Raises:
             NotSplittable: in micro-batches the gradient is not the whole batch's; everything is as before.
         """
-        reducer = task.settings.reducer
+        reducer, task.on_loss = task.settings.reducer, None
         cuts_time = not reducer.is_sharded and task.cut_of_time is not None
         splits = self.verify != "off" and (len(parts) > 1 or cuts_time or self.is_of_part)
         if trial.get() or not (splits or reducer.is_sharded):
@@ -106,13 +111,34 @@ class Proofs:
             return task, None
         if holds:
             self.latest = known
+            if self._batches[key] < _EACH or not self._batches[key] % _AGAIN:
+                task.on_loss = functools.partial(self._saw, key, False)  # holds nothing of the batch
             return task, None
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
         with before.weights_put_back():
-            return self._proved(key, known, task, parts, parameters, optimizations, update)
+            kept, replay = self._proved(key, known, task, parts, parameters, optimizations, update)
+        kept.on_loss = functools.partial(self._saw, key, True)
+        return kept, replay
+
+    def _saw(self, key: Hashable, is_proved: bool, result: Any) -> None:
+        """Has the next batch proved, where the last operations of the loss of this one are others than before."""
+        losses = result[0] if type(result) is tuple and result else result
+        is_one, nodes, names = type(losses) is torch.Tensor or not isinstance(losses, Mapping), [], list[str]()
+        for one in (losses,) if is_one else losses.values():
+            nodes.append(getattr(one.total if type(one) is Mean else one, "grad_fn", None))
+        for node in nodes:  # to which those before it are added
+            if node is not None and len(names) < _LAST:
+                names.append(node.name())
+                for before, _ in node.next_functions:
+                    nodes.append(before)
+        known, operations = len(self._operations), hash(tuple(names))
+        if known < _KINDS and operations not in self._operations:
+            self._operations.add(operations)
+            if known and not is_proved and (known < _AGAIN or known.bit_count() == 1):
+                self._due[key] = 0
 
     def _is_new(self, key: Hashable, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.

@@ -17,7 +17,7 @@ import torch
 
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.layout import lay_out
-from anybatch.batch.trees import flat, like
+from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
@@ -206,6 +206,9 @@ class Replay:
         if labels and self._difference(calls, sizes, thin) is not None:
             alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
             masks = [*alone] or labels
+            (batch,) = splittable.batches
+            found = (tuple(keys) for label, keys, _ in leaves(batch, "batch") if label in masks)
+            self.unseen += [Unseen(keys, lambda one: one != 1, "not full") for keys in found]
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
             self.unseen += [
                 one for one, other in unseen(splittable) if other is None or self._differs(calls, sizes, other)

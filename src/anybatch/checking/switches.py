@@ -5,7 +5,6 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,6 +64,8 @@ class Switches:
         try:
             before, now = self._latest, _values(of, loss_fn, nodes)
         except Exception:  # noqa: BLE001 - as above
+            return False
+        if now == before:
             return False
         changed = [name for name, value in now.items() if name in before and before[name] != value]
         self._latest = before | now if of is None else now
@@ -128,10 +129,14 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
         if depth <= 0 or function in known or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         known.add(function)
-        reached: list[tuple[Any, Any]] = [(one, around[one]) for one in names_in(code) if one in around]
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        reached += [(one, cell.cell_contents) for one, cell in cells if not is_empty(cell)]
-        yield from _inside(_numbered(code, known), reached, depth, known)
+        reached = {}
+        for one in names_in(code):
+            if one in around:
+                reached[one] = around[one]
+        for one, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if not is_empty(cell):
+                reached[one] = cell.cell_contents
+        yield from _inside(_numbered(code, known), [*reached.items()], depth, known)
     else:
         yield from _attributes(function, _numbered(type(function), known), known)
         if inspect.isfunction(call := vars(type(function)).get("__call__")):
@@ -142,9 +147,11 @@ def _of(function: Any, depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]
 
 def _numbered(kind: object, known: set[Any]) -> object:
     """The first, second … of a kind in one look, such as of the functions that one ``def`` has made."""
-    found = next(one for number in count() if (one := (kind, number)) not in known)
-    known.add(found)
-    return found
+    number = 0
+    while (kind, number) in known:
+        number += 1
+    known.add((kind, number))
+    return kind, number
 
 
 def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
@@ -159,15 +166,16 @@ def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set
 
 def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) -> Iterator[tuple[_Key, Any]]:
     try:
-        own = value if type(value) is dict else getattr(value, "__dict__", None)
+        marked = value if type(value) in (list, tuple, dict) else getattr(value, "__dict__", None)
+        own = dict(enumerate(value[:_FEW])) if type(value) in (list, tuple) else marked
     except Exception:  # noqa: BLE001 - a proxy of nothing; the look at all other objects goes on
         return
     package = type(value).__module__.partition(".")[0]  # of anybatch, attributes change as it runs
     if type(own) is not dict or len(own) >= _MOST or package == "anybatch" or (package == "torch" and depth < _INNER):
         return
-    if id(own) in known:
+    if id(marked) in known:
         return
-    known.add(id(own))
+    known.add(id(marked))
     is_module = isinstance(value, torch.nn.Module)
     for key, one in own.items():
         if (shown := _shown(one)) is not _NONE:

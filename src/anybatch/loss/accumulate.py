@@ -73,6 +73,7 @@ class Accumulation:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
         places: the position of each micro-batch, for a loss function in pieces.
+        on_loss: is given what the loss function returns for the first micro-batch.
     """
 
     def __init__(
@@ -88,8 +89,10 @@ class Accumulation:
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
         modules: Sequence[torch.nn.Module] = (),
+        on_loss: Callable[[Any], None] | None = None,
     ) -> None:
         self._model, self._loss_fn, self._modules = model, loss_fn, modules
+        self._on_loss = on_loss
         self._weights, self._parameters, self._settings = weights, parameters, settings
         self._in_pieces = isinstance(loss_fn, InPieces)
         self._places = places if places is not None or not self._in_pieces else [Place(0, n or 1, n or 1) for n in rows]
@@ -217,6 +220,8 @@ class Accumulation:
         else:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
+        if index == 0 and self._on_loss is not None:
+            self._on_loss(result)
         del batch  # the peak is in the backward, which needs only what the graph has saved of it
         if type(result) is torch.Tensor:  # the usual case, without an Evaluation
             if watch is not None and watch.is_on:

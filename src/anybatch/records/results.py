@@ -30,6 +30,15 @@ class Deferred(Generic[T]):
             self._compute = None
         return cast(T, self._value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (self.read(),)
+
+
+def _read(value: T) -> Deferred[T]:
+    deferred = Deferred(lambda: value)
+    deferred.read()
+    return deferred
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Plain):

@@ -49,7 +49,7 @@ class StepCall:
             step()
             return
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
-        evaluations = _Evaluations(again, own, self._begins_here)
+        evaluations = _Evaluations(again, own, self._begins_here, may_be_edited=self._may_refuse)
         try:
             step(evaluations)
         except Exception as error:
@@ -85,18 +85,21 @@ def step_alone(optimizer: torch.optim.Optimizer) -> bool:
 class _Evaluations:
     """The closure of one step."""
 
-    def __init__(self, again: Again, own: Sequence[torch.Tensor], began_here: bool | None) -> None:
+    def __init__(
+        self, again: Again, own: Sequence[torch.Tensor], began_here: bool | None, *, may_be_edited: bool
+    ) -> None:
         self.number = 0
         self.began_here = began_here
-        self._again, self._own = again, own
+        self._again, self._own, self._may_be_edited = again, own, may_be_edited
         self._before = [_trace(p) for p in own]
+        self._had = [p for p in own if p.grad is not None]
         # Writes through .data are no new version. They are looked for in the first step, and then taken as usual.
         self._prints = _prints(own) if began_here is None else None
         self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
         self.number += 1
-        if self.number == 1 and self.is_here():
+        if self.number == 1 and self.is_here(may_be_edited=self._may_be_edited):
             return self._again.loss()
         if not self._others:
             own = {id(p) for p in self._own}
@@ -104,11 +107,20 @@ class _Evaluations:
         with torch.enable_grad():
             return self._again.evaluate()
 
-    def is_here(self) -> bool:
-        """Whether the gradient that is there is that of the weights as they are."""
+    def is_here(self, *, may_be_edited: bool = False) -> bool:
+        """Whether the gradient that is there is that of the weights as they are.
+
+        Args:
+            may_be_edited: also if the optimizer has changed it, as ``step()`` without a closure does before it goes on.
+        """
         if self._prints is not None:
             self.began_here = self._prints == _prints(self._own)
-        self.began_here = bool(self.began_here) and self._before == [_trace(p) for p in self._own]
+        now = [_trace(p) for p in self._own]
+        is_edited = may_be_edited and self._before != now and all(
+            p.grad is not None and bool(p.grad.norm() > 0) for p in self._had
+        )  # fmt: skip
+        weights = slice(2) if is_edited else slice(None)
+        self.began_here = bool(self.began_here) and [t[weights] for t in self._before] == [t[weights] for t in now]
         return self.began_here
 
     def put_back(self) -> None:

@@ -53,6 +53,7 @@ class Task:
     # puts on a model those of a plan, where that is not done around the pass: on several devices each copy of the model
     # has its own
     optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
+    on_loss: Callable[[Any], None] | None = None  # is given the first micro-batch's, as the loss function returns it
     # the model, and the loss if it is a module; looked for if they are not given
     modules: Sequence[torch.nn.Module] = ()
     every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them
@@ -261,6 +262,7 @@ def run_pass(
             accumulation = Accumulation(
                 task.model, task.loss_fn, weights, parameters, task.settings,
                 rows=rows, outside=outside, differentiate=differentiate, modules=task.every_module,
+                on_loss=task.on_loss,
                 places=_places(task, parts, differentiate) if isinstance(task.loss_fn, InPieces) else None,
             )  # fmt: skip
             each = begin.each(task.there(batches()))

@@ -123,7 +123,7 @@ opt = torch.optim.SGD(net.parameters(), 0.1)
 F.cross_entropy(net(torch.randn(3, 4)), torch.zeros(3).long()).backward()
 """
     crashed, _ = crash(tmp_path, text)
-    assert crashed.fix.startswith("nn.Linear(6, 2)  # instead of nn.Linear(5, 2), line "), crashed
+    assert crashed.fix.startswith("nn.Linear(6, 2)  # in_features=6 instead of nn.Linear(5, 2) in line "), crashed
     twice = text.replace("nn.Linear(5, 2))", "nn.Linear(5, 2), nn.Linear(5, 2))")  # which of the two is not known
     assert "instead of" not in crash(tmp_path, twice)[0].fix
     again = text.replace("nn.ReLU()", "nn.ReLU(), *[nn.Linear(6, 5) for _ in 'ab']").replace(

@@ -299,7 +299,8 @@ def _of_layer(live: Live, call: Call, name: str, value: Any) -> str:
     alike = [one for one in live.modules() if type(one) is type(module) and getattr(one, name) == getattr(module, name)]
     if len(unnamed) == 1 and len(alike) == 1:
         (node,) = unnamed.values()
-        return f"{_with_option(node, name, plain, module)}  # instead of {ast.unparse(node)}, line {node.lineno}{more}"
+        new, old = _with_option(node, name, plain, module), ast.unparse(node)
+        return f"{new}  # {name}={plain} instead of {old} in line {node.lineno}{more}"
     if name in ("in_features", "num_embeddings"):
         rest = module.out_features if name == "in_features" else module.embedding_dim
         return f"{path}: nn.{cls}({plain}, {rest}){more}"
