@@ -19,6 +19,7 @@ from anybatch.doctor.ask.asking import OF_A_STEP
 from anybatch.planning.planner import Planner
 from anybatch.tensors.randomness import seed
 from asked import asked_for
+from memory_steps import constant_times as with_constant_times
 from ranks_running import run_cases
 
 torch.set_num_threads(1)
@@ -124,3 +125,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What two ranks, which the tests of a file share, ended with in the cases of the file that were asked for."""
     folder = tmp_path_factory.mktemp("ranks")
     return run_cases(request.module.__name__, 2, folder, only=asked_for(request, "case"))
+
+
+@pytest.fixture
+def constant_times() -> Iterator[None]:
+    """Has the plan with the fewest micro-batches be the fastest."""
+    with with_constant_times():
+        yield

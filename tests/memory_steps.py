@@ -1,14 +1,19 @@
 """Small models, losses and batches for the tests of TrainStep under a budget."""
 
 import functools
+import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import anybatch
+from anybatch.planning import timing
 from anybatch.records.plans import Plan
 from planning_referee import alive_in, peak_of
 
@@ -110,3 +115,10 @@ def like(plan: Plan, size: int, micro_batches: int, peak: int, recompute: tuple[
         "micro_batch_size": size, "micro_batches": micro_batches, "peak_bytes": peak, "recompute": list(recompute)
     }  # fmt: skip
     return Plan.from_dict(values)
+
+
+@contextmanager
+def constant_times() -> Iterator[None]:
+    """Measures each micro-batch as long as any other: the fewest are the fastest, however busy the machine is."""
+    with mock.patch.object(timing, "_clock", side_effect=map(float, itertools.count())):
+        yield

@@ -121,6 +121,7 @@ class Splittable:
         self.most: float | None = None
         # whether micro-batches are copies, for a loss that writes into its batch and may run again
         self.is_copied = False
+        self.are_arrays_copied = False  # of NumPy, to which a write is not seen
         self.collate, self.broadcast = collate, broadcast
         self.layouts: list[Layout] = []  # one for each batch; empty for raw samples
         # why a batch can't be split and runs whole; ``None`` if all can be split
@@ -243,6 +244,8 @@ class Splittable:
     def materialise(self, parts: Sequence["Part"]) -> Iterator[Any]:
         """Yields the micro-batches of ``plan``, one at a time."""
         found = self._collated(parts) if self.collate is not None else self._cut(parts)
+        if self.are_arrays_copied and not self.is_copied:
+            return (writable(one, arrays_only=True) for one in found)
         return map(writable, found) if self.is_copied else found
 
     def samples_of(self, part: "Part") -> Iterator[Any]:

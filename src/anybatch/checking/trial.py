@@ -370,6 +370,7 @@ class Trial:
             loss_fn=announced(task.loss_fn, turns.begin, turns.begin_whole, in_pieces=in_pieces),
         )  # fmt: skip
         own.splittable.is_copied = task.splittable.is_copied or not task.is_planned
+        own.splittable.are_arrays_copied = True
         outside = None if self._is_shared else OutsideLeaves(self.parameters)
         is_drawn = self._is_shared or (numbers is not None and numbers.drawn is not None)
         no_dropout = contextlib.nullcontext() if is_drawn else _without_dropout(self._every_module)

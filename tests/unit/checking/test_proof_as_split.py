@@ -333,6 +333,7 @@ def test_a_counter_is_refused_that_matters_only_in_a_later_call(size: int) -> No
 
 
 @pytest.mark.parametrize("loss_fn", [EveryFourth(0.5), EveryFourth(1.0), all_by_the_largest, each_by_its_own])
+@pytest.mark.usefixtures("constant_times")
 def test_a_plan_compares_as_many_losses_as_it_has_room_for(loss_fn: Any) -> None:
     model, batch = net(1 if loss_fn in (all_by_the_largest, each_by_its_own) else 4), noisy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

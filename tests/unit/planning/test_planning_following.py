@@ -30,6 +30,7 @@ from memory_steps import (
 from reference import RELATIVE_FLOAT64, whole_gradients
 
 
+@pytest.mark.usefixtures("constant_times")
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_running_out_of_memory_takes_a_smaller_plan_with_the_same_gradient(
     times: int, caplog: pytest.LogCaptureFixture

@@ -184,11 +184,14 @@ def test_arrays_are_as_they_were_after_a_plan() -> None:
         return F.cross_entropy(model(torch.as_tensor(batch["x"])), batch["y"])
 
     model, batch = model_of(), {**batch_of(), "x": batch_of()["x"].numpy()}
-    anybatch.plan(model, loss_fn, batch, sgd(model), memory="1MiB")
+    made = anybatch.plan(model, loss_fn, batch, sgd(model), memory="1MiB")
     assert np.array_equal(batch["x"], batch_of()["x"].numpy())
-    want = truth(model, loss_fn, batch)
-    anybatch.TrainStep(model, loss_fn, sgd(model), memory="1MiB")(batch)
-    assert_float64(gradients_of(model), want)
+    for memory in ("1MiB", (made.smallest_bytes + made.whole_bytes) // 2):  # whole or not, and in micro-batches
+        want = truth(model, loss_fn, batch)
+        out = anybatch.TrainStep(model, loss_fn, sgd(model), memory=memory)(batch)
+        assert_float64(gradients_of(model), want)
+    assert out.proof is not None
+    assert out.proof.exact
     assert anybatch.check(model, loss_fn, batch).exact
 
 
