@@ -109,19 +109,17 @@ class Proofs:
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None
+        if self._batches[key] < _EACH or not self._batches[key] % _AGAIN:
+            task.on_loss = functools.partial(self._saw, key, not holds)  # holds nothing of the batch
         if holds:
             self.latest = known
-            if self._batches[key] < _EACH or not self._batches[key] % _AGAIN:
-                task.on_loss = functools.partial(self._saw, key, False)  # holds nothing of the batch
             return task, None
         own = (one for module in modules_of(task.model) for one in module._parameters.values() if one is not None)
         if any(map(is_lazy, own)) or not all(has_numbers(parameter) for parameter in parameters):
             return task, None  # a first batch makes lazy parameters, and the next one is proved
         clear()
         with before.weights_put_back():
-            kept, replay = self._proved(key, known, task, parts, parameters, optimizations, update)
-        kept.on_loss = functools.partial(self._saw, key, True)
-        return kept, replay
+            return self._proved(key, known, task, parts, parameters, optimizations, update)
 
     def _saw(self, key: Hashable, is_proved: bool, result: Any) -> None:
         """Has the next batch proved, where the last operations of the loss of this one are others than before."""
