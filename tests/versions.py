@@ -14,3 +14,6 @@ saved_tensors = pytest.mark.skipif(
 hooks_on_saved_tensors = pytest.mark.skipif(
     not SHOWS_HOOKS, reason="this torch (2.6 is one) does not show the hooks on saved tensors of a thread"
 )
+device_allocators = pytest.mark.skipif(
+    not hasattr(torch.accelerator, "memory_allocated"), reason="this torch (2.6 is one) has no allocators of devices"
+)

@@ -126,6 +126,11 @@ def hooks_on_saved_tensors() -> tuple[Callable[[Any], Any], Callable[[Any], Any]
     return found
 
 
+def has_hooks_on_saved_tensors() -> bool:
+    """Whether this thread has hooks on saved tensors; true in torch 2.6, which does not say."""
+    return not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") or hooks_on_saved_tensors() is not None
+
+
 def when_backward_ends(function: Callable[[bool], None]) -> None:
     """Calls a function at the end of the current backward if it succeeds; to be called within it, as by a hook.
 

@@ -155,7 +155,7 @@ class Reg(nn.Module):
         return self.net(inp)  # CRASH
 reg = Reg()
 for xb, yb in torch.utils.data.DataLoader(ds, batch_size=16):
-    loss = F.mse_loss(reg(xb), yb)
+    loss = F.mse_loss(reg(xb), yb.float())
     loss.backward()
 """,
     "bool minus": """

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import torch
 from torch.utils._device import _device_constructors
 
+import versions
 from source_tree import PACKAGE, ROOT
 
 TYPES = "cuda|xpu|mps|mtia|hip"
@@ -28,9 +28,7 @@ NOT_ENGINE = ("doctor/", "demo/", "integrations/")  # which run where no default
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the test accelerator is built by g++")
-@pytest.mark.skipif(
-    not hasattr(torch.accelerator, "memory_allocated"), reason="this torch (2.6 is one) has no allocators of devices"
-)
+@versions.device_allocators
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_the_engine_keeps_its_promises_there(marked: str) -> None:
     files = [f"tests/accelerator/{name}.py" for name in ("engine", "plans")]

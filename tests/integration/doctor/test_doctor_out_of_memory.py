@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import forked_python
+import versions
 from anybatch.cli import plan_loops
 from anybatch.records.events import Crashed
 from plan_samples import PLAN
@@ -102,12 +103,16 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
         pytest.param(
             NET + LIMITED, id="limit of the process",
             marks=[  # planning needs some of the address space that is left, which differs from run to run
+                versions.saved_tensors,
                 pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Linux limits address space"),
             ],
         ),
         pytest.param(
             ON_A_DEVICE, id="device",
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the test accelerator is built by g++"),
+            marks=[
+                versions.device_allocators,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="the test accelerator is built by g++"),
+            ],
         ),
     ],
 )  # fmt: skip

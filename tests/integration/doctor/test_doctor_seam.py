@@ -240,6 +240,10 @@ def test_what_is_scripted_or_traced_is_as_without(made: Callable[[nn.Module], An
     assert texts[0] == texts[1]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.8",
+    reason="dynamo of torch 2.6 and 2.7 can't export a module whose class has another __call__",
+)
 def test_what_is_exported_is_as_without() -> None:
     graphs = []
     for watched in (False, True):

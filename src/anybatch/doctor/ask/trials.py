@@ -26,7 +26,7 @@ from anybatch.records.lossfacts import Probed
 from anybatch.tensors.dispatch import Mode, without_user_modes
 from anybatch.tensors.randomness import RandomState
 from anybatch.tensors.sideeffects import SideEffects
-from anybatch.torch_private import hooks_on_saved_tensors
+from anybatch.torch_private import has_hooks_on_saved_tensors
 
 MOST_BYTES = 2 * 2**30
 """Of what a model that is still copied holds."""
@@ -250,7 +250,7 @@ def undisturbed(reached: Iterable[Any] = ()) -> Iterator[None]:
             stack.enter_context(without_user_modes())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(True))
-            if hooks_on_saved_tensors() is not None:  # only the last ones run
+            if has_hooks_on_saved_tensors():  # only the last ones run
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
             for kind in {"cpu", *(device.type for device in in_use())}:
                 if torch.is_autocast_enabled(kind):
