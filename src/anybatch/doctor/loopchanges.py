@@ -144,8 +144,7 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     gone = [*step.forward, *(update.statements if update else ())]
     for one in gone:
         yield source.removed(one)
-    indent = " " * step.back.col_offset
-    yield source.replaced(step.back, f"\n{indent}".join(lines))
+    yield source.replaced(step.back, f"\n{source.indent(step.back)}".join(lines))
     given = stored(step.forward)
     for one in block[block.index(first) : block.index(step.back)]:
         if one not in gone and read([one]) & given:  # reads what is there after the step only

@@ -133,7 +133,7 @@ def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
     for outer in (here, *source.ancestors(here)):
         found = [one for one in source.calls(outer, "backward") if isinstance(one.func, ast.Attribute)]
         if found and not isinstance(outer, ast.Module):
-            back = source.statement(found[0].lineno)
+            back = source.around(found[0])
             if len(found) > 1:
                 lines = ", ".join(str(one.lineno) for one in found)
                 raise UnclearEdit(

@@ -44,6 +44,23 @@ def test_lines_keep_their_ends_and_a_last_line_without_one_is_no_other(newline: 
     assert one.edit([one.removed(one.statement(2))]).after == newline.join(["for x in y:", "\tg(x)"])
 
 
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [("a", "    b; c  # why\n"), ("b", "    a; c  # why\n"), ("c", "    a; b  # why\n"), ("ab", "    c  # why\n"),
+     ("bc", "    a  # why\n")],
+)  # fmt: skip
+def test_a_statement_goes_from_a_line_with_several(gone: str, left: str) -> None:
+    one = source("for x in y:\n    a; b; c  # why\n    d; e\n")
+    loop = one.statement(1)
+    assert isinstance(loop, ast.For)
+    named = {one.of(statement): statement for statement in loop.body}
+    after = one.edit([one.removed(named[name]) for name in gone]).after
+    assert after == f"for x in y:\n{left}    d; e\n"
+    whole = one.edit([one.removed(named[name]) for name in "de"]).after
+    assert whole == "for x in y:\n    a; b; c  # why\n"
+    assert one.around(loop.target) is loop
+
+
 def test_a_statement_moves_with_its_comment_left_and_its_indentation_new() -> None:
     text = (
         "for e in range(3):\n    for x in y:\n        f(\n            x,\n        )\n        s.step()\n    print(e)\n"

@@ -56,6 +56,16 @@ for epoch in range(1):
 
 STEPS = {
     "plain": PLAIN,
+    "several statements in a line": """
+for x, y in loader:
+    out = model(x); loss = (out - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    seen.append(loss.item()); seen.append(len(x))
+""",
+    "all in one line": """
+for x, y in loader:
+    seen.append(len(x)); optimizer.zero_grad(); loss = (model(x) - y).square().mean(); loss.backward(); optimizer.step()
+""",
     "clipped": """
 for x, y in loader:
     loss = (model(x) - y).square().mean()
@@ -290,6 +300,7 @@ def test_the_changed_loop_trains_as_the_original_for_some_updates(name: str) -> 
     assert before["seen"] == pytest.approx(after["seen"], rel=1e-6)
 
 
+@pytest.mark.usefixtures("constant_times")
 @pytest.mark.parametrize("name", ["plain", "clipped", "rows that are read afterwards", "in a class"])
 def test_the_plan_is_that_of_the_step_that_the_change_makes(name: str) -> None:
     step = found(STEPS[name])

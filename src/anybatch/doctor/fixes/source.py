@@ -15,6 +15,7 @@ from typing import TypeVar
 from anybatch.doctor.crashing.usercode import SCOPES, Parsed, called, nodes_in
 
 _BLOCKS = ("body", "orelse", "finalbody")
+_SEPARATOR = re.compile(rb"(?:[ \t]*;[ \t]*)?")  # of statements of one line
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as patch counts lines; splitlines also breaks at a form feed
 _T = TypeVar("_T")
 
@@ -85,6 +86,15 @@ class UserSource(Parsed):
         if (found := self.innermost(line)) is None:
             raise UnclearEdit(f"no statement is at {self.path}:{line}")
         return found
+
+    def around(self, node: ast.expr) -> ast.stmt:
+        """The innermost statement that an expression belongs to."""
+        return next(one for one in self.ancestors(node) if isinstance(one, ast.stmt))
+
+    def indent(self, node: ast.stmt) -> str:
+        """The indentation of the line that a statement begins on."""
+        line = self.text.split("\n")[node.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements that one stands among."""
@@ -163,9 +173,15 @@ class UserSource(Parsed):
         return Change(self.start(gone), self.start(given[1]) if len(given) > 1 else self.end(gone), "")
 
     def removed(self, statement: ast.stmt) -> Change:
-        """A statement that goes, with its lines."""
-        if len(self.block(statement)) == 1:
+        """A statement that goes, with its lines, or from a line with several statements."""
+        block = self.block(statement)
+        if len(block) == 1:
             raise UnclearEdit("nothing else stands in the block of the statement")
+        at = block.index(statement)
+        if at and block[at - 1].end_lineno == statement.lineno:
+            return Change(self.end(block[at - 1]), self.end(statement), "")
+        if at + 1 < len(block) and block[at + 1].lineno == statement.end_lineno:
+            return Change(self.start(statement), self.start(block[at + 1]), "")
         start, end = self._whole_lines(statement)
         return Change(start, end, "")
 
@@ -196,7 +212,7 @@ class UserSource(Parsed):
 
     def edit(self, changes: Iterable[Change]) -> Edit:
         """The file with some changes."""
-        ordered = sorted(changes, key=lambda one: (one.start, one.end))
+        ordered = self._joined(sorted(changes, key=lambda one: (one.start, one.end)))
         if any(one.end > next_.start for one, next_ in pairwise(ordered)):
             raise UnclearEdit("the changes overlap")
         data, at, new = b"", 0, []
@@ -215,6 +231,21 @@ class UserSource(Parsed):
         lines = [_lines_at(data, *span) for span, some in zip(new, stays, strict=True) if some or span[0] < span[1]]
         lines = lines or [f"# without: {_lines_at(self._data, one.start, one.end).strip()}" for one in ordered]
         return Edit(self.path, self.text, data.decode(), textwrap.dedent("\n".join(dict.fromkeys(lines))))
+
+    def _joined(self, changes: Iterable[Change]) -> list[Change]:
+        """Statements of one line that go as one change, which takes the line where nothing else is on it."""
+        found: list[Change] = []
+        for one in changes:
+            goes_on = found and not (one.text or found[-1].text) and one.start <= found[-1].end
+            start, end = found.pop().start if goes_on else one.start, one.end
+            first, stop = self._data.rfind(b"\n", 0, start) + 1, self._data.find(b"\n", end) + 1 or len(self._data)
+            if goes_on and not self._data[first:start].strip():
+                end += len(_SEPARATOR.match(self._data, end, stop)[0])  # type: ignore[index]
+            beside = self._data[first:start] + self._data[end:stop]
+            if not (one.text or beside.strip() or self._data[:end].endswith(b"\n")):
+                start, end = first, stop
+            found.append(Change(start, end, one.text))
+        return found
 
     def _first(self, statement: ast.stmt) -> int:
         """Where a statement begins, its decorators counted."""
