@@ -115,7 +115,7 @@ class FoundStep:
         self._step = step = step_at(file, line, names, [optimizer])
         self._update = update_of(step)
         self._trouble = ""
-        metrics: list[str] = []
+        metrics: dict[str, str] = {}
         try:
             metrics = results_of(step)
         except StepUnclear as error:

@@ -11,6 +11,9 @@ from anybatch.doctor.crashing.usercode import SCOPES, called
 from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
+_SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
+_ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
+
 
 @dataclass(slots=True)
 class Update:
@@ -118,7 +121,10 @@ def change_of(step: LoopStep, update: Update | None, memory: str, plan: str) -> 
         made = f"anybatch.TrainStep({step.model_text}, {function}, {update.optimizer}, {', '.join(options)})"
         text += f"\n\n{stepper} = {made}"
         call = f"{stepper}({step.batch_text})"
-    after = [f'{name} = {result}.metrics["{name}"]' for name in rows]
+    after = [
+        f'{name} = {result}.metrics["{name}"]' if name == text else f'{name} = torch.tensor({result}.metrics["{name}"])'
+        for name, text in rows.items()
+    ]
     if isinstance(step.loss, ast.Name) and step.loss.id in _outside(step):
         after.append(f"{step.source.of(step.loss)} = torch.tensor({result}.loss)")
     lines = [f"{result} = {call}" if after else call, *after]
@@ -184,20 +190,40 @@ def _shallow(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
         yield from (node for node in ast.iter_child_nodes(one) if not isinstance(node, ast.stmt | ast.ExceptHandler))
 
 
-def results_of(step: LoopStep) -> list[str]:
-    """The tensors of the forward that the loop reads after the backward, each with one row per sample."""
+def results_of(step: LoopStep) -> dict[str, str]:
+    """The code of the metrics for the tensors of the forward that the loop reads after the backward, by name.
+
+    They have one row per sample, or are means over the samples, such as the terms of a loss.
+    """
     rows = rows_of(step.logical_batch)
-    found = []
+    found: dict[str, str] = {}
     for name in sorted(_outside(step)):
-        if isinstance(step.loss, ast.Name) and name == step.loss.id:
-            if not isinstance(step.names.get("torch"), type(torch)):
-                raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
-            continue
         value: Any = step.names.get(name)
-        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != rows:
+        is_loss = isinstance(step.loss, ast.Name) and name == step.loss.id
+        is_term = isinstance(value, torch.Tensor) and _is_mean(value.grad_fn) and bool(step.rows_text)
+        if (is_loss or is_term) and not isinstance(step.names.get("torch"), type(torch)):
+            raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
+        if is_loss:
+            continue
+        if is_term:
+            found[name] = f"anybatch.Mean({name} * {step.rows_text}, {step.rows_text})"
+        elif isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+            found[name] = name
+        else:
             raise StepUnclear(
                 f"the loop reads {name!r} of the forward after {step.where(step.back)}, and it is no tensor with a row "
                 "for each sample; have the loss function return it with the loss, as an anybatch.Mean"
             )
-        found.append(name)
     return found
+
+
+def _is_mean(node: Any) -> bool:
+    """Whether a node of a graph gives a mean, or one of several with factors in front."""
+    if node is None:
+        return False
+    if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+        return True
+    name, given = node.name(), [one for one, _ in node.next_functions]
+    if name in _ONE_OF_TWO and given.count(None) == len(given) - 1:
+        return _is_mean(given[0] if name == "DivBackward0" else next(filter(None, given)))
+    return name in _SUMS and any(given) and all(one is None or _is_mean(one) for one in given)

@@ -13,6 +13,7 @@ from anybatch.batch.trees import leaves, opened
 from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
+from anybatch.records.means import Mean
 
 _FILLS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
 _HOUSEKEEPING = frozenset({"zero_grad", "train", "eval"})
@@ -69,7 +70,18 @@ class LoopStep:
         """The file and line of a node."""
         return f"{self.source.path}:{getattr(node, 'lineno', '?')}"
 
-    def loss_text(self, name: str = "loss_fn", metrics: Sequence[str] = ()) -> str:
+    @property
+    def rows_text(self) -> str:
+        """The code for the number of samples in the batch; empty if no tensor of it has a name."""
+        rows = rows_of(self.logical_batch)
+        for name, value in self.batch.items():
+            parts = {name: value} if not isinstance(value, Mapping) else {f"{name}[{k!r}]": value[k] for k in value}
+            for text, one in parts.items():
+                if isinstance(one, torch.Tensor) and one.dim() and len(one) == rows:
+                    return f"len({text})"
+        return ""
+
+    def loss_text(self, name: str = "loss_fn", metrics: Mapping[str, str] | None = None) -> str:
         """The forward as the code of a function of the model and the batch; it returns ``metrics`` beside the loss."""
         only = next(iter(self.modules)) if len(self.modules) == 1 else "models"
         parameter = only.rpartition(".")[2]
@@ -80,7 +92,7 @@ class LoopStep:
         shorter = {only: parameter} if only != parameter and parameter not in taken else {}
         for statement in self.forward:
             lines += [f"    {line}" if line else "" for line in self._text(statement, shorter).split("\n")]
-        beside = ", ".join(f'"{name}": {name}' for name in metrics)
+        beside = ", ".join(f'"{key}": {text}' for key, text in (metrics or {}).items())
         lines.append(f"    return {self._text(self.loss, shorter)}{f', {{{beside}}}' if metrics else ''}")
         return "\n".join(lines)
 
@@ -96,9 +108,9 @@ class LoopStep:
         indent = " " * node.col_offset
         return "\n".join(line.removeprefix(indent) for line in data.decode().split("\n"))
 
-    def loss_fn(self, metrics: Sequence[str] = ()) -> Callable[..., Any]:
+    def loss_fn(self, metrics: Mapping[str, str] | None = None) -> Callable[..., Any]:
         """The function of ``loss_text``, with the loop's variables as globals."""
-        names, name = dict(self.names), "anybatch_loss"
+        names, name = {"anybatch": types.SimpleNamespace(Mean=Mean), **self.names}, "anybatch_loss"
         exec(compile(self.loss_text(name, metrics), f"<the forward of {self.source.path}>", "exec"), names)
         found: Callable[..., Any] = names[name]
         return found
@@ -298,7 +310,7 @@ def _find_batch(step: LoopStep) -> None:
         inside |= {one.arg for one in nodes_in(scope.args, ast.arg)}
     inputs = [name for name in sorted(inputs_of([*step.forward, step.loss])) if not hasattr(builtins, name)]
     given = {name: step.names[name] for name in inputs if name in step.names}
-    data = {name: value for name, value in given.items() if _is_data(value)}
+    data = {name: value for name, value in given.items() if _is_data(value) and not _has_modules(value)}
     step.batch = {name: value for name, value in data.items() if name in inside}
     _refuse_slices(step, data.keys() - inside, inside)
     if not step.batch:  # one batch, again and again
@@ -342,6 +354,11 @@ def _is_data(value: Any) -> bool:
         return False
     inside = opened(value)
     return inside is None or any(_is_data(child.value) for child in inside.children)
+
+
+def _has_modules(value: Any) -> bool:
+    """Whether a value is an object with modules, as a trainer is."""
+    return any(isinstance(one, torch.nn.Module) for one in getattr(value, "__dict__", {}).values())
 
 
 def rows_of(value: Any) -> int:

@@ -90,6 +90,25 @@ for x, y in loader:
     optimizer.step()
     seen.append((out > 0).sum().item() + loss.item())
 """,
+    "terms that are read afterwards": """
+for x, y in loader:
+    optimizer.zero_grad()
+    out = model(x)
+    error, size = (out - y).square().mean(), out.abs().mean()
+    loss = error + 0.5 * size
+    loss.backward()
+    optimizer.step()
+    seen.extend([error.item(), size.item(), loss.item()])
+""",
+    "terms of a batch with names": """
+for batch in [{"n": 3, "x": x, "y": y} for x, y in loader]:
+    optimizer.zero_grad()
+    error = (model(batch["x"]) - batch["y"]).square().mean()
+    loss = 0.5 * error
+    loss.backward()
+    optimizer.step()
+    seen.append(error.item())
+""",
     "in a function": """
 def train_one_epoch(net, loader, opt, device):
     net.train()
@@ -187,6 +206,22 @@ def train_step(x, y):
 
 for x, y in loader:
     seen.append(train_step(x, y))
+""",
+    "a method that is given the batch": """
+class Trainer:
+    def __init__(self):
+        self.model, self.optimizer = model, optimizer
+
+    def run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        loss = (self.model(source) - targets).square().mean()
+        loss.backward()
+        self.optimizer.step()
+
+
+trainer = Trainer()
+for x, y in loader:
+    trainer.run_batch(x, y)
 """,
     "goes back twice": """
 for x, y in loader:
