@@ -22,20 +22,27 @@ _ADAPTERS = {
     "trl": "the trainer of TRL takes it; put anybatch.integrations.transformers.ExactTraining before it",
     "lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
     "pytorch_lightning": "Lightning takes it; add anybatch.integrations.lightning.ExactGradient to the callbacks",
+    "fabric": "Lightning Fabric takes it; give what fabric.setup returned to anybatch.TrainStep instead",
     "accelerate": "Accelerate takes it; use anybatch.integrations.accelerate.train_step",
 }
+_FABRIC = ("lightning.fabric.", "lightning_fabric.")
 
 
 def users_frame(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """The innermost frame of the user's own code, and the library that it called, except torch and anybatch."""
+    """The innermost frame of the user's own code, and the library that is called, except torch and anybatch.
+
+    Of libraries that call each other it is the outermost that there is an adapter for.
+    """
     from anybatch.doctor.recording.naming import USERS, whose_file
 
     library = ""
     while frame is not None and (
         whose_file(frame.f_code.co_filename) != USERS or "/site-packages/" in frame.f_code.co_filename
     ):
-        library = library or str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        library = "" if library in ("torch", "anybatch") else library
+        name = str(frame.f_globals.get("__name__", ""))
+        first = "fabric" if name.startswith(_FABRIC) else name.partition(".")[0]
+        if first not in ("torch", "anybatch") and (not library or first in _ADAPTERS):
+            library = first
         frame = frame.f_back
     return frame, library
 

@@ -195,7 +195,15 @@ def results_of(step: LoopStep) -> dict[str, str]:
 
     They have one row per sample, or are means over the samples, such as the terms of a loss.
     """
+    block = step.source.block(step.back)
+    away = next((one for one in step.forward if one not in block), None)
+    if away is not None:
+        raise StepUnclear(
+            f"the forward at {step.where(away)} is not in the block of its backward, line {step.back.lineno}, as where "
+            "training and evaluation share a loop; give the training a loop of its own"
+        )
     rows = rows_of(step.logical_batch)
+    goes_on = len(step.source.calls(step.loops[-1] if step.loops else step.source.scope(step.back), "backward")) > 1
     found: dict[str, str] = {}
     for name in sorted(_outside(step)):
         value: Any = step.names.get(name)
@@ -205,6 +213,11 @@ def results_of(step: LoopStep) -> dict[str, str]:
             raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
         if is_loss:
             continue
+        if goes_on and isinstance(value, torch.Tensor) and value.requires_grad:
+            raise StepUnclear(
+                f"the loop reads {name!r} of the forward after {step.where(step.back)}, where it goes back again, and "
+                "what micro-batches leave has no graph; compute it again after the step"
+            )
         if is_term:
             found[name] = f"anybatch.Mean({name} * {step.rows_text}, {step.rows_text})"
         elif isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves, opened
-from anybatch.doctor.crashing.usercode import SCOPES, called, names_in, nodes_in
+from anybatch.doctor.crashing.usercode import LOOPS, SCOPES, called, names_in, nodes_in
 from anybatch.doctor.fixes.source import UnclearEdit, UserSource
 from anybatch.errors import AnyBatchError
 from anybatch.records.means import Mean
@@ -133,11 +133,20 @@ def step_at(
     step = LoopStep(source, back, loss, scaler, names)
     optimizers = optimizers or [one for one in names.values() if isinstance(one, torch.optim.Optimizer)]
     trained = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-    before = source.block(back)[: source.block(back).index(back)]
+    before = _before(source, back)
     _find_modules(step, before, trained)
     step.forward = _forward(step, before)
     _find_batch(step)
     return step
+
+
+def _before(source: UserSource, here: ast.stmt) -> list[ast.stmt]:
+    """The statements before one, in its block and in those around it up to its loop or function."""
+    block = source.block(here)
+    before = block[: block.index(here)]
+    outer = next(one for one in source.ancestors(here) if isinstance(one, ast.stmt | ast.Module))
+    is_end = isinstance(outer, (ast.Module, *LOOPS, *SCOPES))
+    return before if is_end else [*_before(source, outer), *before]
 
 
 def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:
