@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from anybatch.parallel.devices import Devices
     from anybatch.planning.subjects import Subject
     from anybatch.records.plans import Plan
+    from anybatch.records.proofs import Proof
 
 
 def backward(
@@ -123,6 +124,35 @@ def backward(
             result = run_backward(task, parameters, limit, optimizations, proofs)
     result.plan = plan
     return result
+
+
+def prove(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, *, micro_batch_size: float, **options: Any
+) -> "Proof | None":
+    """Proves a split as ``backward`` does, without the pass itself; everything is left as before.
+
+    Args:
+        options: of ``backward``.
+
+    Returns:
+        ``None`` where only the pass itself would show it.
+
+    Raises:
+        NotSplittable: in micro-batches the gradient is not the whole batch's.
+    """
+    own = Options(model=model, loss_fn=loss_fn, micro_batch_size=micro_batch_size, **options)
+    proofs = proofs_of("first", model, loss_fn, own.count, own.collate, own.batch_norm, own.dropout, own.autocast)
+    parameters = parameters_of(model, loss_fn) if own.inputs is None else list(own.inputs)
+    splittable = own.splittable(batch)
+    task = Task(model, loss_fn, own.count, own.settings(), own.batch_norm, splittable, micro_batch_size, "backward")
+    with gradients_aside():
+        before = Before(model, loss_fn, parameters)
+        try:
+            parts = splittable.plan(micro_batch_size)
+            proofs.look(task, parts, parameters, contextlib.nullcontext, before.snapshot)
+        finally:
+            before.restore()
+    return proofs.latest
 
 
 def run_backward(

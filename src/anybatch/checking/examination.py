@@ -205,6 +205,10 @@ class Examination(Case):
             drew = not whole.is_finite
             if not drew:
                 comparison = self.compared(whole=whole)
+            if comparison.error > self.tolerance and stand_ins.hold_alike():
+                alike = self.rig.run()
+                if any(one is not None and one.any() for one in alike.gradients):  # else nothing was compared
+                    comparison = self.compared(whole=alike)
             if drew or comparison.error <= self.tolerance:
                 stand_ins.hold_constant(False)
             if comparison.error <= self.tolerance:

@@ -98,7 +98,9 @@ class Rig:
         }
         self.visits = Visits(self.modules)
         wider = DOUBLE if dtype is torch.float64 else None
-        self.stand_ins = StandIns(wider, self.visits.where) if substitutes else None
+        self.stand_ins = (
+            StandIns(wider, self.visits.where, in_order=not isinstance(task.loss_fn, OverTime)) if substitutes else None
+        )
         self.effects = SideEffects([task.model, task.loss_fn])  # what the last run has changed in Python
         self.isolation = Isolation(self.roots.values(), self.effects, dtype, self.device)
         self.parameters: list[torch.Tensor] = []  # the leaves that get a gradient

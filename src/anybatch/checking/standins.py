@@ -34,22 +34,26 @@ _STEPS = (0.4142135623730951, 0.7320508075688772, 0.2360679774997898, 0.64575131
 
 
 class Numbers:
-    """Numbers in (0, 1) that depend on the sample and on the position in it, but not on what else is in the batch.
+    """Numbers in (0, 1) that depend on the draw, the sample and the position in it, but not on the rest of the batch.
 
     Which dimension of a drawn tensor is that of the samples shows where its size differs from that of the same draw in
-    the whole batch, which has to run first.
+    the whole batch, which has to run first. Parts that draw more or less often than it are taken to draw for one sample
+    after the other.
     """
 
     def __init__(self) -> None:
+        self.alike = False  # whether all draws have the same numbers
         self.constant = False  # whether all numbers are the same instead, for draws whose samples can't be found
         self._whole: list[tuple[int, ...]] = []
         self._rows = 0
         self._samples: Sequence[int] = ()
         self._drawn = 0
+        self.is_uneven = False  # whether a part draws more or less often than the whole batch
         self._places_of: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def begin(self, samples: Sequence[int], rows: int) -> None:
         """Begins a forward of some of the whole batch's samples."""
+        self.is_uneven |= 0 < len(self._samples) < self._rows and self._drawn != len(self._whole)
         if len(samples) == rows:
             self._whole = []
         self._samples, self._rows, self._drawn, self._places_of = samples, rows, 0, {}
@@ -58,14 +62,22 @@ class Numbers:
         """Numbers for the next draw, which broadcast to its shape."""
         shape = tuple(like.shape)
         self._meet(shape)
+        shift = self._turn() * _STEPS[-1] % 1
         if self.constant:
-            return torch.full((), _PLACE, device=like.device)
-        total = torch.zeros((), device=like.device)
+            return torch.full((), _PLACE + shift, device=like.device).frac_().clamp_(1e-6, 1 - 1e-6)
+        total = torch.full((), shift, device=like.device)
         for dim, size in enumerate(shape):
             steps = torch.tensor(self._positions(shape, dim, size), dtype=torch.float64, device="cpu").add_(1)
             steps = (steps * _STEPS[dim % len(_STEPS)]).frac_().to(like.device, torch.float32)
             total = total + steps.view(-1, *[1] * (len(shape) - dim - 1))
         return total.frac_().clamp_(1e-6, 1 - 1e-6)
+
+    def _turn(self) -> int:
+        """Which draw of the whole batch the last one belongs to."""
+        turn, many = self._drawn - 1, len(self._samples)
+        if self.is_uneven and many:
+            turn = turn // many * self._rows + self._samples[turn % many]
+        return 0 if self.alike else turn
 
     def _meet(self, shape: tuple[int, ...]) -> None:
         """Compares the shape of a draw with that of the same draw in the whole batch."""
@@ -108,13 +120,18 @@ class StandIns(Mode):
 
     Args:
         wider: what each precision becomes; ``None`` to leave all.
+        in_order: whether what is compared draws as often, so that each draw in turn has numbers of its own.
     """
 
-    def __init__(self, wider: Wider | None = None, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, wider: Wider | None = None, where: Callable[[], str] = lambda: "", *, in_order: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: dict[Draw, None] = {}  # the places where random numbers were drawn
         self.lowered: set[str] = set()  # operations that computed in lower precision than double although they were to
         self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
+        if not in_order:
+            self.hold_alike()
         # what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples
         self.numbers = self.in_parts
         # the draws of each forward that began; with a list here numbers are really drawn
@@ -158,6 +175,14 @@ class StandIns(Mode):
         """One number stands in for all of a draw, whatever sample it is of; or each sample has its own again."""
         for numbers in (self.in_parts, self.in_collate, self.in_whole):
             numbers.constant = is_constant
+
+    def hold_alike(self) -> bool:
+        """Gives all draws the same numbers; whether they had others although parts do not draw as often."""
+        found = [self.in_parts, self.in_collate, self.in_whole]
+        had_others = any(one.is_uneven and not one.alike for one in found)
+        for one in found:
+            one.alike = True
+        return had_others
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not draws(func, args, kwargs):

@@ -185,8 +185,28 @@ def _planned(call: interception.Call, question: Mapping[str, Any]) -> dict[str, 
         "updates": updates,
         "plans_itself": call.options.get("memory") is not None,
         "steps": _timelines(made, call, question, options) if question.get("timeline") else {},
+        "refusal": "" if question.get("ranks") else _refusal(made, call, options),
     }
     return {"status": "planned", "plan": made.to_dict(), **facts}
+
+
+def _refusal(made: Any, call: interception.Call, options: dict[str, Any]) -> str:
+    """Why the step does not take the micro-batches of its plan; empty where it does, or that shows in the run only."""
+    if call.options.get("verify") != "first" or made.chosen.micro_batches == 1:
+        return ""
+    from anybatch.backpropagation import prove
+    from anybatch.errors import NotSplittable
+
+    if any(one.is_meta for one in call.model.parameters()):
+        return ""
+    options = {name: value for name, value in options.items() if name in _CHECKED_OPTIONS}
+    try:
+        prove(call.model, call.loss_fn, call.batch, micro_batch_size=made.micro_batch_size, **options)
+    except NotSplittable as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - the plan is there already
+        logging.getLogger(__name__).info("the split was not proved: %s", error)
+    return ""
 
 
 def _timelines(

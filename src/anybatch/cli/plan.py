@@ -105,7 +105,8 @@ def plan_command(
 
     With --ranks the script still runs as one process, without a process group.
 
-    Exit codes: 0 for a plan, 1 if nothing fits in the budget, 2 if the script never reached a step.
+    Exit codes: 0 for a plan, 1 if nothing fits in the budget or the step refuses the micro-batches, 2 if the script
+    never reached a step.
     """
     _check_ranks(ranks, shard, output, html, patch)
     outputs = Outputs(formats, json_path)
@@ -153,7 +154,7 @@ def _report(
     def to_files() -> None:
         if files.output is not None:
             plan.save(files.output)
-        if files.patch is not None and ending.facts.get("change"):
+        if files.patch is not None and ending.facts.get("change") and not ending.facts.get("refusal"):
             files.patch.write_text(ending.facts["change"], encoding="utf-8")
 
     def to_terminal() -> None:
@@ -165,6 +166,8 @@ def _report(
                 console.print(f"\n{what} {path}", markup=False, soft_wrap=True)
 
     outputs.write(lambda _: options.json_text(plan.to_dict()), to_files, to_page, to_terminal)
+    if ending.facts.get("refusal"):
+        raise click.ClickException(f"the step can't be split as planned: {ending.facts['refusal']}")
 
 
 def _check_ranks(ranks: int | None, shard: str | None, *files: Path | None) -> None:
@@ -190,19 +193,25 @@ def _notes(ending: Ending) -> list[str]:
         notes.append(f"The script sets micro_batch_size={size:g}; the plan has its own.")
     if not ending.facts["updates"]:
         notes.append("anybatch.backward has no optimizer, so its state and its step are not in the figures.")
+    if ending.facts.get("refusal"):
+        notes.append("The step refuses these micro-batches: they would not give the whole batch's gradient.")
     return notes
 
 
 def _show_use(console: Console, use: str, facts: dict[str, Any], patch: Path | None) -> None:
     """Writes how to run what was planned: the call, or the lines of a loop that change."""
     change = facts.get("change", "")
-    if not change:
+    if facts.get("refusal"):
+        if patch is not None:
+            console.print("\nNo patch was written: the step refuses the plan.", markup=False)
+    elif not change:
         console.print(f"\nTo use it: {use}", markup=False, soft_wrap=True)
         if "found" in facts:
             console.print(f"The loop stays to be changed by hand: {facts['trouble']}", markup=False, soft_wrap=True)
         if patch is not None:
             why = "the loop stays to be changed by hand" if "found" in facts else "the script calls anybatch itself"
             console.print(f"No patch was written: {why}.", markup=False, soft_wrap=True)
+    if not change or facts.get("refusal"):
         return
     behind = f", or: patch -p1 < {patch}" if patch is not None else ""
     console.print(f"\nTo use it, change the loop at {facts['found']}{behind}\n", markup=False, soft_wrap=True)

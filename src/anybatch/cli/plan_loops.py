@@ -130,7 +130,7 @@ class FoundStep:
         for parameter in step.model.parameters():
             parameter.grad = None  # a step begins without
         clip = float(eval(self._update.clip, dict(names))) if self._update and self._update.clip else None
-        options = {"optimizer": optimizer, "clip_norm": clip}
+        options = {"optimizer": optimizer, "clip_norm": clip, "verify": "first"}
         # the step as the arguments of a ``TrainStep``
         self.call = Call(step.model, step.loss_fn(metrics), step.logical_batch, options)
 

@@ -144,9 +144,10 @@ def _before(source: UserSource, here: ast.stmt) -> list[ast.stmt]:
     """The statements before one, in its block and in those around it up to its loop or function."""
     block = source.block(here)
     before = block[: block.index(here)]
-    outer = next(one for one in source.ancestors(here) if isinstance(one, ast.stmt | ast.Module))
-    is_end = isinstance(outer, (ast.Module, *LOOPS, *SCOPES))
-    return before if is_end else [*_before(source, outer), *before]
+    outer = next((one for one in source.ancestors(here) if isinstance(one, ast.stmt)), None)
+    if outer is None or isinstance(outer, (*LOOPS, *SCOPES)):
+        return before
+    return [*_before(source, outer), *before]
 
 
 def _backward(source: UserSource, here: ast.stmt) -> tuple[ast.stmt, ast.Call]:

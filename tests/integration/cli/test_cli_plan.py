@@ -368,6 +368,40 @@ def test_a_real_backward_is_planned_without_an_optimizer(folder: Path) -> None:
     assert f"To use it: anybatch.backward(..., micro_batch_size={plan.micro_batch_size:g})\n" in done.stderr
 
 
+CONTRASTIVE = """
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.randn(3, 512, 16):
+    one, other = (F.normalize(model(x + torch.randn_like(x)), dim=1) for _ in range(2))
+    loss = F.cross_entropy(one @ other.T, torch.arange(len(x)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SPLITS = CONTRASTIVE.replace(
+    "F.cross_entropy(one @ other.T, torch.arange(len(x)))", "(1 - (one * other).sum(1)).mean()"
+)
+
+
+@pytest.mark.parametrize("form", [[], ["--json", "-"]])
+def test_a_plan_that_its_step_would_refuse_ends_with_1_and_says_why(folder: Path, form: list[str]) -> None:
+    (folder / "loop.py").write_text(CONTRASTIVE, encoding="utf-8")
+    done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the step can't be split as planned: in micro-batches the gradient" in done.stderr
+    assert "anybatch.Coupled" in done.stderr
+    assert "import anybatch" not in done.stdout + done.stderr
+    assert not Path("change.diff").exists()
+    (folder / "loop.py").write_text(SPLITS, encoding="utf-8")
+    done = run("loop.py", "--memory", "700KiB", "--patch", "change.diff", *form)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "import anybatch" in Path("change.diff").read_text(encoding="utf-8")
+
+
 # What is shown.
 
 

@@ -66,6 +66,44 @@ def test_noise_that_the_loss_draws_is_the_same_for_each_sample() -> None:
     assert certificate.notes[0].where == "loss"
 
 
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.randn_like(x)
+
+
+def noisy_by_row(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([noisy(row) for row in x])
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return noisy(x)
+
+
+@pytest.mark.parametrize("view", [noisy, without_gradient, noisy_by_row])
+def test_two_draws_differ_so_that_views_are_told_apart(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 4)), vectors(32)
+
+    def views(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(view(batch["x"])), model(view(batch["x"]))
+
+    def each_pair(model: nn.Module, batch: Batch) -> torch.Tensor:
+        one, other = (F.normalize(found, dim=1) for found in views(model, batch))
+        return (1 - (one * other).sum(1)).mean()
+
+    def all_distances(model: nn.Module, batch: Batch) -> torch.Tensor:
+        one, other = views(model, batch)
+        return (torch.cdist(one, one) - torch.cdist(other, other)).square().mean()
+
+    assert_exact(model, each_pair, batch)
+    out = backward(model, each_pair, batch, micro_batch_size=8)
+    assert out.proof is not None
+    assert out.proof.exact
+    assert not check(model, all_distances, batch).exact
+    with pytest.raises(NotSplittable, match="the gradient of Sequential is not the whole batch's"):
+        backward(model, all_distances, batch, micro_batch_size=8)
+
+
 def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"] + torch.from_numpy(np.random.rand(len(batch["x"]), 1))), batch["y"])

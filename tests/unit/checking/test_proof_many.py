@@ -101,6 +101,7 @@ def planned(loss_fn: Loss, memory: str) -> Any:
     return anybatch.TrainStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), memory=memory)(batch_of())
 
 
+@pytest.mark.usefixtures("constant_times")
 def test_a_plan_sees_as_many_as_it_has_room_for() -> None:
     with pytest.raises(anybatch.NotSplittable, match="the gradient of Sequential is not the whole batch's"):
         planned(lambda model, batch: hardest(each_of(model(batch["x"]), batch)), "12KiB")
