@@ -298,6 +298,7 @@ HIDDEN: dict[str, tuple[Loss, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("constant_times")
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("memory", ["1MiB", 12_000])
 def test_writes_that_are_hard_to_see(name: str, memory: Any) -> None:
