@@ -90,6 +90,20 @@ def test_eval_in_training_fires_with_train_on_two_parts_of_which_one_did_not_go_
     assert one.fix.startswith("encoder.train()")
 
 
+@pytest.mark.parametrize(("frozen", "severity"), [(30, "info"), (3, "error")])
+def test_eval_in_training_is_a_remark_for_what_was_frozen_in_evaluation_mode_before(frozen: int, severity: str) -> None:
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight"), modules=MODULES, variable="backbone")
+    head = built.model(("weight",), root=1, variable="head")
+    built.optimizer((*own, *head))
+    for mode, used in [(TRAIN, (*own, *head))] * 4 + [(EVAL, head)] * frozen + [(EVAL, (*own, *head))] * 6:
+        built.forward(0, **mode)
+        built.forward(1)
+        built.backward(used)
+        built.step()
+    assert [one.severity for one in findings(built, "EVAL_IN_TRAINING")] == [severity]
+
+
 def evaluated(calls: int, every: int = 6, steps: int = 18, **facts: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model(modules=MODULES)

@@ -32,7 +32,8 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
         if len(tail) < steps or sum(at > tail[0].at for at in updates(run)) < steps:
             continue
         first, variable = tail[0], root_variable(run, root)
-        whole = not any(one.training or one.trained for one in tail)
+        held = _held(run, root, first, max((one.at for one in found if one.at < first.at), default=0))
+        whole = not held and not any(one.training or one.trained for one in tail)
         student = _beside(run, root, tail) if whole else ""
         if student:
             yield _as_target(run, root, student, tail)
@@ -49,6 +50,13 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
             evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step},
             severity="" if whole else "info",
         )
+
+
+def _held(run: Run, root: int, first: Forward, last: int) -> bool:
+    """Whether it was frozen in evaluation mode for long before it was trained so: the mode is meant to stay."""
+    frozen = [one for one in forwards_by_root(run)[root] if last < one.at < first.at]
+    begun = next((one.at for one in frozen if one.evaluated >= first.evaluated), first.at)
+    return sum(begun < at < first.at for at in updates(run)) >= _TAUGHT
 
 
 def _beside(run: Run, root: int, tail: list[Forward]) -> str:
