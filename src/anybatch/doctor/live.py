@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from anybatch.doctor.diagnosing import diagnose
+from anybatch.doctor.diagnosing import OUTCOMES, diagnose
 from anybatch.doctor.policy import Policy, is_among
 from anybatch.records.events import Stepped
 from anybatch.records.findings import Finding
@@ -37,6 +37,7 @@ class Judge:
         self._due = _FIRST
         self._seen_not_finite = False
         self._known: set[tuple[str, str, str, int]] = set()
+        self._flat: set[str] = set()  # names of outcomes that were found the last time
 
     def is_due(self, step: int, *, not_finite: bool = False) -> bool:
         """Whether it is time to run the rules."""
@@ -45,7 +46,8 @@ class Judge:
     def news(self, run: Run, step: int, *, has_ended: bool = False) -> tuple[Finding, ...]:
         """New findings: errors and warnings that are no consequence of another one, and those of non-finite numbers.
 
-        Those that only a whole run can show (codes AB8..) are left out until it has ended.
+        Those that only a whole run can show (codes AB8..) are left out until it has ended, and that nothing is learned
+        until it is found a second time, three times as many steps later: what is hard at first is flat at first.
         """
         while self._due <= step:
             self._due = self._due * 3 if str(self._due)[0] == "1" else self._due // 3 * 10
@@ -53,6 +55,9 @@ class Judge:
         found = self._told(diagnose(run if has_ended else _whole_steps(run), self._policy), has_ended=has_ended)
         if self._seen_not_finite and not any(one.name in NOT_FINITE for one in found):
             found += self._told(one for one in diagnose(run, self._policy) if one.name in NOT_FINITE)
+        flat, before = {one.name for one in found} & OUTCOMES, self._flat
+        self._flat = flat
+        found = [one for one in found if has_ended or one.name not in flat - before]
         new = {_key(one): one for one in found if _key(one) not in self._known}
         self._known |= new.keys()
         return tuple(new.values())

@@ -151,7 +151,7 @@ class Loaded(Placed):
 
 @fact("dropout")
 class DropoutCall(Placed):
-    """A functional dropout (attention's too) ran in another mode than the module around it."""
+    """A functional dropout ran in another mode than the module around it; of each model also the first that did not."""
 
     root: int  # the number of the root that was running
     module: str = ""  # the name of the innermost module, which is not a dropout module

@@ -1,6 +1,7 @@
 """Rates under which a batch is not learned: told where a copy knows more of another batch, too, and quiet on noise."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,3 +118,8 @@ def test_lr_too_high_fires_where_it_is_a_lower_rate_that_learns() -> None:
 
 def test_lr_too_low_is_quiet_on_a_run_that_learns_where_a_copy_learns_by_heart_only() -> None:
     quiet(tried(knows_more=False).run(), "LR_TOO_LOW")
+
+
+def test_lr_too_low_is_quiet_on_a_run_whose_own_loss_ends_as_low_as_that_of_the_copy() -> None:
+    """As with codes in buffers, which are those of the beginning where the last weights are tried on a kept step."""
+    quiet(replace(tried(), loss=lambda step: max(falling(step), 0.25)).run(), "LR_TOO_LOW")

@@ -138,6 +138,27 @@ def test_an_output_that_does_not_depend_on_the_input() -> None:
     assert by_name(looked(setting(model), model, torch.randn(1, 4)))[""].spread is None
 
 
+@pytest.mark.parametrize("value", [-math.inf, -1e12])
+def test_places_that_are_masked_say_nothing_of_the_spread(value: float) -> None:
+    class Masked(nn.Module):
+        def __init__(self, mask: torch.Tensor) -> None:
+            super().__init__()
+            self.scores, self.mask = nn.Linear(4, 3), mask
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.scores(x)).masked_fill(self.mask, value)
+
+    some = torch.tensor([[False, False, True]])
+    for mask in (some, (torch.arange(8) % 2 == 0)[:, None] & some):
+        model = Masked(mask)
+        spread = by_name(looked(setting(model), model, torch.randn(8, 4)))[""].spread
+        assert spread is not None
+        assert spread > 0.1
+    nn.init.zeros_(model.scores.weight)
+    model.mask = some
+    assert by_name(looked(setting(model), model, torch.randn(8, 4)))[""].spread == pytest.approx(0.0, abs=1e-12)
+
+
 def test_where_numbers_stop_to_be_finite() -> None:
     class Log(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -183,6 +183,23 @@ def test_draws_behind_the_last_step_that_is_sampled_are_told() -> None:
     assert answer(train, "drawn again") == "yes"
 
 
+def test_one_call_for_the_same_rows_behind_each_step_draws_nothing_again() -> None:
+    """As where all of a validation set is one batch."""
+
+    def train() -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(net.parameters())
+        same = torch.randn(ROWS, 6)
+        for _ in range(6):
+            optimizer.zero_grad()
+            net(torch.randn(ROWS, 6)).pow(2).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                net(same)
+
+    assert answer(train, "drawn again") == ""
+
+
 @pytest.mark.parametrize(("related", "expected"), [(True, "no"), (False, "yes")])
 @pytest.mark.parametrize("ends", [[], [nn.Sigmoid()]])
 def test_labels_of_yes_and_no_are_asked_of_too(ends: list[nn.Module], related: bool, expected: str) -> None:

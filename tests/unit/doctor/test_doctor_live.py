@@ -17,6 +17,7 @@ from anybatch.records.events import Backward, Stepped
 from anybatch.records.findings import Finding
 from anybatch.records.runs import Run, load_run
 from anybatch.records.tailing import Tail
+from number_runs import Training, call, falling
 
 
 def train(doctor: anybatch.Doctor, steps: int, *, forgotten: bool = True, nan_at: int = -1) -> torch.nn.Module:
@@ -113,6 +114,21 @@ def test_hooks_of_the_doctor_are_in_no_pickle() -> None:
         hook = AfterStep(doctor, lambda step: None)
         assert type(pickle.loads(pickle.dumps(hook))).__name__ == "SimpleNamespace"
         hook.detach()
+
+
+def at_a_guess(step: int) -> float:
+    return 2.3 + 0.01 * (step % 3)
+
+
+def test_that_nothing_is_learned_is_told_when_it_is_still_so_later() -> None:
+    """A task that is hard at first, as a parity, stays at a guess for long before it is learned."""
+    begun = Training(steps=120, loss=at_a_guess, call=call(guess=2.3)).run()
+    stays, learns = (Training(steps=360, loss=loss, call=call(guess=2.3)).run() for loss in (at_a_guess, falling))
+    for later, told in ((stays, ["NOT_LEARNING"]), (learns, [])):
+        judge = Judge()
+        assert judge.news(begun, 120) == ()
+        assert [one.name for one in judge.news(later, 360)] == told
+    assert [one.name for one in Judge().news(begun, 120, has_ended=True)] == ["NOT_LEARNING"]
 
 
 def test_a_step_that_has_begun_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.doctor.views.courses import course, phases, updates
+from anybatch.doctor.views.courses import adversarial, course, phases, updates
 from anybatch.doctor.views.naming import Names, common_module, near, parameters_code, shared_path
 from anybatch.doctor.views.optimizing import OptimizerView, announced, loss_grew, lost, measured, optimizers
 from anybatch.doctor.views.windows import calls_of, optimized, trained_forwards, usual_count
@@ -38,6 +38,29 @@ def test_an_optimizer_is_called_as_the_user_calls_it_and_has_its_own_facts() -> 
     assert other.rate_at(1) == 0.1
     assert [str(view) for view in optimizers(built.run)] == ["first"] == [str(view) for view in measured(built.run)]
     assert str(OptimizerView(built.run, 7)) == "optimizer"
+
+
+def two_optimizers(*turns: tuple[int, ...], lines: tuple[int, ...] = (1,)) -> bool:
+    """Whether two optimizers are taken for adversaries, where those of a turn step behind each backward."""
+    built = RunBuilder()
+    numbers = built.model()
+    for number in (0, 1):
+        built.optimizer(numbers[number::2], number)
+    for step in range(40):
+        built.backward(numbers, line=lines[step % len(lines)])
+        for number in turns[step % len(turns)]:
+            built.step(number)
+    return adversarial(built.run)
+
+
+def test_optimizers_that_share_a_loss_are_no_adversaries() -> None:
+    """As those of matrices and of the rest, or of sparse and of dense parameters."""
+    assert not two_optimizers((0, 1))
+    assert not two_optimizers((), (0, 1)), "accumulated"
+    assert not two_optimizers(*[(0, 1)] * 19, (1,)), "a scaler skipped one"
+    assert two_optimizers((0,), (1,))
+    assert two_optimizers((0, 1), (1,))
+    assert two_optimizers((), (0, 1), lines=(1, 2)), "a loss for each"
 
 
 def test_very_many_optimizers_are_seen_with_their_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,39 @@ def test_eval_in_training_fires_with_train_on_two_parts_of_which_one_did_not_go_
     assert one.fix.startswith("encoder.train()")
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_modes_count_where_a_functional_dropout_follows_them(follows: bool) -> None:
+    modules, built = MODULES[:1], RunBuilder()
+    numbers = built.model(("encoder.weight",), modules=modules)
+    built.optimizer(numbers)
+    for step in range(18):
+        if step == 0:
+            built.add(DropoutCall(root=0, p=0.5, training=True, root_training=follows, file=FILE, line=15))
+        for _ in range(4 if step in (2, 5, 8) else 0):
+            built.forward(line=90, grad=False)
+        built.forward(training=step < 10)
+        built.backward(numbers)
+        built.step()
+    trained, evaluated = (findings(built, name) for name in ("EVAL_IN_TRAINING", "TRAIN_IN_EVAL"))
+    assert [one.evidence["since"] for one in trained] == [10] * follows
+    assert [one.evidence["calls"] for one in evaluated] == [12] * follows
+    assert all("F.dropout (train.py:15)" in one.message for one in (*trained, *evaluated))
+
+
+@pytest.mark.parametrize(("frozen", "severity"), [(30, "info"), (3, "error")])
+def test_eval_in_training_is_a_remark_for_what_was_frozen_in_evaluation_mode_before(frozen: int, severity: str) -> None:
+    built = RunBuilder()
+    own = built.model(("encoder.weight", "norm.weight"), modules=MODULES, variable="backbone")
+    head = built.model(("weight",), root=1, variable="head")
+    built.optimizer((*own, *head))
+    for mode, used in [(TRAIN, (*own, *head))] * 4 + [(EVAL, head)] * frozen + [(EVAL, (*own, *head))] * 6:
+        built.forward(0, **mode)
+        built.forward(1)
+        built.backward(used)
+        built.step()
+    assert [one.severity for one in findings(built, "EVAL_IN_TRAINING")] == [severity]
+
+
 def evaluated(calls: int, every: int = 6, steps: int = 18, **facts: Any) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model(modules=MODULES)

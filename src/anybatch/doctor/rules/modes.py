@@ -24,23 +24,26 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
     """Models that are trained in evaluation mode since some step."""
     for root in run.roots:
         found = trained_forwards(run, root)
-        tail: list[Forward] = []
+        drops, tail = _functional(run, root), list[Forward]()
         for one in reversed(found):
-            if one.evaluated <= found[0].evaluated or one.trained >= found[0].trained:
+            turned = one.evaluated > found[0].evaluated and one.trained < found[0].trained
+            if not turned and not (drops and found[0].training and not one.training):
                 break
             tail.insert(0, one)
         if len(tail) < steps or sum(at > tail[0].at for at in updates(run)) < steps:
             continue
         first, variable = tail[0], root_variable(run, root)
-        whole = not any(one.training or one.trained for one in tail)
+        held = _held(run, root, first, max((one.at for one in found if one.at < first.at), default=0))
+        whole = not held and not any(one.training or one.trained for one in tail)
         student = _beside(run, root, tail) if whole else ""
         if student:
             yield _as_target(run, root, student, tail)
             continue
         before = next((one for one in reversed(list(run.of(Forward))) if one.root == root and one.at < first.at), first)
+        what = Names(first.evaluating or drops)
         yield Found(
             text=f"Since step {first.step} {variable} is trained in evaluation mode{near(first)}: "
-            f"{Names(first.evaluating)} {'was' if first.evaluated == 1 else 'were'} in training mode before.",
+            f"{what} {what:was|were} in training mode before.",
             fix=f"{variable}.train()  # at the start of each epoch, after the evaluation{near(before)}",
             cause=f"{variable}.eval() was called for an evaluation, and {variable}.train() was not called after it.",
             since=first,
@@ -49,6 +52,19 @@ def eval_in_training(run: Run, *, steps: float = Limit(3, "fewer may be the end 
             evidence={"steps": len(tail), "evaluating": list(first.evaluating), "since": first.step},
             severity="" if whole else "info",
         )
+
+
+def _functional(run: Run, root: int) -> list[str]:
+    """The first functional dropout that followed the mode of a model, with its line."""
+    calls = [one for one in run.of(DropoutCall) if one.root == root and one.training and one.root_training]
+    return [f"F.{one.function}{near(one)}" for one in calls[:1]]
+
+
+def _held(run: Run, root: int, first: Forward, last: int) -> bool:
+    """Whether it was frozen in evaluation mode for long before it was trained so: the mode is meant to stay."""
+    frozen = [one for one in forwards_by_root(run)[root] if last < one.at < first.at]
+    begun = next((one.at for one in frozen if one.evaluated >= first.evaluated and not one.training), first.at)
+    return sum(begun < at < first.at for at in updates(run)) >= _TAUGHT
 
 
 def _beside(run: Run, root: int, tail: list[Forward]) -> str:
@@ -99,11 +115,12 @@ def train_in_eval(
             continue
         one, variable = (long or rows)[0][0], root_variable(run, root)
         count = sum(map(len, rows))
-        names = Names(
+        own = [
             module.name
             for module in facts.modules
             if module.kind in ("dropout", "batch_norm") and module.name not in one.evaluating
-        )
+        ]
+        names = Names(own or _functional(run, root))
         yield Found(
             text=f"{variable} is called without gradient in training mode{near(one)}, {counted(count, 'time')}: "
             f"{names} {names:is|are} active in the evaluation.",
@@ -146,10 +163,11 @@ def _evaluations(run: Run, root: int) -> list[list[Forward]]:
     begun = False
     if all(one.grad or not one.training for one in forwards_by_root(run).get(root, ())):
         return []
+    drops = bool(_functional(run, root))
     for one in run.of(Stepped, Backward, Forward):
         if isinstance(one, Forward) and one.root != root:
             continue
-        if isinstance(one, Forward) and not one.grad and one.training and one.trained:
+        if isinstance(one, Forward) and not one.grad and one.training and (one.trained or drops):
             found[-1].append(one)
             continue
         if found[-1]:

@@ -94,6 +94,8 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
     asked = next(found, None)
+    if asked is not None and one.losses.last <= 2 * asked.evidence.get("unseen", -math.inf):
+        return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
     if asked is None or outcome(one.run).word != "learning":
         return asked
     return asked if asked.evidence.get("knows_more") else None

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,7 +66,10 @@ def _figures_of(samples: torch.Tensor) -> torch.Tensor:
     places = [round((ordered.shape[1] - 1) * percent / 100) for percent in PERCENTILES]
     percentiles = torch.stack([ordered[:, place] for place in places], 1)  # a list of places would be waited for
     deviation = (flat - mean).square_().mean(1).sqrt_()
-    spread = (samples - samples.mean(1, keepdim=True)).square_().mean(1).sqrt_().mean(1) / size.mean(1)
+    apart = (samples - samples.mean(1, keepdim=True)).square_().mean(1).sqrt_()
+    differ = apart > 0  # not where a mask puts -inf or -1e9 for the whole batch
+    spread = apart.where(differ, 0).sum(1) / samples.abs().mean(1).where(differ, 0).sum(1)
+    spread = spread.nan_to_num(0.0).where(apart.isfinite().any(1), nan)
     shares = [one.double().mean(1) for one in (flat == 0, size > 1 - _NEAR, size < _NEAR)]
     return torch.cat([percentiles, mean, torch.stack([deviation, spread, *shares], 1)], 1)
 
@@ -119,7 +123,7 @@ class Units:
         return {
             "percentiles": tuple(float(f"{value:.4g}") for value in row[: len(PERCENTILES)]),
             "mean": mean, "std": std, "zeros": zeros, "saturated": saturated, "absmax": absmax,
-            "spread": spread if one.several and spread == spread else 0.0 if one.several else None,
+            "spread": spread if one.several and spread == spread else None,
             "dead": (units - alive) / units,
             "always_dead": 1.0 - ever / units if self._counts[key] >= _LEAST_SAMPLES else 0.0,
         }  # fmt: skip

@@ -255,6 +255,7 @@ class Calls:
     ) -> None:  # fmt: skip
         self._recording, self._emit, self._current_root, self._keep = recording, emit, current_root, keep
         self._kinds: set[Any] = set()  # of calls that were recorded in full
+        self._dropped: set[int] = set()  # ids of models in training mode of which a dropout was seen
         self._with_ignored: set[str] = set()
         self._guesses = Guesses()
         self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
@@ -368,6 +369,7 @@ class Calls:
                     return original(first, *others)
                 root = recording.running
                 is_usual = recording.innermost is None and root is not None and root.training == others[1]
+                is_usual = is_usual and (not others[1] or id(root) in self._dropped)
                 if not is_usual and others[0] and type(first) in _PLAIN and _is_run():
                     note(*others[:2])
                 return original(first, *others)  # mostly of an ordinary model, whose modules are in one mode
@@ -377,15 +379,19 @@ class Calls:
         return make
 
     def _mode(self, name: str, p: float, training: Any) -> None:
-        """Tells a dropout that drops in another mode than its module's."""
+        """Tells a dropout that drops in another mode than its module's, and of each model the first that follows it."""
         training, root = bool(training), None if self._recording.threads.elsewhere() else self._current_root()
-        if root is None or root.module is None or root.module.training == training:
+        if root is None or root.module is None:
             return
+        follows, key = root.module.training == training, id(self._recording.running)
+        if follows and (not training or key in self._dropped):
+            return
+        self._dropped |= {key} if follows else set()
         module = _caller() or root.module  # reading a frame costs time, and is done for a mismatch only
         is_new = self._recording.numbering.root_of(module) is None
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and is_new:
             module = root.module  # made for this call, and so in training mode whatever the model is in
-        if module.training == training or isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if (module.training == training) != follows or isinstance(module, torch.nn.modules.dropout._DropoutNd):
             return
         file, line = user_place()
         self._emit(

@@ -12,6 +12,9 @@ from anybatch.records.runs import Run, remembered
 from anybatch.records.samples import Written
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
+_TOGETHER = 0.9
+"""Steps, as a share, that optimizers of one loss do together: a scaler may skip some, and a run may end within one."""
+
 
 @remembered
 def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
@@ -224,7 +227,20 @@ def _summed(run: Run, calls: list[LossCall], start: float, end: float) -> list[L
 
 @remembered
 def adversarial(run: Run, optimizer: int | None = None) -> bool:
-    """Whether optimizers with different parameters step by turns, in the phase of one of them or in the last."""
+    """Whether optimizers with different parameters step by turns, in the phase of one of them or in the last.
+
+    Those that all step behind each backward of one line share its loss.
+    """
     parts = phases(run)
     part = next((one for one in parts if optimizer in one.optimizers), parts[-1] if parts else None)
-    return part is not None and len({frozenset(groups_of(run, number)) for number in part.optimizers}) > 1
+    if part is None or len({frozenset(groups_of(run, number)) for number in part.optimizers}) < 2:
+        return False
+    turns, lines = list[set[int]](), set[tuple[str, int]]()
+    for one in run.of(Backward, Stepped):
+        if isinstance(one, Stepped) and turns and part.start <= one.at <= part.end:
+            turns[-1].add(one.optimizer)
+        elif isinstance(one, Backward) and part.start <= one.at <= part.end:
+            lines.add((one.file, one.line))
+            turns = turns if turns and not turns[-1] else [*turns, set()]
+    together = sum(frozenset().union(*(groups_of(run, one) for one in turn)) == part.parameters for turn in turns)
+    return len(lines) > 1 or together < _TOGETHER * len(turns)
