@@ -331,7 +331,7 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     if surely or (len(pairs) >= 3 and paired > max(_SOMETHING, 3 * its) and gain > _LITTLE):
         return Outcome("learning", said, calls[0], fmean(last), guess, len(calls))
     if gain > _SOMETHING:
-        return Outcome("undecided", f"{said}: too uncertain after so few steps", steps=len(calls))
+        return Outcome("undecided", f"{said}: its values scatter too much to tell", steps=len(calls))
     if len(pairs) >= 3:
         gain, error = (paired, its) if its < error and abs(paired - gain) < 3 * error else (gain, error)
     fell = fmean(before) - fmean(last)
