@@ -79,7 +79,7 @@ class State:
     went: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: int = 0  # steps before its first call
     within: str = ""  # the part of the net that this is of
-    before: Any = None  # what tells what it was given when it was last called without a graph in training mode
+    before: Any = None  # the step at which it was last called without a graph in training mode, and what it was given
     again: int = 0  # how often it was given the same then as the time before
 
     @property
@@ -220,7 +220,7 @@ class Kept:
         if state is not None:
             state.modes.add(mode)
             if mode and not torch.is_grad_enabled() and first is not None:
-                same, state.before = state.before, mark(first)
+                same, state.before = state.before, (step, mark(first))
                 state.again += same == state.before
             is_early = step - state.steps < _MOST_WENT
             if not is_new and (is_early or self._sampled()) and step not in state.inputs:
