@@ -212,7 +212,7 @@ def test_windows_over_what_is_no_iterable_are_refused_where_they_are_made(loader
 
 def test_windows_over_what_has_items_by_number_alone_are_made() -> None:
     class Items:
-        def __getitem__(self, number: int) -> torch.Tensor:
+        def __getitem__(self, number: int) -> Any:
             return numbered([3, 3, 3])[number]
 
     made: Any = Items()

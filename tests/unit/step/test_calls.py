@@ -202,7 +202,7 @@ def without_numbers() -> nn.Module:
         return Straight()
 
 
-CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
+VERBS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "a step": lambda model, batch: step_of(model)(batch),
     "evaluate": lambda model, batch: step_of(model).evaluate(batch),
     "a plan": lambda model, batch: anybatch.TrainStep(
@@ -214,17 +214,17 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("batch", [BATCH, BATCH.to("meta")], ids=["numbers", "meta"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", VERBS)
 def test_a_model_on_meta_is_refused_by_its_name(call: str, batch: torch.Tensor) -> None:
     with pytest.raises(anybatch.LossError, match=r"Straight is on the meta device.*only anybatch.plan.*to_empty"):
-        CALLS[call](without_numbers(), batch)
+        VERBS[call](without_numbers(), batch)
 
 
 @pytest.mark.parametrize("call", ["a step", "evaluate", "backward"])
 def test_a_batch_on_meta_is_refused(call: str) -> None:
     with pytest.raises(anybatch.BatchError, match=r"a tensor \(5, 5\) on the meta device|\(12, 5\) on the meta"):
-        CALLS[call](made(), BATCH.to("meta"))
-    CALLS[call](made(), BATCH)
+        VERBS[call](made(), BATCH.to("meta"))
+    VERBS[call](made(), BATCH)
 
 
 def test_a_model_on_meta_is_planned() -> None:
