@@ -226,7 +226,8 @@ def _check_update(options: Options) -> None:
     ):
         raise BatchError(f"clip_norm={options.clip_norm!r}; expected a positive number, or None not to clip")
     if options.clip_norm is not None:
-        sparse = [name for name, m in options.model.named_modules() if getattr(m, "sparse", False) is True]
+        modules = options.model.named_modules()
+        sparse = [name or type(m).__name__ for name, m in modules if getattr(m, "sparse", False) is True]
         if sparse:
             raise BatchError(
                 f"{sparse[0]} gives sparse gradients, which can't be clipped by norm; leave clip_norm out or build it "

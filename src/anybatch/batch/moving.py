@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 from anybatch.accelerators import current_stream, has_streams, is_accelerator, running_in, side_stream
 from anybatch.batch.layout import home_of, moves_itself
 from anybatch.batch.trees import leaves, map_leaves
+from anybatch.errors import BatchError
 
 
 def moved(micro_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -42,6 +43,11 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
             return leaf.to(device) if not pin and moves_itself(leaf) else leaf
         if leaf.device == device:
             return leaf
+        if leaf.is_meta:
+            raise BatchError(
+                f"the batch has a tensor {tuple(leaf.shape)} on the meta device, where tensors have no numbers; "
+                "expected one on the host or on a device. Only anybatch.plan, of a model on meta, takes it there"
+            )
         if pin and leaf.device.type == "cpu" and leaf.layout is torch.strided:
             leaf = leaf if leaf.is_pinned() else leaf.contiguous().pin_memory()
         return leaf.to(device, non_blocking=is_accelerator(device))

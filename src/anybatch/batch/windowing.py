@@ -107,6 +107,8 @@ def windows(
     given = {name: n for name, n in (("batches", batches), ("samples", samples), ("tokens", tokens)) if n is not None}
     if len(given) != 1:
         raise BatchError(f"got {given or 'none of them'}; expected exactly one of batches=, samples= and tokens=")
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise BatchError(f"windows over {loader!r}, which is no iterable; expected a loader, or a list of batches")
     name, size = next(iter(given.items()))
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise BatchError(f"{name}={size!r}; expected an integer of at least 1")

@@ -122,7 +122,19 @@ class Planner:
             DoesNotFit: nothing does; it says how many bytes the smallest configuration needs and what holds them.
         """
         self._may_try = race
-        return self._stable(lambda: self._planned(budget, race), budget)
+        found = self._stable(lambda: self._planned(budget, race), budget)
+        if self._searches[0].is_fake:
+            return found
+        return replace(found, smallest_bytes=self._confirmed(found.smallest_bytes))
+
+    def _confirmed(self, least: int) -> int:
+        """The smallest budget of a step that runs for real, of which fewer sizes may run within less."""
+        for _ in range(_ATTEMPTS):
+            wanted = type(self)(self.subject, self.target, allow=self._allow).least_budget(least)
+            if wanted <= least:
+                break
+            least = wanted
+        return least
 
     def least_budget(self, budget: int) -> int:
         """The smallest budget that a plan can be made for."""
@@ -142,7 +154,8 @@ class Planner:
             try:
                 return until_stable(lambda: [search.profiles.known for search in self._searches], self._forget, search)
             except NothingRuns as error:
-                raise stopped(error.needed, self._room(budget), why_whole(self.subject)) from None
+                needed = max(search.profiles.needed_by(error.needed) for search in self._searches)
+                raise stopped(needed, self._room(budget), why_whole(self.subject)) from None
 
     def _forget(self) -> None:
         for search in self._searches:

@@ -429,6 +429,11 @@ class Predictor:
             self.always = wanted
             self._forget()
 
+    def needed_by(self, reached: int) -> int:
+        """The least bytes of a step of which a run had reached so many; the optimizers' state comes later."""
+        update = trace_update(self.subject, self.trained(()))
+        return max(reached + update.state - self.subject.state_bytes, update.peak + self.subject.batch_bytes)
+
     def _forget(self) -> None:
         self._profiles.clear()
         self._traces.clear()

@@ -6,8 +6,10 @@ torch's private module for fake tensors.
 
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from anybatch.batch.trees import map_leaves
 from anybatch.torch_private import refuse_pointers, warn_of_pointers
 
 Fake = FakeTensor
+_LOGGER = logging.getLogger(FakeTensorMode.__module__)
 _UNKNOWN = object()
 """The result of a lookup that is not in the cache."""
 _DEVICE = torch.ops.prim.device.default
@@ -216,10 +219,16 @@ class QuickFakeMode(FakeTensorMode):
             raise RuntimeError(f"got {func} on a fake tensor of a trace that has ended; expected real tensors")
         if self._is_within:  # torch decomposes an operation into others
             return self._result(func, types, args, kwargs)
-        self._is_within = True
+        self._is_within, mine = True, get_ident()
+
+        def is_other(record: logging.LogRecord) -> bool:
+            return record.thread != mine
+
+        _LOGGER.addFilter(is_other)  # torch logs what it raises, and whoever traces has an answer to that
         try:
             result = self._result(func, types, args, kwargs)
         finally:
+            _LOGGER.removeFilter(is_other)
             self._is_within = False
         self._note(func, args, kwargs or {}, result)
         return result

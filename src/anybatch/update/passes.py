@@ -15,7 +15,7 @@ import torch
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.batch.moving import moved
-from anybatch.errors import AnyBatchError, BatchError, warn
+from anybatch.errors import AnyBatchError, BatchError, LossError, warn
 from anybatch.loss.accumulate import Accumulation, Settings, count_in_forward
 from anybatch.loss.losses import SINGLE, LossFunction, as_coupled, as_over_time
 from anybatch.loss.pieces import InPieces, Place
@@ -59,6 +59,11 @@ class Task:
     every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them
 
     def __post_init__(self) -> None:
+        if self.settings.device.type == "meta":
+            raise LossError(
+                f"{type(self.model).__name__} is on the meta device, where tensors have no numbers; only anybatch.plan "
+                "takes it there. Call model.to_empty(device=...), and load or initialize the weights"
+            )
         self.modules = self.modules or modules_behind(self.model, self.loss_fn)
         self.every_module = self.every_module or modules_of(*self.modules)
 

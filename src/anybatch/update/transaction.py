@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
+    "not enough memory: you tried",  # of the CPU on Windows
     "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",

@@ -109,6 +109,9 @@ STEPS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         for value in (0, -1.0, NAN, True, "1")
     },
     "sparse and clipped": (stepped(Lookup, clip_norm=1.0), ("table", "sparse", "leave clip_norm out", "sparse=False")),
+    "sparse and nothing else": (
+        stepped(lambda: nn.Embedding(4, 2, sparse=True), clip_norm=1.0), ("Embedding gives sparse gradients",),
+    ),
     "a hook after accumulation": (stepped(hooked), ("post-accumulate-grad hook", "Remove the hook")),
     "float16 and a scaler": (
         stepped(lambda: Noisy().half(), scaler=torch.amp.GradScaler("cpu")), ("float16", "float32", "autocast="),

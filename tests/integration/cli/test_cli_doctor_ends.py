@@ -206,3 +206,40 @@ def test_a_script_that_takes_too_long_is_interrupted(tmp_path: Path, light: Path
     assert done.code == 124
     assert done.out == "interrupted\n"
     assert "interrupted after 2 seconds, as --timeout asked for" in " ".join(done.err.split())
+
+
+LOSES = """
+import os, sys
+import torch
+
+way, record = sys.argv[1:]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).square().mean().backward()
+    optimizer.step()
+    if step == 20 and way != "nothing":
+        os.remove(record)
+    if step == 20 and way == "is another":
+        open(record, "w").write("the script's own")
+"""
+
+
+@pytest.mark.parametrize("way", ["is gone", "is another", "nothing"])
+def test_a_record_that_is_lost_is_not_written_to_and_nothing_untrue_is_said(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSES, encoding="utf-8")
+    record = tmp_path / "run.jsonl"
+    done = doctor(tmp_path, "--no-ask", "--record", str(record), "--json", "d.json", "train.py", way, str(record))
+    facts, said = json.loads((tmp_path / "d.json").read_text(encoding="utf-8")), " ".join(done.err.split())
+    assert done.code == 0
+    if way == "nothing":
+        assert "can't be written" not in said
+        assert '"kind":"ended"' in record.read_text(encoding="utf-8")
+        return
+    assert (facts["verdict"], facts["healthy"]) == ("undecided", None)
+    assert "no optimizer stepped" not in said
+    assert said.count("the record can't be written any more") == 1
+    assert "damaged" not in said
+    assert record.exists() == (way == "is another")
+    assert not record.exists() or record.read_text(encoding="utf-8") == "the script's own"

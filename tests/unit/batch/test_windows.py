@@ -204,6 +204,21 @@ def test_a_loader_that_is_used_up_is_not_trained_on_in_silence() -> None:
         list(kept)
 
 
+@pytest.mark.parametrize("loader", [5, None, mean_loss])
+def test_windows_over_what_is_no_iterable_are_refused_where_they_are_made(loader: Any) -> None:
+    with pytest.raises(BatchError, match="which is no iterable; expected a loader"):
+        anybatch.windows(loader, batches=2)
+
+
+def test_windows_over_what_has_items_by_number_alone_are_made() -> None:
+    class Items:
+        def __getitem__(self, number: int) -> Any:
+            return numbered([3, 3, 3])[number]
+
+    made: Any = Items()
+    assert [rows(window) for window in anybatch.windows(made, batches=2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+
 def test_what_next_began_a_loop_goes_on_with() -> None:
     kept = anybatch.windows(numbered([3, 3, 3]), batches=1)
     first = next(kept)

@@ -15,7 +15,12 @@ HOSTS = {"accelerate.utils.memory": "should_reduce_batch_size", "lightning.pytor
 
 def texts_of_hosts() -> list[str]:
     """What Accelerate and Lightning look for, as far as they are here, and what else says so."""
-    found = ["std::bad_alloc", "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"]
+    windows = "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
+    found = [
+        windows,
+        "std::bad_alloc",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    ]
     for module, name in HOSTS.items():
         with contextlib.suppress(ImportError):
             source = inspect.getsource(importlib.import_module(module))

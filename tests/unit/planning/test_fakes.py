@@ -1,6 +1,8 @@
 """Fake tensors stand in for a model's own and leave no trace, whatever happens meanwhile."""
 
+import contextlib
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import anybatch
 from anybatch.tensors.fakes import Fakes, swapped
 from anybatch.tensors.modules import modules_of
 
@@ -197,3 +200,33 @@ def test_any_strided_tensor_has_a_fake_alike(shape: list[int], order: list[int],
     assert (fake.shape, fake.stride(), fake.requires_grad) == (tensor.shape, tensor.stride(), trained)
     assert fakes.like(tensor) is fake
     assert fake.is_leaf
+
+
+def test_planning_logs_nothing_of_what_fails_on_fake_tensors_and_what_the_loss_logs_is_heard() -> None:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    own, torchs = logging.getLogger("own"), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def failing() -> None:
+        with contextlib.suppress(RuntimeError):
+            _ = torch.zeros(2, 3) + torch.zeros(2, 4)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        failing()
+        own.warning("a loss")
+        found: torch.Tensor = model(batch).square().mean()
+        return found
+
+    for logger in (own, torchs):
+        logger.addHandler(handler)
+    try:
+        assert anybatch.plan(nn.Linear(4, 4), loss_fn, torch.ones(6, 4), memory="1GiB").confidence == "predicted"
+        assert {*heard} == {"a loss"}
+        with torch._subclasses.FakeTensorMode():
+            failing()
+        assert "failed while attempting to run meta for aten.add.Tensor" in heard[-1]
+    finally:
+        for logger in (own, torchs):
+            logger.removeHandler(handler)
+    assert not torchs.filters

@@ -95,6 +95,53 @@ CASES: dict[str, Case] = {
 }
 
 
+class Experts(nn.Module):
+    """Sends each sample to one of a few layers, so that what runs depends on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Linear(16, 4), nn.Linear(16, 5)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds to each sample what its layer makes of it."""
+        shares = self.gate(x).softmax(-1)
+        chosen, added = shares.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if len(rows := (chosen == number).nonzero().squeeze(1)):
+                added = added.index_add(0, rows, expert(x[rows]) * shares[rows, number : number + 1])
+        found: Tensor = self.last(x + added)
+        return found
+
+
+REAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "experts": (Experts, labelled(16, 16)),
+    "recurrent": (Recurrent, labelled(16, 20, 8)),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_is_said_of_a_step_that_runs_for_real_is_enough(name: str) -> None:
+    make, batch = REAL[name]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def plan(memory: int) -> anybatch.Plan:
+        return anybatch.plan(model, loss_of, batch, optimizer, memory=memory)
+
+    memory, found = 1000, None
+    for _ in range(4):  # a run that was stopped knows only that it takes more
+        try:
+            found = plan(memory)
+            break
+        except anybatch.DoesNotFit as error:
+            memory = max(memory + 1, error.needed or 0)
+    assert found is not None
+    smallest = plan(2**30).smallest_bytes
+    assert plan(smallest).peak_bytes <= smallest <= 1.02 * memory
+
+
 LONG = ("coupled", "over time")
 
 

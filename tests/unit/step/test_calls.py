@@ -192,3 +192,40 @@ def test_a_hook_that_comes_after_the_step_was_made_is_seen() -> None:
         step(BATCH)
     assert different(before, facts(model)) == []
     assert step.updates == 1
+
+
+# --- tensors without numbers -----------------------------------------------------------------------------------------
+
+
+def without_numbers() -> nn.Module:
+    with torch.device("meta"):
+        return Straight()
+
+
+VERBS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "a step": lambda model, batch: step_of(model)(batch),
+    "evaluate": lambda model, batch: step_of(model).evaluate(batch),
+    "a plan": lambda model, batch: anybatch.TrainStep(
+        model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB"
+    )(batch),
+    "backward": lambda model, batch: anybatch.backward(model, mean_square, batch, micro_batch_size=5),
+    "check": lambda model, batch: anybatch.check(model, mean_square, batch),
+}
+
+
+@pytest.mark.parametrize("batch", [BATCH, BATCH.to("meta")], ids=["numbers", "meta"])
+@pytest.mark.parametrize("call", VERBS)
+def test_a_model_on_meta_is_refused_by_its_name(call: str, batch: torch.Tensor) -> None:
+    with pytest.raises(anybatch.LossError, match=r"Straight is on the meta device.*only anybatch.plan.*to_empty"):
+        VERBS[call](without_numbers(), batch)
+
+
+@pytest.mark.parametrize("call", ["a step", "evaluate", "backward"])
+def test_a_batch_on_meta_is_refused(call: str) -> None:
+    with pytest.raises(anybatch.BatchError, match=r"a tensor \(5, 5\) on the meta device|\(12, 5\) on the meta"):
+        VERBS[call](made(), BATCH.to("meta"))
+    VERBS[call](made(), BATCH)
+
+
+def test_a_model_on_meta_is_planned() -> None:
+    assert anybatch.plan(without_numbers(), mean_square, BATCH.to("meta"), memory="1GiB").peak_bytes
