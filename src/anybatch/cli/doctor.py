@@ -24,6 +24,7 @@ from anybatch.cli.doctor_records import (
     not_followed,
     note_differences,
     records_of_ranks,
+    to_complete,
     without_records_of_ranks,
 )
 from anybatch.cli.reporting import Wanted, reporting_options
@@ -148,6 +149,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
     try:
         if several and (ranks := records_of_ranks(record)):
             record = ranks[min(ranks)]
+        record = to_complete(record, folder)
         notes = completed(record, folder, target, finished)
         if len(ranks) > 1:
             note_differences(ranks)

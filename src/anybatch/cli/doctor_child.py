@@ -26,6 +26,7 @@ from anybatch.doctor.frames import HiddenFrames, without_own_frames
 BEGAN = "began"
 ATTACHED = "attached"
 BROKEN = "broken"
+LOST = "lost"
 LEFT = "left"
 PROCESSES = "processes"
 _LAUNCHED_BY = "ANYBATCH_DOCTOR_LAUNCHED_BY"
@@ -240,6 +241,7 @@ class Attendance:
         self._frames.take_off()
         if self._doctor.lost:
             self.note(BROKEN, self._doctor.lost)
+            self.note(LOST, "")
 
 
 def _apart(answers: Callable[[], Iterable[Any]], limit: float) -> Iterable[Any]:

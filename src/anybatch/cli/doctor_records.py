@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN, LEFT, PROCESSES, of_rank
+from anybatch.cli.doctor_child import ATTACHED, BEGAN, BROKEN, LEFT, LOST, PROCESSES, of_rank
 from anybatch.cli.doctor_launch import Finished, Target
 from anybatch.doctor.policy import Policy
 from anybatch.records.diagnoses import Diagnosis
@@ -36,23 +37,33 @@ _SAME_NORM = 1e-6
 """Ranks that step with the same gradient have the same bits; a record has them in decimals."""
 
 
+def to_complete(record: Path, folder: Path) -> Path:
+    """The record; a copy where its file is no longer the recorder's, or takes no more, and is left alone from then on."""
+    if not (folder / LOST).exists():
+        return record
+    copy = folder / "copied.jsonl"
+    if record.is_file() and is_record(record):
+        shutil.copyfile(record, copy)
+    return copy
+
+
 def completed(record: Path, folder: Path, target: Target, finished: Finished) -> tuple[str, ...]:
     """Writes the exit code into a record, and an end if the script wrote none; returns notes for the report."""
     notes = []
     broken = (folder / BROKEN).read_text(encoding="utf-8", errors="replace") if (folder / BROKEN).exists() else ""
+    reason = next((line for line in reversed(broken.splitlines()) if line.strip()), "")
     if record.is_file() and record.stat().st_size > 0:
-        if not _with_exit_code(record, finished) and not broken:
+        if not _with_exit_code(record, finished, reason) and not broken:
             notes.append(f"The process {_how(finished.code)}; this is what was seen until then.")
     else:
         started = Started(script=target.name, arguments=target.arguments, time=time.time() - finished.seconds)
-        ended = Ended(exit_code=finished.shell_code, at=1)  # its cost was not measured
+        ended = Ended(exit_code=finished.shell_code, at=1, failure=reason)  # its cost was not measured
         record.write_text(f"{to_line(started)}\n{to_line(ended)}\n", encoding="utf-8")
         if not broken:
             notes.append(_why_nothing(folder, finished.code))
     if finished.limit is not None:
         notes.append(f"The script was interrupted after {finished.limit:g} seconds, as --timeout asked for.")
     if broken:
-        reason = next((line for line in reversed(broken.splitlines()) if line.strip()), "")
         notes.append(f"The doctor itself failed in the script's process, which went on without it: {reason}")
     return tuple(notes)
 
@@ -78,7 +89,7 @@ def _how(code: int) -> str:
     return f"was ended by {name}"
 
 
-def _with_exit_code(record: Path, finished: Finished) -> bool:
+def _with_exit_code(record: Path, finished: Finished, failure: str) -> bool:
     """Writes the exit code into the last line; whether the record had an end."""
     with record.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -92,7 +103,7 @@ def _with_exit_code(record: Path, finished: Finished) -> bool:
         else:
             at, step = (last.at + 1, last.step) if last is not None else (0, 0)
             keep = len(whole)
-            ended = Ended(exit_code=finished.shell_code, at=at, step=step)
+            ended = Ended(exit_code=finished.shell_code, at=at, step=step, failure=failure)
         file.seek(max(0, size - _TAIL) + keep)
         file.truncate()
         file.write(f"{to_line(ended)}\n".encode())

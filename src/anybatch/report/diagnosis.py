@@ -168,7 +168,7 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
         said.append("to limit the overhead, it measured fewer steps")
     if ended is not None and ended.dropped:
         said.append(f"{_count(ended.dropped, 'line')} left out because the record had reached its size limit")
-    if ended is not None and ended.failure:
+    if ended is not None and ended.failure and not any(ended.failure in note for note in diagnosis.notes):
         said.append(f"the recorder had an internal error, so facts may be missing: {ended.failure}")
     return "; ".join(said)
 
