@@ -249,6 +249,24 @@ def proved_now_and_then(rank: int, world: int) -> None:
     assert [number for number in range(1, 20) if proofs[number] is not proofs[number - 1]] == [8, 16]
 
 
+def proved_where_a_term_begins(rank: int, world: int) -> None:
+    """A coupled term that one rank alone is given has the next batch proved on all of them, and refused."""
+    model = SHARDED(Net())
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss, goes_by = mean_loss(model, batch), next(iter(optimizer.state.values()), {}).get("step", 0)
+        return loss + model(batch["x"]).std(0).mean() if rank == world - 1 and goes_by >= 4 else loss
+
+    optimizer = torch.optim.Adam(model.parameters())
+    step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=2)
+    (batch,) = batches_of((6,))
+    proofs = [step(batch).proof for _ in range(5)]
+    assert all(one is proofs[0] for one in proofs)
+    assert isinstance(raised(lambda: step(batch)), anybatch.NotSplittable)
+    assert_same_everywhere(step.updates)
+    assert step.updates == 5
+
+
 def _on_a_square(world: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -275,6 +293,7 @@ CASES: Mapping[str, Case] = {
     **{f"resuming, {n}": partial(resuming, wrap=w) for n, w in BOTH.items()},
     "refusals": refusals,
     "proofs": proved_now_and_then,
+    "late terms": proved_where_a_term_begins,
 }  # fmt: skip
 FOUR: Mapping[str, Case] = {f"SGD, {n}": CASES[f"SGD, {n}"] for n in BOTH}
 
