@@ -134,7 +134,8 @@ def test_a_loss_of_each_kind_that_stays_the_same_is_not_proved_again(kind: str) 
     _, _, step = step_of(KINDS[kind])
     for number in range(6):
         out = step(batch)
-        assert out.proof is not None and out.proof.update == 0, number
+        assert out.proof is not None
+        assert out.proof.update == 0, number
 
 
 def test_a_term_of_each_sample_may_begin_late() -> None:
