@@ -167,6 +167,7 @@ class Proofs:
         parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
         update: int | None,
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
+        from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove
         from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
@@ -185,6 +186,7 @@ class Proofs:
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
         if not Replay.can_be(task, parts, proof):
+            self._unseen[key] = even(task.splittable)
             return task, None
         if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
             if proof.exact and proof.group == 1 and reason is None:
