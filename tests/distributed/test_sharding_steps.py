@@ -275,14 +275,22 @@ def _on_a_square(world: int) -> Any:
     return fully_shard(Net(), mesh=mesh)
 
 
+def _by_default(model: torch.nn.Module) -> torch.nn.Module:
+    """Units release their parameters after the forward, and the root keeps its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.get_submodule("first"))
+    return fully_shard(model)
+
+
 BOTH = {"kept": KEPT, "sharded": SHARDED}
 CASES: Mapping[str, Case] = {
     **{f"SGD, {n}": partial(training, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9), wrap=w)
        for n, w in BOTH.items()},
     **{f"AdamW, {n}": partial(training, optimizer=torch.optim.AdamW, wrap=w) for n, w in BOTH.items()},
     **{f"overflow, {n}": partial(overflowing, wrap=sharded(reshards=n == "sharded", units=())) for n in BOTH},
-    **{f"Coupled, {n}": partial(coupled, wrap=w) for n, w in BOTH.items()},
-    **{f"OverTime, {n}": partial(over_time, wrap=w) for n, w in BOTH.items()},
+    **{f"Coupled, {n}": partial(coupled, wrap=w) for n, w in (BOTH | {"by default": _by_default}).items()},
+    **{f"OverTime, {n}": partial(over_time, wrap=w) for n, w in (BOTH | {"by default": _by_default}).items()},
     **{f"by hand afterwards, {n}": partial(own_loop_after, wrap=w) for n, w in BOTH.items()},
     **{
         f"mixed precision, {n}, summed in {dtype}": partial(

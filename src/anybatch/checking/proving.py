@@ -100,6 +100,7 @@ class Proofs:
             self.latest = known if holds else None
 
             def prove_with_others() -> None:
+                from anybatch.checking.elsewhere import even
                 from anybatch.checking.together import prove_together
 
                 clear()
@@ -108,6 +109,7 @@ class Proofs:
                 if self.verify != "off":
                     self._conclude(proof, reason, task)
                     self.latest = self._kept(key, proof) if splits else proof
+                    self._unseen[key] = even(task.splittable)
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None

@@ -12,6 +12,7 @@ import anybatch
 
 Batch = dict[str, torch.Tensor]
 SAMPLES = 48
+pytestmark = pytest.mark.usefixtures("constant_times")
 
 
 def batch_of(weights: torch.Tensor | None = None) -> Batch:
