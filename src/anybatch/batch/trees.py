@@ -130,11 +130,11 @@ def _fields_of(node: Any) -> list[str] | None:
 
 def _with_values(node: Any, values: Sequence[Any]) -> Any:
     """A list or tuple with other items, without its own constructor, which may take something else."""
-    base = tuple if isinstance(node, tuple) else list
-    twin = base.__new__(type(node), values)
+    twin: Any = tuple.__new__(type(node), values) if isinstance(node, tuple) else list.__new__(type(node))
     if isinstance(twin, list):
         list.extend(twin, values)
-    vars(twin).update(vars(node)) if hasattr(node, "__dict__") else None
+    if hasattr(node, "__dict__"):
+        vars(twin).update(vars(node))
     return twin
 
 
@@ -151,7 +151,7 @@ def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
 
 def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:
     fresh, before = dict(zip(keys, values, strict=True)), {key: node[key] for key in keys}
-    twin = copy.copy(node)
+    twin: Any = copy.copy(node)
     inside = getattr(twin, "__dict__", {})
     for name, store in [*inside.items()]:
         if type(store) is dict:  # which the copy shares with the original, and may keep its items in
@@ -161,8 +161,8 @@ def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[A
         twin[key] = value
     if all(node[key] is original for key, original in before.items()):
         return twin if is_mutable or all(twin[key] is value for key, value in fresh.items()) else fresh
-    for key, original in before.items():
-        node[key] = original
+    for key, original in before.items():  # a mutable one, whose copy shares its items with it
+        node[key] = original  # type: ignore[index]
     return fresh
 
 

@@ -100,16 +100,15 @@ class Proofs:
             self.latest = known if holds else None
 
             def prove_with_others() -> None:
-                from anybatch.checking.elsewhere import even
-                from anybatch.checking.together import prove_together
+                from anybatch.checking import elsewhere, together
 
                 clear()
                 with before.weights_put_back():
-                    proof, reason = prove_together(task, parts, parameters, optimizations, update)
+                    proof, reason = together.prove_together(task, parts, parameters, optimizations, update)
                 if self.verify != "off":
                     self._conclude(proof, reason, task)
                     self.latest = self._kept(key, proof) if splits else proof
-                    self._unseen[key] = even(task.splittable)
+                    self._unseen[key] = elsewhere.even(task.splittable)
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None

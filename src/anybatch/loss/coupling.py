@@ -257,8 +257,9 @@ class CoupledPass:
         return encoded
 
     def _tell(self, number: int, outputs: Outputs, tensors: Sequence[torch.Tensor | None]) -> None:
-        for label, tensor in zip(outputs.labels, tensors, strict=True) if number == 0 and self._on_loss else ():
-            self._on_loss(label, tensor)
+        if number == 0 and self._on_loss is not None:
+            for label, tensor in zip(outputs.labels, tensors, strict=True):
+                self._on_loss(label, tensor)
 
     def _encode(self, batch: Any, *, is_first: bool) -> Any:
         watch = None
