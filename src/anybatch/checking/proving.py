@@ -91,7 +91,6 @@ class Proofs:
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         if key in self._known and self._is_new(key, task, nodes):
             del self._known[key]  # at once, since the proof may raise, and the batch be tried again
-            self._unseen.pop(key, None)
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
         if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
