@@ -67,8 +67,8 @@ class TrainStep:
         loss_fn: see ``anybatch.backward``.
         optimizer: one optimizer or a sequence; LBFGS and SAM get a closure over the whole logical batch.
         memory: the budget for peak memory: bytes, ``"8GiB"``, ``"free"`` for the free memory of the device, or a
-            fraction of its memory such as 0.5; with ``devices``, of each device. The step makes a plan on the first
-            batch; ``None`` makes no plan.
+            fraction of its memory such as 0.5 or ``"50%"``; with ``devices``, of each device. The step makes a plan on
+            the first batch; ``None`` makes no plan.
         micro_batch_size: the most samples in a micro-batch; with ``cost`` its padded cost; ``None`` for all samples.
         plan: a plan made before; with ``memory`` a new one is made when it no longer matches.
         count: what the loss is the mean over, see ``anybatch.backward``.

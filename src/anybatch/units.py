@@ -42,7 +42,7 @@ def read_budget(memory: Any) -> int | float | None:
 
     Args:
         memory: bytes as an int; a text such as ``"8GiB"``; ``"free"`` for the free memory of the device; or a float
-            in (0, 1], a fraction of its total memory.
+            in (0, 1], a fraction of its total memory, also as a text such as ``"50%"`` or ``"0.5"``.
 
     Returns:
         Bytes as an int, a fraction as a float, ``None`` for ``"free"``.
@@ -51,16 +51,19 @@ def read_budget(memory: Any) -> int | float | None:
         BatchError: ``memory`` is none of these.
 
     Example:
-        >>> read_budget("1KiB"), read_budget(0.5), read_budget("free")
-        (1024, 0.5, None)
+        >>> read_budget("1KiB"), read_budget(0.5), read_budget("50%"), read_budget("free")
+        (1024, 0.5, 0.5, None)
     """
     if memory == "free":
         return None
     if isinstance(memory, str):
+        share = re.fullmatch(r"\s*(\d+\.\d*|\.\d+|\d+(?=\s*%))\s*(%?)\s*", memory)
+        if share is not None and 0 < (part := float(share[1]) / (100 if share[2] else 1)) <= 1:
+            return part
         try:
             return parse_bytes(memory)
         except ValueError as error:
-            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as 0.5") from None
+            raise BatchError(f"memory={memory!r}: {error}; or 'free', or a share of the device such as '50%'") from None
     if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
         raise BatchError(f"memory={memory!r}; expected bytes, '8GiB', 'free', or a share of the device such as 0.5")
     if isinstance(memory, int):

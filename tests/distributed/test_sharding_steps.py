@@ -249,6 +249,24 @@ def proved_now_and_then(rank: int, world: int) -> None:
     assert [number for number in range(1, 20) if proofs[number] is not proofs[number - 1]] == [8, 16]
 
 
+def proved_where_a_term_begins(rank: int, world: int) -> None:
+    """A coupled term that one rank alone is given has the next batch proved on all of them, and refused."""
+    model = SHARDED(Net())
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss, goes_by = mean_loss(model, batch), int(max((one["step"] for one in optimizer.state.values()), default=0))
+        return loss + model(batch["x"]).std(0).mean() if rank == world - 1 and goes_by >= 4 else loss
+
+    optimizer = torch.optim.Adam(model.parameters())
+    step = anybatch.TrainStep(model, loss_fn, optimizer, micro_batch_size=2)
+    (batch,) = batches_of((6,))
+    proofs = [step(batch).proof for _ in range(5)]
+    assert all(one is proofs[0] for one in proofs)
+    assert isinstance(raised(lambda: step(batch)), anybatch.NotSplittable)
+    assert_same_everywhere(step.updates)
+    assert step.updates == 5
+
+
 def _on_a_square(world: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -257,14 +275,22 @@ def _on_a_square(world: int) -> Any:
     return fully_shard(Net(), mesh=mesh)
 
 
+def _by_default(model: torch.nn.Module) -> Any:
+    """Units release their parameters after the forward, and the root keeps its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.get_submodule("first"))
+    return fully_shard(model)
+
+
 BOTH = {"kept": KEPT, "sharded": SHARDED}
 CASES: Mapping[str, Case] = {
     **{f"SGD, {n}": partial(training, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9), wrap=w)
        for n, w in BOTH.items()},
     **{f"AdamW, {n}": partial(training, optimizer=torch.optim.AdamW, wrap=w) for n, w in BOTH.items()},
     **{f"overflow, {n}": partial(overflowing, wrap=sharded(reshards=n == "sharded", units=())) for n in BOTH},
-    **{f"Coupled, {n}": partial(coupled, wrap=w) for n, w in BOTH.items()},
-    **{f"OverTime, {n}": partial(over_time, wrap=w) for n, w in BOTH.items()},
+    **{f"Coupled, {n}": partial(coupled, wrap=w) for n, w in (BOTH | {"by default": _by_default}).items()},
+    **{f"OverTime, {n}": partial(over_time, wrap=w) for n, w in (BOTH | {"by default": _by_default}).items()},
     **{f"by hand afterwards, {n}": partial(own_loop_after, wrap=w) for n, w in BOTH.items()},
     **{
         f"mixed precision, {n}, summed in {dtype}": partial(
@@ -275,6 +301,7 @@ CASES: Mapping[str, Case] = {
     **{f"resuming, {n}": partial(resuming, wrap=w) for n, w in BOTH.items()},
     "refusals": refusals,
     "proofs": proved_now_and_then,
+    "late terms": proved_where_a_term_begins,
 }  # fmt: skip
 FOUR: Mapping[str, Case] = {f"SGD, {n}": CASES[f"SGD, {n}"] for n in BOTH}
 

@@ -35,7 +35,8 @@ def opened(node: Any) -> Container | None:
     """Opens a container by one level.
 
     Args:
-        node: a mapping, list, tuple, named tuple, dataclass, SimpleNamespace, or a type registered in torch.
+        node: a mapping, list, tuple, named tuple, SimpleNamespace, a class of declared fields (dataclass, attrs,
+            pydantic), or a type registered in torch.
 
     Returns:
         The container, or ``None`` for anything else, tensors and PackedSequences included.
@@ -52,7 +53,7 @@ def opened(node: Any) -> Container | None:
         return None
     if kind is list or kind is tuple:
         return Container(_item_children(node), kind)
-    registered = _opened_by_registration(node)
+    registered = None if isinstance(node, tuple) and hasattr(node, "_fields") else _opened_by_registration(node)
     if registered is not None:
         return registered
     return _opened_by_protocol(node)
@@ -95,46 +96,74 @@ def _leads_to(node: types.SimpleNamespace, above: tuple[Any, ...]) -> bool:
     """Whether a namespace refers to one around it, as a configuration may: it has no leaves to come to then."""
     if any(node is one for one in above):
         return True
-    return any(_leads_to(one, (*above, node)) for one in vars(node).values() if type(one) is types.SimpleNamespace)
+    return any(_leads_to(one, (*above, node)) for one in vars(node).values() if isinstance(one, types.SimpleNamespace))
 
 
 def _opened_by_protocol(node: Any) -> Container | None:
-    is_dataclass = dataclasses.is_dataclass(node) and not isinstance(node, type)
-    if is_dataclass or (type(node) is types.SimpleNamespace and not _leads_to(node, ())):
-        names = [field.name for field in dataclasses.fields(node)] if is_dataclass else [*vars(node)]
+    names = None if isinstance(node, type) else _fields_of(node)
+    if names is not None:
         return Container([Child(f".{n}", n, getattr(node, n)) for n in names], lambda v: _with_fields(node, names, v))
     if isinstance(node, tuple):
+        children = _item_children(node)
         if hasattr(node, "_fields"):
-            pairs = zip(node._fields, node, strict=True)
-            return Container([Child(f".{name}", name, value) for name, value in pairs], lambda v: type(node)(*v))
-        return Container(_item_children(node), type(node))
+            children = [Child(f".{name}", name, value) for name, value in zip(node._fields, node, strict=True)]
+        return Container(children, lambda values: _with_values(node, values))
     if isinstance(node, list):
-        return Container(_item_children(node), type(node))
+        return Container(_item_children(node), lambda values: _with_values(node, values))
     if isinstance(node, Mapping):
         keys = list(node)
         return Container(_mapping_children(node), lambda values: _with_items(node, keys, values))
     return None
 
 
+def _fields_of(node: Any) -> list[str] | None:
+    """The fields that a class declares, or those of a namespace; ``None`` where there are none to go by."""
+    if dataclasses.is_dataclass(node):
+        return [field.name for field in dataclasses.fields(node)]
+    if isinstance(node, types.SimpleNamespace):
+        return None if _leads_to(node, ()) else [*vars(node)]
+    of_attrs, of_pydantic = (getattr(type(node), f"__{name}__", None) for name in ("attrs_attrs", "pydantic_fields"))
+    if isinstance(of_attrs, tuple):
+        return [field.name for field in of_attrs if hasattr(node, field.name)]
+    return [*of_pydantic] if isinstance(of_pydantic, dict) else None
+
+
+def _with_values(node: Any, values: Sequence[Any]) -> Any:
+    """A list or tuple with other items, without its own constructor, which may take something else."""
+    twin: Any = tuple.__new__(type(node), values) if isinstance(node, tuple) else list.__new__(type(node))
+    if isinstance(twin, list):
+        list.extend(twin, values)
+    if hasattr(node, "__dict__"):
+        vars(twin).update(vars(node))
+    return twin
+
+
 def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    twin = copy.copy(node)
+    if isinstance(node, types.SimpleNamespace):  # whose copy calls the constructor without arguments
+        twin = types.SimpleNamespace.__new__(type(node))
+        vars(twin).update(vars(node))
+    else:
+        twin = copy.copy(node)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(twin, name, value)  # works for frozen dataclasses too
     return twin
 
 
 def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    if not isinstance(node, MutableMapping):
-        return dict(zip(keys, values, strict=True))
-    originals = [node[key] for key in keys]
-    twin = copy.copy(node)
-    for key, value in zip(keys, values, strict=True):
+    fresh, before = dict(zip(keys, values, strict=True)), {key: node[key] for key in keys}
+    twin: Any = copy.copy(node)
+    inside = getattr(twin, "__dict__", {})
+    for name, store in [*inside.items()]:
+        if type(store) is dict:  # which the copy shares with the original, and may keep its items in
+            inside[name] = {key: fresh[key] if before.get(key, store) is one else one for key, one in store.items()}
+    is_mutable = isinstance(twin, MutableMapping)
+    for key, value in fresh.items() if is_mutable else ():
         twin[key] = value
-    if all(node[key] is original for key, original in zip(keys, originals, strict=True)):
-        return twin
-    for key, original in zip(keys, originals, strict=True):  # the copy shares its items with the original
-        node[key] = original
-    return dict(zip(keys, values, strict=True))
+    if all(node[key] is original for key, original in before.items()):
+        return twin if is_mutable or all(twin[key] is value for key, value in fresh.items()) else fresh
+    for key, original in before.items():  # a mutable one, whose copy shares its items with it
+        node[key] = original  # type: ignore[index]
+    return fresh
 
 
 _MOST_OPENED = 10_000  # objects within one

@@ -14,6 +14,7 @@ from anybatch.batch.trees import flat, leaves, like
 
 _FACTORS = (0.3, 30.0)
 _MARKS = 4  # numbers that often have a meaning of their own
+_DRAWS = 16  # of which entries are kept, among few samples
 _NOISE = 0.5  # of what a sample has
 
 
@@ -64,17 +65,20 @@ def _are_of(leaf: torch.Tensor, labels: torch.Tensor) -> bool:
     return any(torch.equal(one.reshape(-1).to(labels.dtype), labels.reshape(-1)) for one in same)
 
 
-def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]:
+def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unseen, Splittable | None]]:
     """Batches in which numbers of one leaf are missing, negative, marks, twice there, or are not all one.
 
     No whole number is larger than it was, or negative: for that there is no batch, but ``None``.
+
+    Args:
+        sizes: samples of the micro-batches.
     """
     (batch,) = splittable.batches
     for place, (_, keys, leaf) in enumerate(leaves(batch, "batch")):
         values, is_whole = flat(batch), ".".join(keys) in splittable.broadcast
         if not _is_numbers(leaf) or is_whole or _is_full(leaf):
             continue
-        kept, first, others = _by_chance(leaf), leaf.flatten()[0].item(), list[tuple[Any, float]]()
+        kept, first, others = _by_chance(leaf, sizes), leaf.flatten()[0].item(), list[tuple[Any, float]]()
         if leaf.is_floating_point():
             others.append((torch.isnan, float("nan")))
         if first > 0 and leaf.dtype is not torch.bool and bool((leaf == first).all()):
@@ -101,6 +105,18 @@ def unseen(splittable: Splittable) -> Iterator[tuple[Unseen, Splittable | None]]
                 Unseen(tuple(keys), _is_twice, "twice"),
                 Splittable([like(batch, values)], broadcast=splittable.broadcast),
             )
+
+
+def even(splittable: Splittable) -> list[Unseen]:
+    """The leaves whose numbers are all the same so far, such as weights, where no other ones can be tried."""
+    if splittable.is_collated:
+        return []
+    found = (
+        Unseen(tuple(keys), _is_uneven, "uneven")
+        for _, keys, leaf in leaves(splittable.batches[0], "batch")
+        if _is_numbers(leaf) and ".".join(keys) not in splittable.broadcast
+    )
+    return [one for one in found if not one.is_in(splittable)]
 
 
 def _is_uneven(leaf: torch.Tensor) -> torch.Tensor:
@@ -133,10 +149,11 @@ def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[_moved(*one) if one[1] else one[0] for one in zip(own, kinds, generators, strict=True)] for own in outputs]
 
 
-def thinned(splittable: Splittable, only: str = "") -> tuple[list[str], Splittable]:
+def thinned(splittable: Splittable, sizes: Sequence[int], only: str = "") -> tuple[list[str], Splittable]:
     """A batch in which masks that are full are not, by chance and by another rate in each sample; and their labels.
 
     Args:
+        sizes: samples of the micro-batches.
         only: the label of the one mask that is changed; ``""`` for all.
     """
     (batch,) = splittable.batches
@@ -148,16 +165,23 @@ def thinned(splittable: Splittable, only: str = "") -> tuple[list[str], Splittab
             and ".".join(path) not in splittable.broadcast
             and _is_full(leaf)
         ):
-            values[place] = torch.where(_by_chance(leaf, generator), leaf, torch.zeros_like(leaf))
+            values[place] = torch.where(_by_chance(leaf, sizes, generator), leaf, torch.zeros_like(leaf))
             labels.append(label)
     return labels, Splittable([like(batch, values)], broadcast=splittable.broadcast) if labels else splittable
 
 
-def _by_chance(leaf: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Which entries are kept, by another rate in each sample."""
+def _by_chance(
+    leaf: torch.Tensor, sizes: Sequence[int], generator: torch.Generator | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Which entries are kept, by another rate in each sample: some in each micro-batch, and not as many in all."""
     generator = generator or torch.Generator("cpu").manual_seed(0)
-    rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
-    return (torch.rand(leaf.shape, generator=generator, device="cpu") < rate).to(leaf.device)
+    for _ in range(_DRAWS):
+        rate = 0.2 + 0.8 * torch.rand((len(leaf), *[1] * (leaf.dim() - 1)), generator=generator, device="cpu")
+        kept = torch.rand(leaf.shape, generator=generator, device="cpu") < rate
+        shares = [float(part.float().mean()) for part in kept.split(list(sizes))]
+        if min(shares) > 0 and len({*shares}) > 1:
+            break
+    return kept.to(leaf.device)
 
 
 def _is_full(leaf: torch.Tensor) -> bool:

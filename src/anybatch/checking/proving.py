@@ -6,7 +6,7 @@ import inspect
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -91,26 +91,26 @@ class Proofs:
         key = (key, len(parts) > 1, cuts_time) if cuts_time else key
         if key in self._known and self._is_new(key, task, nodes):
             del self._known[key]  # at once, since the proof may raise, and the batch be tried again
-            self._unseen.pop(key, None)
         known = self._known.get(key)
         holds = known is not None and (known.group == 1 or known.holds_for(part.samples for part in parts))
+        if splits and (self._batches[key] < _EACH or not self._batches[key] % _AGAIN):
+            task.on_loss = functools.partial(self._saw, key, not holds)  # holds nothing of the batch
         if reducer.is_sharded:  # all ranks prove it together, once they have begun, if one of them wants it
             self.latest = known if holds else None
 
             def prove_with_others() -> None:
-                from anybatch.checking.together import prove_together
+                from anybatch.checking import elsewhere, together
 
                 clear()
                 with before.weights_put_back():
-                    proof, reason = prove_together(task, parts, parameters, optimizations, update)
+                    proof, reason = together.prove_together(task, parts, parameters, optimizations, update)
                 if self.verify != "off":
                     self._conclude(proof, reason, task)
                     self.latest = self._kept(key, proof) if splits else proof
+                    self._unseen[key] = elsewhere.even(task.splittable)
 
             reducer.when_begun(prove_with_others, is_wanted=splits and self.latest is None)
             return task, None
-        if self._batches[key] < _EACH or not self._batches[key] % _AGAIN:
-            task.on_loss = functools.partial(self._saw, key, not holds)  # holds nothing of the batch
         if holds:
             self.latest = known
             return task, None
@@ -121,18 +121,15 @@ class Proofs:
         with before.weights_put_back():
             return self._proved(key, known, task, parts, parameters, optimizations, update)
 
-    def _saw(self, key: Hashable, is_proved: bool, result: Any) -> None:
-        """Has the next batch proved, where the last operations of the loss of this one are others than before."""
-        losses = result[0] if type(result) is tuple and result else result
-        is_one, nodes, names = type(losses) is torch.Tensor or not isinstance(losses, Mapping), [], list[str]()
-        for one in (losses,) if is_one else losses.values():
-            nodes.append(getattr(one.total if type(one) is Mean else one, "grad_fn", None))
+    def _saw(self, key: Hashable, is_proved: bool, name: str, loss: Any) -> None:
+        """Has the next batch proved, where the last operations of a loss of this one are others than before."""
+        nodes, found = [getattr(loss.total if type(loss) is Mean else loss, "grad_fn", None)], list[Hashable]([name])
         for node in nodes:  # to which those before it are added
-            if node is not None and len(names) < _LAST:
-                names.append(node.name())
+            if node is not None and len(found) <= _LAST:
+                found.append((type(node), node.name()))  # a compiled graph has a type of its own
                 for before, _ in node.next_functions:
                     nodes.append(before)
-        known, operations = len(self._operations), hash(tuple(names))
+        known, operations = len(self._operations), hash(tuple(found))
         if known < _KINDS and operations not in self._operations:
             self._operations.add(operations)
             if known and not is_proved and (known < _AGAIN or known.bit_count() == 1):
@@ -170,6 +167,7 @@ class Proofs:
         parameters: Sequence[torch.Tensor], optimizations: Callable[[], AbstractContextManager[Any]],
         update: int | None,
     ) -> "tuple[Task, Replay | None]":  # fmt: skip
+        from anybatch.checking.elsewhere import even
         from anybatch.checking.proof import prove
         from anybatch.checking.replaying import Replay, looked_at_apart
         from anybatch.checking.switches import Switches
@@ -188,6 +186,7 @@ class Proofs:
                 "without a budget, and says whether the gradient is the whole batch's", self.latest,
             )  # fmt: skip
         if not Replay.can_be(task, parts, proof):
+            self._unseen[key] = even(task.splittable)
             return task, None
         if task.is_planned or (task.verb == "backward" and optimizations is not contextlib.nullcontext):
             if proof.exact and proof.group == 1 and reason is None:

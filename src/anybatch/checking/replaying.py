@@ -21,7 +21,7 @@ from anybatch.batch.trees import flat, leaves, like
 from anybatch.checking.beginnings import in_place_of
 from anybatch.checking.causes import reason as worded
 from anybatch.checking.cuts import Cut
-from anybatch.checking.elsewhere import Unseen, moved, thinned, uncounted, unseen
+from anybatch.checking.elsewhere import Unseen, even, moved, thinned, uncounted, unseen
 from anybatch.checking.proof import Found, Seen, prove_among_many
 from anybatch.checking.rowwise import RowWise
 from anybatch.checking.trial import Difference, Optimizations, Trial, surroundings
@@ -202,16 +202,17 @@ class Replay:
         rows = [start + row for (start, _), size in zip(calls[0].bounds, sizes, strict=False) for row in range(size)]
         splittable, masks = self._task.splittable.chosen(rows), list[str]()
         calls = [call.first(sizes) for call in calls]
-        labels, thin = thinned(splittable)
+        labels, thin = thinned(splittable, sizes)
         if labels and self._difference(calls, sizes, thin) is not None:
-            alone = (one for one in labels if self._difference(calls, sizes, thinned(splittable, one)[1]) is not None)
+            each = ((one, thinned(splittable, sizes, one)[1]) for one in labels)
+            alone = (one for one, other in each if self._difference(calls, sizes, other) is not None)
             masks = [*alone] or labels
             (batch,) = splittable.batches
             found = (tuple(keys) for label, keys, _ in leaves(batch, "batch") if label in masks)
             self.unseen += [Unseen(keys, lambda one: one != 1, "not full") for keys in found]
         elif self._difference([c._replace(outputs=moved(c.outputs)) for c in calls], sizes, splittable) is None:
             self.unseen += [
-                one for one, other in unseen(splittable) if other is None or self._differs(calls, sizes, other)
+                one for one, other in unseen(splittable, sizes) if other is None or self._differs(calls, sizes, other)
             ]
             return None
         told = worded("full mask", masks[0], labels=masks) if masks else worded("other outputs")
@@ -268,7 +269,10 @@ def looked_at_apart(
 ) -> tuple[Found | None, list[Unseen]]:  # fmt: skip
     """What the loss of a few samples shows before the step, where a plan has no room for the outputs of all of them."""
     few = len(parts[0].samples) // (2 * len(_FEW))  # together half of a micro-batch, since what they give is kept
-    sizes = tuple(max(1, min(most, few, len(part.samples))) for most, part in zip(_FEW, parts, strict=False))
+    wanted = (
+        [min(most, few) for most in _FEW] if few > 1 else (2, 2)
+    )  # one sample tells nothing of what it is divided by
+    sizes = tuple(min(most, len(part.samples)) for most, part in zip(wanted, parts, strict=False))
     rows = [row for part, size in zip(parts, sizes, strict=False) for row in part.samples[:size]]
     try:
         cut = Cut(task.splittable.chosen(rows), sizes)
@@ -283,7 +287,7 @@ def looked_at_apart(
         proof = replace(proof, note="; ".join(filter(None, (proof.note, note))))
     except Exception as error:  # noqa: BLE001 - the loss may run no micro-batches of these sizes
         Failure(error).release()
-    return (proof, None), []
+    return (proof, None), even(task.splittable)
 
 
 class _Kept:

@@ -363,7 +363,7 @@ class Trial:
         in_pieces = is_of_no_sample and not self._is_shared
         kept = task.settings.kept_graphs if self._is_shared or numbers is None else len(samples)
         own = replace(
-            task, devices=None, optimizations=None,
+            task, devices=None, optimizations=None, on_loss=None,
             settings=replace(task.settings, scaler=None, policy="native", reducer=self._reducer, kept_graphs=kept),
             splittable=task.splittable.chosen([]) if cut is None else turns.collated(cut.splittable),
             batch_norm="frozen" if task.batch_norm == "ghost" else task.batch_norm,
@@ -482,7 +482,7 @@ class Trial:
         batch_norm: BatchNormPolicy = "frozen" if task.batch_norm == "ghost" else task.batch_norm
         own = replace(
             task, settings=settings, splittable=cut.splittable, batch_norm=batch_norm, micro_batch_size=cut.sizes[0],
-            devices=None, optimizations=None,
+            devices=None, optimizations=None, on_loss=None,
         )  # fmt: skip
         may_write = self._may_write
         try:

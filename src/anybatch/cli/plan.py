@@ -14,31 +14,26 @@ from anybatch.cli import options
 from anybatch.cli.plan_screen import show_plan, show_rank_plan
 from anybatch.cli.reporting import Output, Outputs, format_option
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
+from anybatch.errors import BatchError
 from anybatch.records.memory import Timeline
 from anybatch.records.plans import Plan
 from anybatch.records.rankplans import SHARDS, RankPlan, Shard
-from anybatch.units import format_bytes, parse_bytes
+from anybatch.units import format_bytes, read_budget
 
 _WIDTH = 80
 
 
 def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> str | float | None:
     """Reads a budget, so that a wrong one is refused before the script runs; a share of the device as a float."""
-    if value is None or value == "free":
-        return value
+    if value is None:
+        return None
     try:
-        part = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
-        part = 0.0
-    if 0 < part <= 1:
-        return part
-    try:
-        parse_bytes(value)
-    except ValueError:
+        budget = read_budget(value)
+    except BatchError:
         raise click.BadParameter(
             f"got {value!r}; expected a size such as 8GiB or 500MB, a part such as 0.5 or 50%, or free"
         ) from None
-    return value
+    return budget if isinstance(budget, float) else value
 
 
 @click.command(

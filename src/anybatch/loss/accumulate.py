@@ -73,7 +73,7 @@ class Accumulation:
         parameters: their ``.grad`` is filled; it is empty at the start.
         rows: the samples in each micro-batch, ``None`` for a batch that can't be split.
         places: the position of each micro-batch, for a loss function in pieces.
-        on_loss: is given what the loss function returns for the first micro-batch.
+        on_loss: is given each loss of the first micro-batch, after its name.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Accumulation:
         differentiate: bool = True,
         places: Sequence[Place] | None = None,
         modules: Sequence[torch.nn.Module] = (),
-        on_loss: Callable[[Any], None] | None = None,
+        on_loss: Callable[[str, Any], None] | None = None,
     ) -> None:
         self._model, self._loss_fn, self._modules = model, loss_fn, modules
         self._on_loss = on_loss
@@ -220,14 +220,14 @@ class Accumulation:
         else:
             with self._settings.context():
                 result = self._loss_fn(self._model, batch)
-        if index == 0 and self._on_loss is not None:
-            self._on_loss(result)
         del batch  # the peak is in the backward, which needs only what the graph has saved of it
         if type(result) is torch.Tensor:  # the usual case, without an Evaluation
             if watch is not None and watch.is_on:
                 watch.check()
             if result.dim() or not result.is_floating_point():
                 result = checked_loss(result, "")
+            if index == 0 and self._on_loss is not None:
+                self._on_loss(SINGLE, result)
             losses.add(index, SINGLE, result)
             del result
             losses.differentiate_waiting()
@@ -255,6 +255,8 @@ class Accumulation:
         for seen, (name, loss) in enumerate(evaluation, start=1):
             if watch is not None:
                 watch.check() if seen == 1 else watch.check_kept()
+            if index == 0 and self._on_loss is not None:
+                self._on_loss(name, loss)
             losses.add(index, name, loss, 1.0 if share is None or isinstance(loss, Mean) else share(name))
             del loss
             losses.check_alone(name, seen)

@@ -157,6 +157,7 @@ class CoupledPass:
 
     Args:
         samples: positions in the logical batch, for each micro-batch.
+        on_loss: is given each loss, and each output of the first micro-batch, after its name.
     """
 
     loss_pass: type[Accumulation] = Accumulation
@@ -173,7 +174,9 @@ class CoupledPass:
         samples: Sequence[Sequence[int]],
         outside: OutsideLeaves | None = None,
         differentiate: bool = True,
+        on_loss: Callable[[str, Any], None] | None = None,
     ) -> None:
+        self._on_loss = on_loss
         self._model, self._coupled, self._weights = model, coupled, weights
         self._parameters, self._settings, self._samples = parameters, settings, samples
         self._outside, self._differentiate = outside, differentiate
@@ -225,6 +228,7 @@ class CoupledPass:
 
     def _to_keep(self, number: int, given: list[Any], outputs: Outputs) -> _Graph:
         tensors = outputs.add(self._encode(given.pop(), is_first=True))
+        self._tell(number, outputs, tensors)
         return ended(tensors) if self._differentiate else []
 
     def _to_run_again(
@@ -237,7 +241,7 @@ class CoupledPass:
         with self._passes.first() as forward:
             tensors = outputs.add(self._encode(batch, is_first=True))  # with grad mode on, so that both runs are alike
             before = reruns.marked(tensors)
-
+        self._tell(number, outputs, tensors)
         if writes.were_made:
             raise LossError(
                 "encode of Coupled wrote to a tensor of the batch in place, so that it would encode something else "
@@ -251,6 +255,11 @@ class CoupledPass:
             return found
 
         return encoded
+
+    def _tell(self, number: int, outputs: Outputs, tensors: Sequence[torch.Tensor | None]) -> None:
+        if number == 0 and self._on_loss is not None:
+            for label, tensor in zip(outputs.labels, tensors, strict=True):
+                self._on_loss(label, tensor)
 
     def _encode(self, batch: Any, *, is_first: bool) -> Any:
         watch = None
@@ -326,7 +335,7 @@ class CoupledPass:
         accumulation = self.loss_pass(
             self._model, lambda model, rows: coupled.loss_of(model, joint.outputs, batch, rows), weights,
             [*self._parameters, *mine], settings, rows=counts, outside=self._outside,
-            differentiate=self._differentiate,
+            differentiate=self._differentiate, on_loss=self._on_loss,
         )  # fmt: skip
         explained = in_place_explained("a tensor of the outputs that the loss of Coupled was given")
         with explained, standing(mine if settings.inputs is None else []):

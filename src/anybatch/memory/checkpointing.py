@@ -20,6 +20,7 @@ from anybatch.errors import AnyBatchError
 from anybatch.memory.places import Handle, places_of
 from anybatch.memory.replay import Surroundings
 from anybatch.tensors.graph import is_transformed, recomputing
+from anybatch.tensors.shards import is_sharded
 
 SMALL = 64 * 1024
 """Bytes up to which a copy of a buffer is kept whether or not the buffer is seen to change."""
@@ -260,7 +261,9 @@ def _seen(homes: Sequence[dict[str, Any]]) -> dict[tuple[int, str], tuple[torch.
 
 
 def _is_as(found: tuple[torch.Tensor, int] | None, before: tuple[torch.Tensor, int]) -> bool:
-    return found is not None and found[0] is before[0] and found[1] == before[1]
+    if found is None or (found[0] is before[0] and found[1] == before[1]):
+        return found is not None
+    return is_sharded(found[0]) is not is_sharded(before[0])  # FSDP2 has gathered or released it
 
 
 class State:

@@ -60,7 +60,7 @@ def plan(
             itself.
         optimizer: one optimizer or a sequence; ``None`` plans the gradient alone.
         memory: the budget: bytes, ``"8GiB"``, ``"free"`` for the free memory of the device, or a fraction of its memory
-            such as 0.5.
+            such as 0.5 or ``"50%"``.
         device: the device to plan for, if it is not the model's: a card such as ``"h200"``, or a size such as
             ``"24GiB"``.
         count: see ``anybatch.backward``.

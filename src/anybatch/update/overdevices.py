@@ -233,7 +233,7 @@ class _Worker:
                 self.outside = OutsideLeaves(copy for _, copy in placement.copy.pairs)
         self.accumulation = Accumulation(
             task.model, task.loss_fn, run.weights, parameters, task.settings, rows=task.splittable.rows_in(run.parts),
-            outside=self.outside, differentiate=run.differentiate,
+            outside=self.outside, differentiate=run.differentiate, on_loss=task.on_loss,
         )  # fmt: skip
 
     def work_elsewhere(self, seed: int | None) -> None:

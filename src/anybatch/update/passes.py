@@ -53,7 +53,7 @@ class Task:
     # puts on a model those of a plan, where that is not done around the pass: on several devices each copy of the model
     # has its own
     optimizations: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None
-    on_loss: Callable[[Any], None] | None = None  # is given the first micro-batch's, as the loss function returns it
+    on_loss: Callable[[str, Any], None] | None = None  # is given each of the first micro-batch, after its name
     # the model, and the loss if it is a module; looked for if they are not given
     modules: Sequence[torch.nn.Module] = ()
     every_module: Sequence[torch.nn.Module] = ()  # these with all that is in them
@@ -370,6 +370,7 @@ def _coupled_sums(
     run = CoupledPass(
         task.model, coupled, Weights([weights.own_totals], weights.totals), parameters, task.settings,
         samples=[part.samples for part in parts], outside=outside, differentiate=differentiate,
+        on_loss=task.on_loss,
     )  # fmt: skip
     return run.run(begin.each(task.there(kept)), again, whole)
 

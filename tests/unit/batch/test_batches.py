@@ -329,10 +329,12 @@ def test_nested_tensors(layout: torch.layout) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_sparse_tensors() -> None:
     dense = torch.eye(5)
-    parts = micro_batches({"x": dense.to_sparse(), "y": torch.arange(5)}, 2)
-    assert torch.equal(torch.cat([part["x"].to_dense() for part in parts]), dense)
-    with pytest.raises(BatchError, match="sparse_csr"):
-        micro_batches({"x": dense.to_sparse_csr(), "y": torch.arange(5)}, 2)
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        parts = micro_batches({"x": dense.to_sparse(layout=layout), "y": torch.arange(5)}, 2)
+        assert torch.equal(torch.cat([part["x"].to_dense() for part in parts]), dense)
+        assert all(part["x"].layout is layout for part in parts)
+    with pytest.raises(BatchError, match="sparse_bsr"):
+        micro_batches({"x": dense.to_sparse_bsr((1, 1)), "y": torch.arange(5)}, 2)
 
 
 def test_sorted_and_unsorted_packed_sequences_stay_what_they_are() -> None:

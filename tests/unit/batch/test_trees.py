@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +62,78 @@ def test_what_was_looked_into_goes_with_its_last_reference(name: str, look: Call
     assert gone() is not None
     del tree
     assert gone() is None
+
+
+class Space(SimpleNamespace):
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__(x=x, y=y)
+
+
+class OfOne(Pair):
+    def __new__(cls, given: Any) -> "OfOne":
+        return super().__new__(cls, given, given + 1)
+
+
+class Items(list[Any]):
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__([first, second])
+        self.name = "items"
+
+
+class Slots:
+    """Has no fields that it declares."""
+
+    __slots__ = ("x",)
+
+
+class Read(Mapping[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        self.held = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+class Written(Read, MutableMapping[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+
+@pytest.mark.parametrize(
+    "tree", [Space(1, 2), OfOne(1), Items(1, 2), Read(x=1, y=2), Written(x=1, y=2)],
+    ids=lambda tree: type(tree).__name__,
+)  # fmt: skip
+def test_a_class_of_the_user_stays_what_it_is_and_is_not_written_to(tree: Any) -> None:
+    twin = map_leaves(lambda leaf: leaf * 10, tree)
+    assert type(twin) is type(tree)
+    assert [leaf for _, _, leaf in leaves(twin)] == [10, 20]
+    assert [leaf for _, _, leaf in leaves(tree)] == [1, 2]
+    assert getattr(twin, "name", "") == getattr(tree, "name", "")
+
+
+@pytest.mark.parametrize("library", ["attrs", "pydantic"])
+def test_fields_that_a_library_declares_are_children(library: str) -> None:
+    module = pytest.importorskip(library)
+    made = module.make_class("Declared", ["_x", "y"]) if library == "attrs" else module.create_model("D", x=int, y=int)
+    tree = made(x=1, y=2)
+    twin = map_leaves(lambda leaf: leaf * 10, tree)
+    assert type(twin) is made
+    assert [leaf for _, _, leaf in leaves(twin)] == [10, 20]
+    assert [leaf for _, _, leaf in leaves(tree)] == [1, 2]
+
+
+def test_a_class_without_declared_fields_is_a_leaf() -> None:
+    one = Slots()
+    assert map_leaves(lambda leaf: [leaf], one) == [one]
 
 
 def test_namespaces_that_refer_to_each_other_are_leaves() -> None:

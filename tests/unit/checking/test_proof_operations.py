@@ -11,6 +11,7 @@ from torch import nn
 import anybatch
 
 BEGINS = 11
+IS_ON = {0: False}  # read by the losses below
 Batch = dict[str, torch.Tensor]
 
 
@@ -53,6 +54,88 @@ def test_a_term_that_begins_late_is_refused_in_the_batch_after(goes_by: str) -> 
         step(batch_of())
     assert torch.equal(model.weight, before)
     assert step.updates == BEGINS + 1
+
+
+def contrast(model: Any, outputs: torch.Tensor) -> Any:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def yielding(model: Any, batch: Batch) -> Any:
+    yield "mean", mean(model, batch)
+    if IS_ON[0]:
+        yield "spread", model(batch["x"]).std(0).mean()
+
+
+def growing(model: Any, batch: Batch) -> Any:
+    yield "mean", mean(model, batch)
+    loss = model(batch["x"]).square().mean()
+    yield "size", loss + model(batch["x"]).std(0).mean() if IS_ON[0] else loss
+
+
+def centred(model: Any, batch: Batch) -> Any:
+    outputs = model(batch["x"])
+    return outputs - outputs.mean(0) if IS_ON[0] else outputs
+
+
+def spread_in_blocks(model: Any, outputs: torch.Tensor, rows: slice) -> Any:
+    loss = F.cross_entropy(outputs[rows] @ outputs.T, torch.arange(rows.start, rows.stop))
+    return loss + outputs[rows].std(0).mean() if IS_ON[0] else loss
+
+
+def in_chunks(model: Any, chunk: Batch, state: torch.Tensor) -> Any:
+    outputs = model(chunk["t"])
+    loss = outputs.square().mean()
+    return loss + outputs.std(0).mean() if IS_ON[0] else loss, torch.tanh(outputs.sum(1) + state)
+
+
+def at_the_end(model: Any, state: torch.Tensor, batch: Batch) -> Any:
+    loss = state.square().mean()
+    return loss + state.std(0).mean() if IS_ON[0] else loss
+
+
+def zeros(model: Any, batch: Batch) -> torch.Tensor:
+    return torch.zeros(len(batch["t"]), 3)
+
+
+def without_loss(model: Any, chunk: Batch, state: torch.Tensor) -> Any:
+    return None, torch.tanh(model(chunk["t"]).sum(1) + state)
+
+
+KINDS: dict[str, Any] = {
+    "yields one more": yielding,
+    "yields a larger one": growing,
+    "encode of Coupled": anybatch.Coupled(centred, contrast),
+    "blocks of Coupled": anybatch.Coupled(lambda model, batch: model(batch["x"]), spread_in_blocks, row_block=5),
+    "chunks of OverTime": anybatch.OverTime(in_chunks, chunk=2, state=zeros),
+    "end of OverTime": anybatch.OverTime(without_loss, last=at_the_end, chunk=2, state=zeros),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_term_that_begins_late_is_refused_in_each_kind_of_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    batch = {"t": torch.randn(20, 6, 4)} if "OverTime" in kind else batch_of()
+    monkeypatch.setattr("anybatch.checking.switches.Switches.are_turned", lambda *_: False)  # which see ``IS_ON``
+    monkeypatch.setitem(IS_ON, 0, False)
+    _, _, step = step_of(KINDS[kind])
+    for _ in range(BEGINS):
+        step(batch)
+    IS_ON[0] = True
+    step(batch)
+    with pytest.raises(anybatch.NotSplittable):
+        step(batch)
+    assert step.updates == BEGINS + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_each_kind_that_stays_the_same_is_not_proved_again(kind: str) -> None:
+    torch.manual_seed(0)
+    batch = {"t": torch.randn(20, 6, 4)} if "OverTime" in kind else batch_of()
+    _, _, step = step_of(KINDS[kind])
+    for number in range(6):
+        out = step(batch)
+        assert out.proof is not None
+        assert out.proof.update == 0, number
 
 
 def test_a_term_of_each_sample_may_begin_late() -> None:

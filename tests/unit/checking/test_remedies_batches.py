@@ -213,17 +213,17 @@ case(
 )
 
 
-def in_rows() -> torch.Tensor:
+def in_blocks() -> torch.Tensor:
     with warnings.catch_warnings():  # that its support is in beta
         warnings.simplefilter("ignore")
-        return vectors()["x"].to_sparse_csr()  # type: ignore[no-any-return]
+        return vectors()["x"].to_sparse_bsr((1, 1))  # type: ignore[no-any-return]
 
 
 # What can't be cut, joined or packed.
 case(
     "batches._unusual_slices",
     "make it strided or torch.sparse_coo",
-    lambda: cut(lambda m, b: ce(m, {**b, "x": b["x"].to_dense()}), {**vectors(), "x": in_rows()}),
+    lambda: cut(lambda m, b: ce(m, {**b, "x": b["x"].to_dense()}), {**vectors(), "x": in_blocks()}),
     lambda: same(lambda m, b: ce(m, {**b, "x": b["x"].to_dense()}), {**vectors(), "x": vectors()["x"].to_sparse_coo()}),
 )
 case("batches.__init__", "the window has no batches", lambda: Splittable([]), lambda: Splittable([vectors()]))

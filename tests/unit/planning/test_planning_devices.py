@@ -91,6 +91,20 @@ def test_what_is_no_budget_is_refused(memory: Any) -> None:
             check_plan(memory, None, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "share"), [("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("0.5", 0.5), (".5", 0.5)]
+)
+def test_a_share_may_be_a_text(text: str, share: float) -> None:
+    assert budget_of(text, CARD, 0) == budget_of(share, CARD, 0)
+    check_plan(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "1.5", "50 percent"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(BatchError, match="share of the device such as '50%'"):
+        budget_of(text, CARD, 0)
+
+
 def test_shares_and_what_is_free_on_the_host() -> None:
     total = psutil.virtual_memory().total
     assert budget_of(1.0, HERE, 0) == total
