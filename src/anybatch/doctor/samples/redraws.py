@@ -35,9 +35,9 @@ class Redraws:
         """Is told that an optimizer is about to step."""
         known = self.optimizers.get(number)
         if known is None:
-            found = [one for group in optimizer.param_groups for one in group["params"] if one.dim() > 1 and one.is_cpu]
-            weight = max(found, key=torch.Tensor.numel, default=None)
-            if weight is not None and weight.numel() >= _LEAST_ENTRIES and weight.layout is torch.strided:
+            weights = (one for group in optimizer.param_groups for one in group["params"] if _is_plain(one))
+            weight = max(weights, key=torch.Tensor.numel, default=None)
+            if weight is not None and weight.numel() >= _LEAST_ENTRIES:
                 self.optimizers[number] = Watched(weakref.ref(weight), _entries(weight))
             return
         weight = known.weight()
@@ -47,6 +47,11 @@ class Redraws:
         known.looks, known.before = known.looks + 1, now
         if now.shape == before.shape and not related(before, now):
             known.drawn.append((known.looks, now))
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    is_dense = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout is torch.strided
+    return is_dense and weight.is_cpu and weight.dim() > 1 and weight.is_floating_point()
 
 
 def _entries(weight: torch.Tensor) -> torch.Tensor:
