@@ -18,6 +18,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "degrees": {"largest": 90, "nodes": 600},
     "easiest": {"op": "topk", "inactive": 1.0, "left": 0.1},
     "resumed": {"key": "sched", "loaded": 0.01, "highest": 0.1},
+    "redrawn": {"optimizer": 0, "times": 9, "every": 40},
     "own state": {"cls": "Net", "tensors": 6},
     "written in evaluation": {"names": ["queue"], "count": 1},
     "evaluated inputs": {"mean": 0.0, "std": 1.0, "mean_evaluated": 120.0, "std_evaluated": 70.0},

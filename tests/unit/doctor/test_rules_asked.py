@@ -397,6 +397,14 @@ def test_reseeded_is_quiet_without_an_answer() -> None:
     both("reseeded", "RESEEDED", "warning")
 
 
+def test_weights_redrawn_fires_where_the_answer_is_yes() -> None:
+    assert "about every 40 steps" in fires(asked("redrawn", "yes").run(), "WEIGHTS_REDRAWN", "warning").message
+
+
+def test_weights_redrawn_is_quiet_without_an_answer() -> None:
+    both("redrawn", "WEIGHTS_REDRAWN", "warning")
+
+
 def test_axes_torn_fires_where_the_answer_is_yes() -> None:
     assert fires(asked("axes", "yes").run(), "AXES_TORN", "warning").fix
 

@@ -193,15 +193,18 @@ def test_lr_too_low_is_quiet(healthy: tuple[str, Training]) -> None:
     silent(healthy[1].run(), "LR_TOO_LOW")
 
 
-def warming(end: int, calls: int = 6, base: float = 1e-3, loss: Any = lambda step: 2.3) -> Run:
+def warming(
+    end: int, calls: int = 6, base: float = 1e-3, loss: Any = lambda step: 2.3, peak: float | None = None
+) -> Run:
     """A warm-up of so many epochs of ten steps, of which the run has some."""
     each = 60 // calls
 
     def rate(step: int) -> float:
-        return base * min(1.0, (1 + step // each) / end)
+        return (peak or base) * min(1.0, (1 + step // each) / end)
 
+    options = {"base_lrs": [base], "peak": peak} if peak else {"base_lrs": [base]}
     schedule = SchedulerFacts(
-        scheduler=0, variable="schedule", cls="LambdaLR", optimizer=0, options={"base_lrs": [base]}
+        scheduler=0, variable="schedule", cls="OneCycleLR" if peak else "LambdaLR", optimizer=0, options=options
     )
 
     def called(step: int) -> list[Scheduled]:
@@ -217,10 +220,15 @@ def test_lr_too_low_fires_where_a_warm_up_of_batches_is_stepped_for_epochs() -> 
     assert not one.fix.endswith("()")
 
 
+def test_lr_too_low_fires_where_one_cycle_of_batches_is_stepped_for_epochs() -> None:
+    assert "10% of its 0.1" in fires(warming(60, base=4e-3, peak=0.1), "LR_TOO_LOW", "warning").message
+
+
 @pytest.mark.parametrize(
     "run",
     [
         warming(5),  # it ended
+        warming(5, base=4e-3, peak=0.1),
         warming(20),  # nearly a third of it
         warming(400, calls=60),  # a long one of batches, in a short run
         warming(60, calls=3),  # few epochs

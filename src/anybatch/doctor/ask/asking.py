@@ -19,6 +19,7 @@ from anybatch.doctor.ask import (
     labels,
     outweighing,
     pairs,
+    redrawn,
     relating,
     rows,
     sampling,
@@ -41,6 +42,7 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
     functions.about_functions, batches.about_padding, batches.about_several, batches.about_given,
     batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates,
     batches.about_columns, batches.about_mirrored, batches.about_tokens, source.about_seeds,
+    redrawn.about_redrawn,
     schedules.about_resumed, sampling.about_sampling, states.about_states, adversaries.opposed,
 )  # fmt: skip
 """What needs no more than a look at what was kept."""

@@ -80,6 +80,9 @@ def other_rate(step: Step) -> Iterator[Probed]:
     blames = own.gain < _LITTLE * other.gain and _MUCH * first < other.gain <= first  # a loss that has a floor
     # Steps of other kinds are as long as the rate, so that fewer of them than the run made show nothing of its rate.
     blames = blames and (best < 1 or kind is torch.optim.SGD or own.steps >= min(_STEPS, len(rates)))
+    # Short steps make no loss worse than it was at first: the targets have moved since, as those that a net makes do.
+    moved = best > 1 and elsewhere.get("final", 0.0) > 2 * abs(first)
+    blames, knows_more = blames and not moved, knows_more and not moved
     seen: dict[str, Any] = {"optimizer": step.optimizer, "lr": rate, "by": "Adam" if is_adam else kind.__name__,
             "other_lr": _OF_ADAM if is_adam else float(f"{rate * best:.3g}"), "loss": first, "after": first - own.gain,
             "other_after": first - other.gain, "steps": min(own.steps, other.steps)}  # fmt: skip

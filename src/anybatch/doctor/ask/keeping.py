@@ -17,6 +17,7 @@ from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.recording.patches import noting
 from anybatch.doctor.samples.draws import Streams
 from anybatch.doctor.samples.inputs import across
+from anybatch.doctor.samples.redraws import Redraws
 from anybatch.doctor.samples.suspicion import FUSED
 from anybatch.tensors.dispatch import has_numbers, unseen
 from anybatch.tensors.graph import is_transformed
@@ -168,7 +169,7 @@ class Kept:
         self.functions: list[Function] = []  # of the user's own, with what their forwards left
         # data sets with a collate function of the user's own
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
-        self.streams, self.sampling = Streams(), Sampling()
+        self.streams, self.sampling, self.redraws = Streams(), Sampling(), Redraws()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
         self._left: list[Tape] = []  # whose modes are still on, and do nothing

@@ -389,12 +389,44 @@ def _keeps(body: list[ast.stmt]) -> bool:
 def about_seeds(kept: Kept, run: Run) -> Iterator[Probed]:
     """Whether draws of the training come back since their generator is seeded with the same value in a loop."""
     often = {name: count for name, count in kept.streams.back.items() if count >= _LEAST_BACK}
-    for file, tree in scripts(run) if often else ():
+    alike = any(
+        len(one) >= _LEAST_BACK and len({mark(first) for first, *_ in one}) == 1 for one in kept.batches.values()
+    )
+    stood = {name: count for name, count in kept.streams.stood.items() if alike and count >= _LEAST_BACK}
+    for file, tree in scripts(run) if often or stood else ():
+        each = lines_of_steps(tree) if stood else set[int]()
         for name, value, line in reseeded(tree):
-            if name in often:
-                evidence = {"generator": name, "value": value, "times": often[name]}
+            times = often.get(name) or (stood.get(name) if line in each else None)
+            if times:
+                evidence = {"generator": name, "value": value, "times": times}
                 yield Probed(probe="reseeded", root=-1, answer="yes", file=file, line=line, evidence=evidence)
                 return
+
+
+def lines_of_steps(tree: ast.Module) -> set[int]:
+    """The lines of the innermost loops with a backward, and of the functions that those call.
+
+    Example:
+        >>> text = "def get():\\n  seed(0)\\ndef fold():\\n  seed(0)\\n  for x in get():\\n    f(x).backward()\\n"
+        >>> sorted(lines_of_steps(ast.parse(text + "    get()\\nfor k in range(5):\\n  fold()")))
+        [1, 2, 5, 6, 7]
+    """
+    loops = [
+        one
+        for one in walked(tree)
+        if isinstance(one, (ast.For, ast.While)) and any(_name_called(each) == "backward" for each in walked(one))
+    ]
+    inner = [one for one in loops if not any(each in loops for each in walked(one) if each is not one)]
+    called = {_name_called(each) for one in inner for each in walked(one)}
+    functions = [one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.name in called]
+    return {
+        each.lineno for one in (*inner, *functions) for each in walked(one) if isinstance(each, (ast.stmt, ast.expr))
+    }
+
+
+def _name_called(node: ast.AST) -> str:
+    """The last part of the name that is called, empty if the node is no call."""
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def reseeded(tree: ast.Module) -> Iterator[tuple[str, str, int]]:

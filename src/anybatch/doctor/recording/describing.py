@@ -287,6 +287,10 @@ def scheduler_options(scheduler: Any) -> dict[str, Any]:
             found[name] = list(value)
         elif name == "lr_lambdas" and isinstance(value, list):
             found[name] = [str(getattr(one, "__name__", "")) for one in value[:_MOST_OPTIONS]]
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    peaks = [one["max_lr"] for one in groups if isinstance(one.get("max_lr"), float)]  # of a OneCycleLR
+    if peaks:
+        found["peak"] = max(peaks)
     schedulers = getattr(scheduler, "_schedulers", None)
     if isinstance(schedulers, (list, tuple)):
         found["schedulers"] = [type(one).__name__ for one in schedulers]

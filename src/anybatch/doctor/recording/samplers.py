@@ -245,6 +245,11 @@ class Samplers:
             self._safely("norms", self._norms.before, optimizer)
             self._safely("kept", self.kept.streams.look, number)
 
+    def look_for_redraws(self, number: int, optimizer: Any) -> None:
+        """Is told of each step, since weights may be drawn anew between any two."""
+        if self.kept.on:
+            self._safely("kept", self.kept.redraws.look, number, optimizer)
+
     @property
     def is_following(self) -> bool:
         """Whether operations of this step are followed or written down."""

@@ -376,8 +376,11 @@ def lr_too_low(
     steps: float = Limit(20, "of a run, or after a warm-up"),
 ) -> Iterator[Found]:  # fmt: skip
     """Steps that change nothing although gradients are there."""
-    yield from _unfinished(run)
+    unfinished = list(_unfinished(run))
+    yield from unfinished
     for one in measured(run):
+        if any(found.optimizer == one.number for found in unfinished):
+            continue
         losses, asked = one.losses, _other_rate(one, FEW_OF_A_RATE)
         if asked is not None and _is_too_low(one, asked):
             yield _found_by_trial(one, asked)
@@ -419,7 +422,7 @@ def _rate_is_to_blame(one: OptimizerView) -> bool:
 
 
 _WARM = 0.2
-"""A share of the rate that an optimizer was made with: a warm-up that ends below it is counted in other units."""
+"""A share of the rate that a warm-up leads to: one that ends below it is counted in other units."""
 
 _CALLS, _APART = 4, 5
 """The least calls of a schedule, and the least steps between two of them, by which they are seen to be epochs."""
@@ -430,7 +433,7 @@ def _unfinished(run: Run) -> Iterator[Found]:
     for number, facts in run.schedulers.items():
         calls = [one for one in run.of(Scheduled) if one.scheduler == number and one.after]
         one, bases = OptimizerView(run, facts.optimizer), facts.options.get("base_lrs")
-        base = max(bases) if isinstance(bases, list) and bases else 0.0
+        base = facts.options.get("peak") or (max(bases) if isinstance(bases, list) and bases else 0.0)
         rates = [max(call.after) for call in calls]
         is_of_epochs = len(calls) >= _CALLS and _APART * len(calls) <= len(one.steps)
         if not is_of_epochs or base <= 0 or one.losses.converged or rates != sorted(set(rates)):

@@ -162,6 +162,10 @@ def _begins(tensor: torch.Tensor, drawn: torch.Tensor) -> Iterator[bool]:
 _OF_TORCH = slice(24, 24 + 624 * 8), slice(16, 24)  # its numbers, and which is the next, in the bytes of its state
 
 
+_UNDRAWN = (0, 624)
+"""Places of generators that nothing was drawn from since they were seeded."""
+
+
 class Streams:
     """Looks at the generators of Python, NumPy and torch; none of them is changed, nor is any function.
 
@@ -171,6 +175,7 @@ class Streams:
 
     def __init__(self) -> None:
         self.back: dict[str, int] = {}  # how often each went back between two looks in one training
+        self.stood: dict[str, int] = {}  # how often each, drawn from since its seed, was where it was one look before
         self._last: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen: dict[tuple[int, str], set[int]] = {}
 
@@ -182,6 +187,7 @@ class Streams:
             seen = self._seen.setdefault(key, set())
             went_on = last is None or (now[1] >= last[1] if now[0] == last[0] else now[0] not in seen)
             self.back[name] = self.back.get(name, 0) + (not went_on)
+            self.stood[name] = self.stood.get(name, 0) + (now == last and now[1] not in _UNDRAWN)
             seen.add(now[0])
 
 

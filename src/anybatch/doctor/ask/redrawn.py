@@ -1,0 +1,22 @@
+"""Are the weights of a net drawn anew again and again while its optimizer goes on?"""
+
+from collections.abc import Iterator
+
+from anybatch.doctor.ask.keeping import Kept
+from anybatch.doctor.ask.trials import told
+from anybatch.doctor.samples.redraws import related
+from anybatch.records.lossfacts import Probed
+from anybatch.records.runs import Run
+
+_LEAST, _RARE = 3, 5
+"""The least times, and the least steps for each: what is written at every step is not drawn to be trained."""
+
+
+def about_redrawn(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether weights become others between two steps of one optimizer, which were never there before."""
+    for number, one in kept.redraws.optimizers.items():
+        steps, came = [step for step, _ in one.drawn], [values for _, values in one.drawn]
+        put_back = any(related(old, new) for place, new in enumerate(came) for old in came[:place])
+        if len(steps) >= _LEAST and len(steps) * _RARE <= one.looks and not put_back:
+            every = (steps[-1] - steps[0]) // (len(steps) - 1)
+            yield told("redrawn", optimizer=number, times=len(steps), every=every)
