@@ -38,7 +38,7 @@ _SAME_NORM = 1e-6
 
 
 def to_complete(record: Path, folder: Path) -> Path:
-    """The record; a copy where its file is no longer the recorder's, or takes no more, and is left alone from then on."""
+    """The record; a copy where its file is no longer the recorder's, or takes no more, and is left alone then."""
     if not (folder / LOST).exists():
         return record
     copy = folder / "copied.jsonl"

@@ -50,13 +50,15 @@ class _File:
             written = 0
             while written < len(lines):
                 written += os.write(descriptor, lines[written:])
+            self._identity = _identity(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    """What tells a file; its size too, since the number of a file that was removed may be given to the next one."""
     found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_size
 
 
 class Journal:
