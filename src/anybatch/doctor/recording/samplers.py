@@ -248,7 +248,7 @@ class Samplers:
     def look_for_redraws(self, number: int, optimizer: Any) -> None:
         """Is told of each step, since weights may be drawn anew between any two."""
         if self.kept.on:
-            self._safely("kept", self.kept.redraws.look, number, optimizer)
+            self._safely("redraws", self.kept.redraws.look, number, optimizer)
 
     @property
     def is_following(self) -> bool:

@@ -51,12 +51,12 @@ class Redraws:
 
 def _is_plain(weight: torch.Tensor) -> bool:
     is_dense = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout is torch.strided
-    return is_dense and weight.is_cpu and weight.dim() > 1 and weight.is_floating_point()
+    return is_dense and weight.is_contiguous() and weight.is_cpu and weight.dim() > 1 and weight.is_floating_point()
 
 
 def _entries(weight: torch.Tensor) -> torch.Tensor:
-    flat = weight.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _ENTRIES)][:_ENTRIES].clone()
+    step = max(1, weight.numel() // _ENTRIES)
+    return weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
 
 
 def related(one: torch.Tensor, other: torch.Tensor) -> bool:
