@@ -186,7 +186,8 @@ class OptimizerHooks:
         self._nested, self._begun = False, _Begun(known, count, step, sampled, closure, edited)
         if recording.looks or sampled:
             self._samplers.before_step(optimizer, number, sampled=sampled)
-        self._samplers.look_for_redraws(number, optimizer)
+        if self._samplers.kept.on:
+            self._samplers.safely("redraws", self._samplers.kept.redraws.look, number, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         recording, begun = self._recording, self._begun

@@ -75,36 +75,36 @@ class Samplers:
     def attach(self) -> None:
         """Starts what runs all the time."""
         recording = self._recording
-        self._safely("draws", self._draws.attach)
-        self._safely("kept", self.kept.attach, recording.patches.wrap, recording.guarded)
+        self.safely("draws", self._draws.attach)
+        self.safely("kept", self.kept.attach, recording.patches.wrap, recording.guarded)
         self._loss_calls.attach()
 
     def detach(self) -> None:
         """Ends it."""
         self._running.close()
-        self._safely("kept", self.kept.stop)
-        self._safely("kept", self.kept.look_again)
+        self.safely("kept", self.kept.stop)
+        self.safely("kept", self.kept.look_again)
         if not self._recording.sampled:
             self._measure("nonfinite", self.nonfinite.look_back)
-        self._safely("losses", self._loss_calls.end_evaluation)
-        self._safely("suspicion", self._suspicion.stop)
+        self.safely("losses", self._loss_calls.end_evaluation)
+        self.safely("suspicion", self._suspicion.stop)
 
     # forwards
 
     def without_gradient(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Is shown a call of a net without a gradient."""
-        self._safely("kept", self.kept.samples, module, self._recording.root, args, kwargs)
+        self.safely("kept", self.kept.samples, module, self._recording.root, args, kwargs)
 
     def before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Is shown the call of a root."""
         name = self._recording.numbering.models[root].names.get(id(module), "")
-        self._safely("kept", self.kept.forward, module, root, name, args, kwargs)
+        self.safely("kept", self.kept.forward, module, root, name, args, kwargs)
         if torch.is_grad_enabled():
             if module.training:
                 self._replicas.called(module, root)
             if self._recording.sampled:
-                self._safely("forwards", self._before_forward, module, root, forward, args, kwargs)
-        self._safely("kept", self.kept.begin, module, root)
+                self.safely("forwards", self._before_forward, module, root, forward, args, kwargs)
+        self.safely("kept", self.kept.begin, module, root)
 
     def _before_forward(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         recording = self._recording
@@ -118,21 +118,21 @@ class Samplers:
             self._measure("ties", self._ties.sample)
         if recording.numbering.models[root].module() is not module:
             return
-        seen = self._safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
+        seen = self.safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
         self._is_measuring = True
-        self._safely("watching", self._running.enter_context, self.watcher.attached(module, root))
+        self.safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         sampler = None
         is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
         wanted = recording.sampled_much or self.watcher.names
         if wanted and (is_small or recording.sampled_all):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
-                made = self._safely("activations", ActivationSampler, recording.numbering, module, self._draws)
+                made = self.safely("activations", ActivationSampler, recording.numbering, module, self._draws)
                 known = self._activations[root] = weakref.ref(module), made
             sampler = known[1]
         self._running.callback(self._measured, sampler, root, forward, seen)
         if sampler is not None:
-            self._safely("activations", self._running.enter_context, sampler.attached())
+            self.safely("activations", self._running.enter_context, sampler.attached())
 
     def _look_again(self, module: torch.nn.Module, root: int, forward: int, args: Any, kwargs: Any) -> None:
         """Looks at the inputs alone of one more call in a step."""
@@ -140,15 +140,15 @@ class Samplers:
         self._sampled_roots[root] = calls + 1, trains or module.training
         numbering = self._recording.numbering
         if numbering.models[root].module() is module:
-            for one in self._safely("inputs", inputs.look, numbering, module, args, kwargs) or []:
+            for one in self.safely("inputs", inputs.look, numbering, module, args, kwargs) or []:
                 self._recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
         """Is told that it has ended."""
-        self._safely("kept", self.kept.forwarded, module, root)
+        self.safely("kept", self.kept.forwarded, module, root)
         if self._is_measuring:
             self._is_measuring = False
-            self._safely("activations", self._running.pop_all().close)
+            self.safely("activations", self._running.pop_all().close)
 
     def _measured(
         self, sampler: ActivationSampler | None, root: int, forward: int, seen: list[InputSample]
@@ -185,16 +185,14 @@ class Samplers:
         sampled = self._recording.sampled
         emit, step = self._recording.emit, self._recording.counter.step
         for loss in losses[:1]:
-            self._safely("kept", self.kept.backward, loss)
+            self.safely("kept", self.kept.backward, loss)
             if into_grad:
-                self._safely("live graphs", self._live.add, loss, step)
+                self.safely("live graphs", self._live.add, loss, step)
             self._measure("nonfinite", self.nonfinite.at_backward, loss, sampled=sampled, scaled=scaled)
             if into_grad:
                 self._measure("suspicion", self._suspicion.before_backward, loss)
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self._safely(
-                    "walking", self._walker.walk, loss, first_rows(self._recording.arguments), step=step
-                )
+                walk = self.safely("walking", self._walker.walk, loss, first_rows(self._recording.arguments), step=step)
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
@@ -205,18 +203,18 @@ class Samplers:
 
     def after_backward(self) -> None:
         """Is told that it has ended."""
-        self._safely("kept", self.kept.leave)
+        self.safely("kept", self.kept.leave)
         if self._recording.counter.step == 0:
             self._measure("writes by hand", self._writes.after_backward)
-        self._safely("suspicion", self._suspicion.after_backward)
+        self.safely("suspicion", self._suspicion.after_backward)
         if self.watcher.names:
             self._measure("watching", self.watcher.results)
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
-            self._safely("kept", self.kept.evaluated, root, arguments["target"])
+            self.safely("kept", self.kept.evaluated, root, arguments["target"])
         elif root in self.last_inputs:
-            self._safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
+            self.safely("kept", self.kept.loss, self._recording.arguments, root, name, arguments)
             values = {key: without_graph(one) for key, one in arguments.items() if one is not None}
             first = tuple(list(values)[:2])
             self.last_losses[root] = name, tuple([values.pop(key) for key in first]), values
@@ -239,16 +237,11 @@ class Samplers:
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
-        self._safely("kept", self.kept.stepping, number)
+        self.safely("kept", self.kept.stepping, number)
         self._measure("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled)
         if sampled:
-            self._safely("norms", self._norms.before, optimizer)
-            self._safely("kept", self.kept.streams.look, number)
-
-    def look_for_redraws(self, number: int, optimizer: Any) -> None:
-        """Is told of each step, since weights may be drawn anew between any two."""
-        if self.kept.on:
-            self._safely("redraws", self.kept.redraws.look, number, optimizer)
+            self.safely("norms", self._norms.before, optimizer)
+            self.safely("kept", self.kept.streams.look, number)
 
     @property
     def is_following(self) -> bool:
@@ -258,16 +251,16 @@ class Samplers:
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""
         if sampled:
-            found = self._safely("norms", self._norms.after, optimizer, count)
+            found = self.safely("norms", self._norms.after, optimizer, count)
             if found is not None:
                 self._recording.emit(dataclasses.replace(found, number=count))
             self._measure("buffers", self._buffers.sample)
             self._measure("ties", self._ties.sample)
-            graphs = self._safely("live graphs", self._live.count, self._recording.counter.step)
+            graphs = self.safely("live graphs", self._live.count, self._recording.counter.step)
             self._measure("memory", memory, *(graphs or (0, 0)))
             if count in _LOOKS_FOR_WRAPPERS:
                 self._measure("replicas", self._replicas.look)
-            self._never = self._safely("suspicion", self._without_gradient) or []
+            self._never = self.safely("suspicion", self._without_gradient) or []
         self._measure("suspicion", self._suspicion.after_step, self._walks, self._never, number)
         self.next_step()
         self.matters = bool(self._never or self._suspicion.is_busy)
@@ -297,13 +290,14 @@ class Samplers:
 
     def _measure(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Records what a sampler says: a fact, several, or nothing."""
-        found = self._safely(name, function, *args, **kwargs)
+        found = self.safely(name, function, *args, **kwargs)
         for fact in () if found is None else (found,) if isinstance(found, Fact) else found:
             self._recording.emit(fact)
 
-    def _safely(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def safely(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name in self._failed:
             return None
+        """Calls a sampler's function unless that sampler has failed before."""
         try:
             return function(*args, **kwargs)
         except BaseException as error:  # a sampler that fails must not keep the events from being recorded

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from anybatch.tensors.dispatch import unseen
-
 _ENTRIES, _LEAST_ENTRIES, _MOST_DRAWN = 256, 64, 32
 
 _RELATED = 0.5
@@ -20,6 +18,8 @@ class Watched:
 
     weight: "weakref.ref[torch.Tensor]"
     before: torch.Tensor
+    shape: torch.Size
+    step: int  # from one of the entries to the next
     looks: int = 0
     drawn: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # the look, and what came
 
@@ -30,7 +30,6 @@ class Redraws:
     def __init__(self) -> None:
         self.optimizers: dict[int, Watched] = {}
 
-    @unseen
     def look(self, number: int, optimizer: Any) -> None:
         """Is told that an optimizer is about to step."""
         known = self.optimizers.get(number)
@@ -38,25 +37,22 @@ class Redraws:
             weights = (one for group in optimizer.param_groups for one in group["params"] if _is_plain(one))
             weight = max(weights, key=torch.Tensor.numel, default=None)
             if weight is not None and weight.numel() >= _LEAST_ENTRIES:
-                self.optimizers[number] = Watched(weakref.ref(weight), _entries(weight))
+                step = max(1, weight.numel() // _ENTRIES)
+                entries = weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
+                self.optimizers[number] = Watched(weakref.ref(weight), entries, weight.shape, step)
             return
         weight = known.weight()
-        if weight is None or len(known.drawn) >= _MOST_DRAWN:
+        if weight is None or weight.shape != known.shape or len(known.drawn) >= _MOST_DRAWN:
             return
-        before, now = known.before, _entries(weight)
+        before, now = known.before, weight.detach().as_strided(known.before.shape, (known.step,)).clone()
         known.looks, known.before = known.looks + 1, now
-        if now.shape == before.shape and not related(before, now):
+        if float(torch.dot(before, now)) < _RELATED * float(torch.dot(before, before)):  # as in ``related``
             known.drawn.append((known.looks, now))
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
     is_dense = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout is torch.strided
     return is_dense and weight.is_contiguous() and weight.is_cpu and weight.dim() > 1 and weight.is_floating_point()
-
-
-def _entries(weight: torch.Tensor) -> torch.Tensor:
-    step = max(1, weight.numel() // _ENTRIES)
-    return weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
 
 
 def related(one: torch.Tensor, other: torch.Tensor) -> bool:
