@@ -295,9 +295,9 @@ class Samplers:
             self._recording.emit(fact)
 
     def safely(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a sampler's function unless that sampler has failed before."""
         if name in self._failed:
             return None
-        """Calls a sampler's function unless that sampler has failed before."""
         try:
             return function(*args, **kwargs)
         except BaseException as error:  # a sampler that fails must not keep the events from being recorded
