@@ -11,6 +11,7 @@ import torch
 
 from anybatch.batch.batches import Splittable
 from anybatch.batch.trees import flat, leaves, like
+from anybatch.tensors.dispatch import unseen as unwatched
 
 _FACTORS = (0.3, 30.0)
 _MARKS = 4  # numbers that often have a meaning of their own
@@ -107,6 +108,7 @@ def unseen(splittable: Splittable, sizes: Sequence[int]) -> Iterator[tuple[Unsee
             )
 
 
+@unwatched
 def even(splittable: Splittable) -> list[Unseen]:
     """The leaves whose numbers are all the same so far, such as weights, where no other ones can be tried."""
     if splittable.is_collated:
@@ -120,7 +122,8 @@ def even(splittable: Splittable) -> list[Unseen]:
 
 
 def _is_uneven(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf != leaf.flatten()[:1]
+    low, high = leaf.aminmax()  # without a mask of its size, for which a budget may have no room
+    return low != high
 
 
 def _is_negative(leaf: torch.Tensor) -> torch.Tensor:

@@ -205,10 +205,13 @@ class Examination(Case):
             drew = not whole.is_finite
             if not drew:
                 comparison = self.compared(whole=whole)
-            if comparison.error > self.tolerance and stand_ins.hold_alike():
+            if comparison.error > self.tolerance and stand_ins.is_uneven:
+                stand_ins.hold_alike(True)
                 alike = self.rig.run()
-                if any(one is not None and one.any() for one in alike.gradients):  # else nothing was compared
+                if any(one is not None and one.any() for one in alike.gradients):
                     comparison = self.compared(whole=alike)
+                else:  # nothing was compared
+                    stand_ins.hold_alike(False)
             if drew or comparison.error <= self.tolerance:
                 stand_ins.hold_constant(False)
             if comparison.error <= self.tolerance:

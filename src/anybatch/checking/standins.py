@@ -130,8 +130,7 @@ class StandIns(Mode):
         self.draws: dict[Draw, None] = {}  # the places where random numbers were drawn
         self.lowered: set[str] = set()  # operations that computed in lower precision than double although they were to
         self.in_parts, self.in_collate, self.in_whole = Numbers(), Numbers(), Numbers()
-        if not in_order:
-            self.hold_alike()
+        self.hold_alike(not in_order)
         # what stands in for random numbers now: in micro-batches, in ``collate``, in what sees all samples
         self.numbers = self.in_parts
         # the draws of each forward that began; with a list here numbers are really drawn
@@ -176,13 +175,15 @@ class StandIns(Mode):
         for numbers in (self.in_parts, self.in_collate, self.in_whole):
             numbers.constant = is_constant
 
-    def hold_alike(self) -> bool:
-        """Gives all draws the same numbers; whether they had others although parts do not draw as often."""
-        found = [self.in_parts, self.in_collate, self.in_whole]
-        had_others = any(one.is_uneven and not one.alike for one in found)
-        for one in found:
-            one.alike = True
-        return had_others
+    @property
+    def is_uneven(self) -> bool:
+        """Whether parts draw more or less often than the whole batch."""
+        return any(numbers.is_uneven for numbers in (self.in_parts, self.in_collate, self.in_whole))
+
+    def hold_alike(self, is_alike: bool) -> None:
+        """All draws have the same numbers; or each has its own again."""
+        for numbers in (self.in_parts, self.in_collate, self.in_whole):
+            numbers.alike = is_alike
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not draws(func, args, kwargs):

@@ -273,7 +273,7 @@ def test_a_plan_for_something_else_is_refused_before_anything_changes(what: str)
         {"memory": 0.0},
         {"memory": float("nan")},
         {"memory": "much"},
-        {"memory": "0.5"},
+        {"memory": "150%"},
         {"memory": [1]},
         {"plan": "plan.json"},
         {"plan": {"micro_batch_size": 3}},

@@ -186,8 +186,9 @@ class OptimizerHooks:
         self._nested, self._begun = False, _Begun(known, count, step, sampled, closure, edited)
         if recording.looks or sampled:
             self._samplers.before_step(optimizer, number, sampled=sampled)
-        if self._samplers.kept.on:
-            self._samplers.safely("redraws", self._samplers.kept.redraws.look, number, optimizer)
+        kept = self._samplers.kept
+        if kept.on and number not in kept.redraws.without:
+            self._samplers.safely("redraws", kept.redraws.look, number, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         recording, begun = self._recording, self._begun

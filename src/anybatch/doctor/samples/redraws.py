@@ -29,6 +29,7 @@ class Redraws:
 
     def __init__(self) -> None:
         self.optimizers: dict[int, Watched] = {}
+        self.without = set[int]()  # optimizers without a matrix that tells
 
     def look(self, number: int, optimizer: Any) -> None:
         """Is told that an optimizer is about to step."""
@@ -36,7 +37,9 @@ class Redraws:
         if known is None:
             weights = (one for group in optimizer.param_groups for one in group["params"] if _is_plain(one))
             weight = max(weights, key=torch.Tensor.numel, default=None)
-            if weight is not None and weight.numel() >= _LEAST_ENTRIES:
+            if weight is None or weight.numel() < _LEAST_ENTRIES:
+                self.without.add(number)
+            else:
                 step = max(1, weight.numel() // _ENTRIES)
                 entries = weight.detach().as_strided((min(_ENTRIES, weight.numel()),), (step,)).clone()
                 self.optimizers[number] = Watched(weakref.ref(weight), entries, weight.shape, step)
