@@ -86,7 +86,7 @@ def _unusual_slices(value: torch.Tensor, bounds: Sequence[tuple[int, int]], labe
         return [torch.nested.as_nested_tensor(list(parts[a:b]), layout=value.layout) for a, b in bounds]
     if value.layout is torch.sparse_coo:
         return [value.narrow_copy(0, a, b - a) for a, b in bounds]
-    if value.layout in (torch.sparse_csr, torch.sparse_csc):
+    if value.layout in (torch.sparse_csr, torch.sparse_csc) and value.dim() == 2:
         rows = _unusual_slices(value.to_sparse_coo(), bounds, label)
         return [part.to_sparse(layout=value.layout) for part in rows]
     raise BatchError(

@@ -130,7 +130,10 @@ def _fields_of(node: Any) -> list[str] | None:
 
 def _with_values(node: Any, values: Sequence[Any]) -> Any:
     """A list or tuple with other items, without its own constructor, which may take something else."""
-    twin: Any = tuple.__new__(type(node), values) if isinstance(node, tuple) else list.__new__(type(node))
+    try:
+        twin: Any = tuple.__new__(type(node), values) if isinstance(node, tuple) else list.__new__(type(node))
+    except TypeError:  # a struct sequence, which only its own constructor makes
+        return type(node)(values)
     if isinstance(twin, list):
         list.extend(twin, values)
     if hasattr(node, "__dict__"):
@@ -151,7 +154,10 @@ def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
 
 def _with_items(node: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:
     fresh, before = dict(zip(keys, values, strict=True)), {key: node[key] for key in keys}
-    twin: Any = copy.copy(node)
+    try:
+        twin: Any = copy.copy(node)
+    except TypeError:  # one that can't be copied, such as a mappingproxy
+        return fresh
     inside = getattr(twin, "__dict__", {})
     for name, store in [*inside.items()]:
         if type(store) is dict:  # which the copy shares with the original, and may keep its items in

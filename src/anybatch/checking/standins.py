@@ -28,6 +28,7 @@ DOUBLE: Wider = {
 SINGLE: Wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
 """Low precision becomes single."""
 
+_SAME_TURNS = 1024  # draws with the same numbers, where they are held alike
 _PLACE = 0.6  # where in its distribution the number is that stands for a whole tensor of them
 # Fractional parts of square roots of primes: multiples of them spread evenly over (0, 1), whatever is added up.
 _STEPS = (0.4142135623730951, 0.7320508075688772, 0.2360679774997898, 0.6457513110645906, 0.3166247903553998)
@@ -77,7 +78,7 @@ class Numbers:
         turn, many = self._drawn - 1, len(self._samples)
         if self.is_uneven and many:
             turn = turn // many * self._rows + self._samples[turn % many]
-        return 0 if self.alike else turn
+        return turn // _SAME_TURNS if self.alike else turn  # a loop may draw until a number pleases it
 
     def _meet(self, shape: tuple[int, ...]) -> None:
         """Compares the shape of a draw with that of the same draw in the whole batch."""

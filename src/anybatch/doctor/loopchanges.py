@@ -12,6 +12,7 @@ from anybatch.doctor.fixes.source import Change, Edit, UnclearEdit
 from anybatch.doctor.loopsteps import LoopStep, StepUnclear, read, rows_of, stored, value_of
 
 _SUMS = ("AddBackward0", "SubBackward0", "NegBackward0")
+_MOST_NODES = 1000
 _ONE_OF_TWO = ("MulBackward0", "DivBackward0")  # the other one is a factor
 
 
@@ -150,6 +151,9 @@ def _edits(step: LoopStep, update: Update | None, text: str, lines: Sequence[str
     gone = [*step.forward, *(update.statements if update else ())]
     for one in gone:
         yield source.removed(one)
+    line = source.text.split("\n")[step.back.lineno - 1].encode()
+    if len(lines) > 1 and block[0].lineno == step.back.lineno and line[: block[0].col_offset].strip():
+        raise StepUnclear(f"{step.where(step.back)} stands in the line of its loop; put it in a line of its own")
     yield source.replaced(step.back, f"\n{source.indent(step.back)}".join(lines))
     given = stored(step.forward)
     for one in block[block.index(first) : block.index(step.back)]:
@@ -208,7 +212,7 @@ def results_of(step: LoopStep) -> dict[str, str]:
     for name in sorted(_outside(step)):
         value: Any = step.names.get(name)
         is_loss = isinstance(step.loss, ast.Name) and name == step.loss.id
-        is_term = isinstance(value, torch.Tensor) and _is_mean(value.grad_fn) and bool(step.rows_text)
+        is_term = not is_loss and bool(step.rows_text) and _is_mean(value)
         if (is_loss or is_term) and not isinstance(step.names.get("torch"), type(torch)):
             raise StepUnclear(f"{step.source.path} reads the loss after the backward; it needs import torch")
         if is_loss:
@@ -230,13 +234,21 @@ def results_of(step: LoopStep) -> dict[str, str]:
     return found
 
 
-def _is_mean(node: Any) -> bool:
-    """Whether a node of a graph gives a mean, or one of several with factors in front."""
-    if node is None:
+def _is_mean(value: Any) -> bool:
+    """Whether a value is a scalar made of means, by sums and by factors that have no graph."""
+    if not isinstance(value, torch.Tensor) or value.dim():
         return False
-    if node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
-        return True
-    name, given = node.name(), [one for one, _ in node.next_functions]
-    if name in _ONE_OF_TWO and given.count(None) == len(given) - 1:
-        return _is_mean(given[0] if name == "DivBackward0" else next(filter(None, given)))
-    return name in _SUMS and any(given) and all(one is None or _is_mean(one) for one in given)
+    nodes, seen = [value.grad_fn], set[Any]()
+    for node in nodes:  # to which those before it are added
+        if node is None or len(nodes) > _MOST_NODES:
+            return False
+        if node in seen or node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1:
+            continue
+        seen.add(node)
+        name, given = node.name(), [one for one, _ in node.next_functions]
+        parts = [one for one in given if one is not None]
+        is_factor = name in _ONE_OF_TWO and len(parts) == 1 and (name != "DivBackward0" or given[0] is not None)
+        if not parts or not (is_factor or name in _SUMS):
+            return False
+        nodes += parts
+    return True

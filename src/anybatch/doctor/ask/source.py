@@ -417,8 +417,12 @@ def lines_of_steps(tree: ast.Module) -> set[int]:
         if isinstance(one, (ast.For, ast.While)) and any(_name_called(each) == "backward" for each in walked(one))
     ]
     inner = [one for one in loops if not any(each in loops for each in walked(one) if each is not one)]
-    called = {_name_called(each) for one in inner for each in walked(one)}
-    functions = [one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.name in called]
+    called = {_own_called(each) for one in inner for each in walked(one)}
+    functions = [
+        one
+        for one in walked(tree)
+        if isinstance(one, _FUNCTIONS) and one.name in called and not any(each in inner for each in walked(one))
+    ]
     return {
         each.lineno for one in (*inner, *functions) for each in walked(one) if isinstance(each, (ast.stmt, ast.expr))
     }
@@ -427,6 +431,12 @@ def lines_of_steps(tree: ast.Module) -> set[int]:
 def _name_called(node: ast.AST) -> str:
     """The last part of the name that is called, empty if the node is no call."""
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+
+
+def _own_called(node: ast.AST) -> str:
+    """The name of a function of the script, or of a method of ``self``, that is called; empty if there is none."""
+    name = ast.unparse(node.func).removeprefix("self.") if isinstance(node, ast.Call) else ""
+    return name if name.isidentifier() else ""
 
 
 def reseeded(tree: ast.Module) -> Iterator[tuple[str, str, int]]:

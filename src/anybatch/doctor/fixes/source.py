@@ -237,7 +237,8 @@ class UserSource(Parsed):
         found: list[Change] = []
         for one in changes:
             goes_on = found and not (one.text or found[-1].text) and one.start <= found[-1].end
-            start, end = found.pop().start if goes_on else one.start, one.end
+            last = found.pop() if goes_on else one
+            start, end = last.start, max(one.end, last.end)
             first, stop = self._data.rfind(b"\n", 0, start) + 1, self._data.find(b"\n", end) + 1 or len(self._data)
             if goes_on and not self._data[first:start].strip():
                 end += len(_SEPARATOR.match(self._data, end, stop)[0])  # type: ignore[index]

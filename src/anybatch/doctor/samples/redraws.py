@@ -47,6 +47,8 @@ class Redraws:
         weight = known.weight()
         if weight is None or weight.shape != known.shape or len(known.drawn) >= _MOST_DRAWN:
             return
+        if not weight.is_cpu or weight.dtype != known.before.dtype:
+            return
         before, now = known.before, weight.detach().as_strided(known.before.shape, (known.step,)).clone()
         known.looks, known.before = known.looks + 1, now
         if float(torch.dot(before, now)) < _RELATED * float(torch.dot(before, before)):  # as in ``related``
