@@ -58,13 +58,8 @@ STEPS = {
     "plain": PLAIN,
     "several statements in a line": """
 for x, y in loader:
-    out = model(x); loss = (out - y).square().mean()
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    out = model(x); loss = (out - y).square().mean(); optimizer.zero_grad(); loss.backward(); optimizer.step()
     seen.append(loss.item()); seen.append(len(x))
-""",
-    "all in one line": """
-for x, y in loader:
-    seen.append(len(x)); optimizer.zero_grad(); loss = (model(x) - y).square().mean(); loss.backward(); optimizer.step()
 """,
     "clipped": """
 for x, y in loader:
@@ -100,12 +95,19 @@ for x, y in loader:
     optimizer.step()
     seen.extend([error.item(), size.item(), loss.item()])
 """,
+    "losses of samples that are read afterwards": """
+for x, y in loader:
+    optimizer.zero_grad()
+    each = (model(x) - y).square().mean(1)
+    each.mean().backward()
+    optimizer.step()
+    seen.append(each.max().item())
+""",
     "terms of a batch with names": """
 for batch in [{"n": 3, "x": x, "y": y} for x, y in loader]:
     optimizer.zero_grad()
     error = (model(batch["x"]) - batch["y"]).square().mean()
-    loss = 0.5 * error
-    loss.backward()
+    (0.5 * error).backward()
     optimizer.step()
     seen.append(error.item())
 """,
@@ -219,9 +221,8 @@ class Trainer:
         self.optimizer.step()
 
 
-trainer = Trainer()
 for x, y in loader:
-    trainer.run_batch(x, y)
+    Trainer().run_batch(x, y)
 """,
     "goes back twice": """
 for x, y in loader:
@@ -401,6 +402,12 @@ def test_what_the_loop_reads_that_micro_batches_do_not_leave_is_said_and_planned
     assert "reads 'norm' of the forward after" in answer["trouble"]
     assert not answer["change"]
     assert step.call.loss_fn(step.call.model, step.call.batch).isfinite()
+
+
+def test_a_loop_in_one_line_is_planned_and_not_rewritten() -> None:
+    text = "loss = model(x).mean(); loss.backward(); seen.append(loss.item()); optimizer.step(); optimizer.zero_grad()"
+    answer = found(f"\nfor x, y in loader: {text}\n").with_change({}, {"memory": None})
+    assert ("in the line of its loop" in answer["trouble"], answer["change"]) == (True, "")
 
 
 def test_a_state_that_goes_on_is_no_batch() -> None:

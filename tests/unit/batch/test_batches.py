@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import types
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -382,3 +383,25 @@ def test_what_is_there_is_not_moved(batch: Any) -> None:
     assert Splittable([batch]).lies_on(CPU)
     (there,) = moved([batch], CPU)
     assert there is batch
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_batched_csr_is_refused_by_name() -> None:
+    batch = {"x": torch.ones(4, 3, 2).to_sparse_csr()}
+    with pytest.raises(BatchError, match=r"has the layout torch\.sparse_csr, which can't be cut"):
+        micro_batches(batch, 2)
+
+
+def test_a_mapping_that_can_not_be_copied_becomes_a_dict() -> None:
+    model, batch = nn.Linear(2, 1), types.MappingProxyType({"x": torch.randn(8, 2)})
+    out = anybatch.backward(model, lambda model, batch: model(batch["x"]).square().mean(), batch, micro_batch_size=2)
+    assert out.micro_batches == 4
+
+
+def test_small_types_that_torch_does_not_order_are_taken() -> None:
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu")
+    batch = {"x": torch.randn(8, 2), "ids": torch.arange(8).to(torch.float8_e4m3fn)}
+    out = anybatch.backward(
+        model, lambda model, batch: model(batch["x"]).square().mean(), batch, micro_batch_size=2, scaler=scaler
+    )
+    assert out.micro_batches == 4

@@ -104,6 +104,17 @@ def test_two_draws_differ_so_that_views_are_told_apart(view: Callable[[torch.Ten
         backward(model, all_distances, batch, micro_batch_size=8)
 
 
+def test_a_loop_that_draws_until_a_number_pleases_it_ends() -> None:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        noise = torch.rand(len(batch["x"]), 1)
+        while (noise > 0.5).any():
+            noise = torch.where(noise > 0.5, torch.rand_like(noise), noise)
+        loss: torch.Tensor = model(batch["x"] * noise).square().sum() ** 2
+        return loss
+
+    assert not check(nn.Linear(5, 3), loss_fn, vectors(16)).exact
+
+
 def test_numbers_from_numpy_can_not_be_held_and_that_is_said() -> None:
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"] + torch.from_numpy(np.random.rand(len(batch["x"]), 1))), batch["y"])

@@ -119,3 +119,10 @@ def test_a_look_changes_nothing() -> None:
         Streams().look(0)
     assert random.getstate() == before
     assert torch.equal(torch.get_rng_state(), of_torch)
+
+
+def test_a_function_that_holds_the_loop_and_a_method_of_its_name_are_not_of_each_step() -> None:
+    text = "def train():\n  seed(0)\n  for i in range(9):\n    model.train()\n    f(i).backward()\ntrain()\n"
+    assert source.lines_of_steps(ast.parse(text)) == {3, 4, 5}
+    text = "def batch(self):\n  seed(0)\nfor i in range(9):\n  self.batch()\n  f(i).backward()\n"
+    assert source.lines_of_steps(ast.parse(text)) >= {2, 4}
