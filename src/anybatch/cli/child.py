@@ -199,9 +199,10 @@ def _refusal(made: Any, call: interception.Call, options: dict[str, Any]) -> str
 
     if any(one.is_meta for one in call.model.parameters()):
         return ""
-    options = {name: value for name, value in options.items() if name in _CHECKED_OPTIONS}
+    given = {**call.options, **options, "micro_batch_size": made.micro_batch_size}
+    options = {name: value for name, value in given.items() if name in _CHECKED_OPTIONS}
     try:
-        prove(call.model, call.loss_fn, call.batch, micro_batch_size=made.micro_batch_size, **options)
+        prove(call.model, call.loss_fn, call.batch, **options)
     except NotSplittable as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - the plan is there already
