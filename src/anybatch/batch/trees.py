@@ -69,10 +69,10 @@ def _item_children(node: Sequence[Any]) -> list[Child]:
 
 def _opened_by_registration(node: Any) -> Container | None:
     # torch's flattening makes a reference cycle with is_leaf, so the closure must hold the id, not the node.
+    if pytree._get_node_type(node) not in pytree.SUPPORTED_NODES:
+        return None
     own = id(node)
     values, spec = pytree.tree_flatten(node, is_leaf=lambda inner: id(inner) != own)
-    if len(values) == 1 and values[0] is node:
-        return None
     try:
         keyed, _ = pytree.tree_flatten_with_path(node, is_leaf=lambda inner: id(inner) != own)
     except ValueError:  # registered without keys

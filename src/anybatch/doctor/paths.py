@@ -49,20 +49,24 @@ class Preserved:
     @contextmanager
     def during(self) -> Iterator[None]:
         """Restores everything at the end of its block."""
-        with ExitStack() as undo:
-            undo.callback(RandomState({parameter.device for parameter in self._parameters}).restore)
-            for leaf in self._parameters:
-                gradient = leaf.grad if leaf.is_leaf else None
-                undo.callback(self._restore, leaf, leaf.data, gradient, leaf.requires_grad)
+        random = RandomState({parameter.device for parameter in self._parameters})
+        leaves = self._parameters
+        given = [(one, one.data, one.grad if one.is_leaf else None, one.requires_grad) for one in leaves]
+        own = [vars(module) for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
+        tables = [(one, dict(one)) for each in own for one in (each, *(each[name] for name in _TABLES))]
+        try:
+            for leaf, _, gradient, _ in given:
                 if gradient is not None:
                     leaf.grad = None
-            for module in self._modules:
-                if not isinstance(module, torch.jit.ScriptModule):
-                    own = vars(module)
-                    for entries in (*(own[name] for name in _TABLES), own):
-                        undo.callback(_restore_entries, entries, dict(entries))
             self._swap_buffers()
             yield
+        finally:
+            for entries, before in tables:
+                entries.clear()
+                entries.update(before)
+            for one in reversed(given):
+                self._restore(*one)
+            random.restore()
 
     def _swap_buffers(self) -> None:
         copies: dict[int, torch.Tensor] = {}
@@ -82,11 +86,6 @@ class Preserved:
         if parameter.is_leaf:
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
-
-
-def _restore_entries(entries: dict[str, Any], before: dict[str, Any]) -> None:
-    entries.clear()
-    entries.update(before)
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -60,10 +60,12 @@ def _following(trial: Trial) -> list[str]:
         for handle in handles:
             handle.remove()
     sizes = {name: (one.weight.shape[1], one.weight.shape[0]) for name, one in named}
+    takers: dict[int, list[int]] = {}
+    for at, (_, taken, _) in enumerate(given):
+        takers.setdefault(taken.data_ptr(), []).append(at)
     for at, (name, _, made) in enumerate(given):
-        for other, taken, _ in given[at + 1 :]:
-            wide = sizes[name][1] >= min(sizes[name][0], sizes[other][1])
-            if taken.data_ptr() == made.data_ptr() and wide:
+        for other in (given[later][0] for later in takers.get(made.data_ptr(), ()) if later > at):
+            if sizes[name][1] >= min(sizes[name][0], sizes[other][1]):
                 return [name, other]
     return []
 
