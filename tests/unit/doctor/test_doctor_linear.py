@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Doctor
+from anybatch.doctor.probing import run_probes
 
 
 def calls_of(run: Callable[[], Any]) -> int:
@@ -47,6 +48,21 @@ def listed(model: nn.Sequential, x: torch.Tensor) -> Any:
     return x
 
 
+def end(size: int) -> int:
+    torch.manual_seed(0)
+    model = Residual(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    doctor = Doctor()
+    with doctor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(model(torch.randn(8, 4)), torch.randn(8, 4)).backward()
+            optimizer.step()
+        calls = calls_of(lambda: run_probes(doctor, seconds=1e6))
+    assert doctor.failure == ""
+    return calls
+
+
 def start(size: int, forward: Callable[[nn.Sequential, torch.Tensor], Any]) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(size)])
@@ -61,6 +77,25 @@ def start(size: int, forward: Callable[[nn.Sequential, torch.Tensor], Any]) -> i
         calls = calls_of(train)
     assert doctor.failure == ""
     return calls
+
+
+class Residual(nn.Module):
+    """Layers that are called one by one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + 0.01 * layer(x)
+        return x
+
+
+def test_the_questions_of_twice_as_many_modules_take_twice_as_many_calls() -> None:
+    end(10)  # what is loaded on first use
+    few, twice = end(150), end(300)  # so many that those questions are left out that are asked of small models only
+    assert twice < 2.5 * few
 
 
 @pytest.mark.parametrize("forward", [chained, one_by_one, listed])

@@ -36,10 +36,11 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
         if len(target) != rows or not is_varied:
             continue
         found: list[tuple[float, float, int]] = []
+        apart = needed - step.made_with(slot)
         for index, one in enumerate(step.operations):
             value = step.values[one.outs[0]] if len(one.outs) == 1 else None
             is_made = value is not None and value.requires_grad and value.shape == target.shape
-            if is_made and one.outs[0] in needed and slot not in step.made_of(one.outs[0], index + 1):
+            if is_made and one.outs[0] in apart:
                 found.append((*_blind(step, index, slot), index))
         _, share, index = min(found[-_MOST_MADE:], default=(0.0, 0.0, 0))  # what fits best is what targets are like
         if share >= _MOSTLY:

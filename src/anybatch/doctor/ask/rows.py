@@ -286,10 +286,10 @@ def _ratio(one: torch.Tensor, two: torch.Tensor) -> int:
 def dropped(step: Step) -> Iterator[Probed]:
     """Whether a number that other parameters make is left, as what a variable held that the loss is assigned to."""
     needed = {slot for one in step.tape.losses for slot in step.made_of(one.slot, one.before)}
-    used = {slot for one in step.tape.operations for slot in one.given}
+    used = needed.union(*(one.given for one in step.tape.operations))
     for operation in reversed(step.operations):
         out = operation.outs[0] if len(operation.outs) == 1 else None
-        if out is None or out in needed | used or step.values[out].numel() > 1 or not step.values[out].requires_grad:
+        if out is None or out in used or step.values[out].numel() > 1 or not step.values[out].requires_grad:
             continue
         shapes = [
             list(step.parameters[one].shape) for one in sorted(step.made_of(out) & step.parameters.keys() - needed)

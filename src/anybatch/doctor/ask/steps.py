@@ -92,6 +92,14 @@ class Step:
         """The slots that a tensor is made of, by the operations before the loss, or by so many of them."""
         return slots_of(self.tape, Loss(slot, self.loss.before if before is None else before, "", 0))
 
+    def made_with(self, slot: Slot) -> set[Slot]:
+        """The slots that depend on a tensor, by the operations before the loss."""
+        found = {slot}
+        for operation in self.operations:
+            if not found.isdisjoint(operation.given):
+                found.update(operation.outs, slots(operation.args[:1]) if operation.name.endswith("_") else ())
+        return found
+
     def used(self, *kinds: str) -> Iterator[Operation]:
         """The operations that the loss is made of, those of some kinds only where these are given."""
         every = (one for one in self.operations if not kinds or one.kind in kinds)

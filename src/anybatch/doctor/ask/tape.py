@@ -57,16 +57,15 @@ class Operation:
     file: str = ""  # of the user's line
     line: int = 0
     drawn: tuple[torch.Tensor, ...] | None = None  # what it drew, for one that draws random numbers
+    given: list[Slot] = field(init=False)  # the slots of what it was given, in order
+
+    def __post_init__(self) -> None:
+        self.given = list(slots((self.args, self.kwargs)))
 
     @property
     def kind(self) -> str:
         """Its name, that of the function where it is an operator."""
         return _KINDS.get(self.name, self.name)
-
-    @property
-    def given(self) -> list[Slot]:
-        """The slots of what it was given, in order."""
-        return list(slots((self.args, self.kwargs)))
 
     @property
     def drops(self) -> bool:
