@@ -61,6 +61,11 @@ class Run:
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
         return max(counts.values(), default=0)
 
+    def sign(self, optimizer: int | None = None) -> int:
+        """-1 where an optimizer, or any, maximizes: what it minimizes is the negative of the loss."""
+        every = (one for one in self.optimizers.values() if optimizer in (None, one.optimizer))
+        return -1 if any(group.maximize for one in every for group in one.groups) else 1
+
 
 def grouped(pairs: Iterable[tuple[G, V]]) -> dict[G, list[V]]:
     """Values by their keys, both in the order in which they come.

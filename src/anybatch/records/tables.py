@@ -99,6 +99,7 @@ class GroupFacts:
     weight_decay: float = 0.0  # 0 if it has none
     momentum: float = 0.0  # ``momentum``, or the first of ``betas``; 0 if it has neither
     name: str = ""  # the entry ``name`` of the group, if there is one
+    maximize: bool = False  # whether it makes the loss large
 
 
 @fact("optimizer")

@@ -276,7 +276,8 @@ def risen(
         terms.append(_sum(again.results[where.index + 1][0]) if is_term else 0.0)
     if len(wholes) < 4 or not all(map(math.isfinite, (*wholes, *terms))):
         return None
-    whole, term = [Risen(own, fmean(rest) - own, stdev(rest)) for own, *rest in (wholes, terms)]
+    sign = step.run.sign(step.optimizer)
+    whole, term = [Risen(sign * own, sign * (fmean(rest) - own), stdev(rest)) for own, *rest in (wholes, terms)]
     return whole, term if is_term else None
 
 

@@ -261,6 +261,7 @@ def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupF
         weight_decay=plain_rate(group.get("weight_decay", 0.0)),
         momentum=plain_rate(momentum),
         name=str(group.get("name", "")),
+        maximize=bool(group.get("maximize", False)),
     )
 
 

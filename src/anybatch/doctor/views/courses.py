@@ -24,12 +24,19 @@ def groups_of(run: Run, optimizer: int) -> dict[int, tuple[int, GroupFacts]]:
 
 
 @remembered
+def passes(run: Run) -> list[Backward]:
+    """The backwards that steps come from: calls of ``backward``, or of ``autograd.grad`` where there are none."""
+    every = list(run.of(Backward))
+    return [one for one in every if one.function == "backward"] or [one for one in every if not one.create]
+
+
+@remembered
 def updates(run: Run) -> list[int]:
     """The events at which parameters were changed: steps; or, of updates by hand without any optimizer, backwards."""
     steps = [one.at for one in run.of(Stepped)]
     if steps or run.optimizers or not any(run.of(Written)):
         return steps
-    return [one.at for one in run.of(Backward) if one.function == "backward"]
+    return [one.at for one in passes(run)]
 
 
 @dataclass(frozen=True)
@@ -170,24 +177,24 @@ def course(run: Run, optimizer: int | None = None) -> Course:
     by_line: dict[tuple[str, int], dict[int, list[Backward]]] = {}
     counts: dict[int, int] = {}
     windows: dict[int, int] = {}
-    by_step = any(run.of(Stepped))
+    by_step, seen = any(run.of(Stepped)), {one.at for one in passes(run)}
     for one in run.of(Backward, Stepped):
         if not start <= one.at <= end:
             continue
         if isinstance(one, Stepped):
             counts[one.optimizer] = counts.get(one.optimizer, 0) + 1
-        elif isinstance(one, Backward) and one.function == "backward" and one.value is not None:
+        elif isinstance(one, Backward) and one.at in seen and one.value is not None:
             window = sum(counts.values()) if by_step else len(by_line.get((one.file, one.line), ()))
             windows[window] = max(counts.values(), default=0) if by_step else window
             by_line.setdefault((one.file, one.line), {}).setdefault(window, []).append(one)
     if len(by_line) > 1 and adversarial(run, optimizer):
         return Course()
     whole = [one for one in windows if sum(one in line for line in by_line.values()) == len(by_line)] or [*windows]
-    ats, values = [], []
+    ats, values, sign = [], [], run.sign(optimizer)
     for window in whole:
         taken = [line[window] for line in by_line.values() if window in line]
         ats.append(min(one.at for part_ in taken for one in part_))
-        values.append(sum(fmean(one.value for one in part_ if one.value is not None) for part_ in taken))
+        values.append(sign * sum(fmean(one.value for one in part_ if one.value is not None) for part_ in taken))
     return Course(tuple(ats), tuple(windows[one] for one in whole), tuple(values), _prior(run, start, end))
 
 

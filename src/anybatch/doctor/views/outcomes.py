@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -101,7 +101,9 @@ def outcome(run: Run) -> Outcome:
         if worst is not None:
             return worst
     beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1]) or _sampled(run)
-    return Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
+    found = Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
+    is_negative = run.sign() < 0 and found.call is None
+    return replace(found, said=f"{found.said} (of its negative, as the optimizer maximizes)") if is_negative else found
 
 
 def _goes_on(part: Phase, learned: list[Phase]) -> bool:
