@@ -59,6 +59,40 @@ def test_values_that_are_picked_or_weighed_are_not_punished(loss: Loss) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), loss), "punished") != "yes"
 
 
+def likely(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -torch.distributions.Normal(made, 1.0).log_prob(y)
+
+
+def far(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (1 - (made - y).pow(2).sum(1).sqrt()).relu()  # apart, by a margin
+
+
+def numbers(of: Loss) -> Loss:
+    """A loss with numbers as targets, which are taken from those of all samples where they are needed."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randn(8 * ROWS, 3, generator=generator)
+    return lambda made, y: of(made, every[ROWS : 2 * ROWS])
+
+
+@pytest.mark.parametrize("error", [likely, F.mse_loss, F.smooth_l1_loss, lambda made, y: (made - y).abs()])
+@pytest.mark.parametrize(("sign", "expected"), [(-1, "yes"), (1, "no")])
+def test_an_error_that_is_made_large_is_told(error: Loss, sign: int, expected: str) -> None:
+    loss = numbers(lambda made, y: sign * error(made, y).mean())
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "far preferred") == expected
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda made, y: far(made, y).mean(),
+        lambda made, y: -(likely(made, y) * (y - 2)).mean(),  # rewards
+        lambda made, y: (made - y).pow(2).mean() - 0.1 * (made - y.roll(1, 0)).pow(2).mean(),  # of other rows
+    ],
+)
+def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "far preferred") != "yes"
+
+
 @pytest.mark.parametrize(("low", "expected"), [(0, "yes"), (-1, "no")])
 def test_pairs_that_are_marked_with_other_numbers_than_1_and_minus_1_are_told(low: int, expected: str) -> None:
     def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,16 @@ Where a formula takes its targets in another form, such as boxes with two corner
 may be the same whatever the net says, and has no gradient.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.relating import own_draw
-from anybatch.doctor.ask.steps import Step, asks, replayed, said
-from anybatch.doctor.ask.tape import Slot
+from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw
+from anybatch.doctor.ask.steps import DISTANCES, Step, asks, replayed, said
+from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
 
@@ -20,6 +21,9 @@ _MOST_MADE = 4
 _LEAST_ROWS = 8
 _NEARLY = 0.01  # of their deviation: how far from targets what is nearly right is
 _MOSTLY = 0.5  # of the rows
+_DISTANCES = (0.0, 1.0, 10.0, 100.0)  # in their deviations
+_CLEARLY = 0.1  # of the loss farther away
+_COMPARING = DISTANCES | {"sub", "rsub", "subtract"}
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 
@@ -50,6 +54,45 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
             at = next(one for one in step.tape.operations[index + 1 :] if set(made.outs) & {*one.given})
             seen: dict[str, Any] = {"share": share, "rows": rows, "turned": turned, "boxes": turned > 0}
             yield said(at, shape=list(target.shape), **seen)
+
+
+@asks("far preferred")
+def far_preferred(step: Step) -> Iterator[Probed]:
+    """Whether the loss is highest with targets in place of what is predicted, and falls without end far from them."""
+    if own_draw(step) is not None:
+        raise Unknown("the loss is of what the model itself draws")
+    found: list[tuple[Operation, list[float]]] = []
+    for where in meetings_of(step):
+        operation, target = step.operations[where.index], step.values[where.slot]
+        if operation.kind in ("mul", "multiply") and bool((target < 0).any()):
+            raise Unknown("rows are weighed with negative numbers, as by rewards")
+        is_varied = target.is_floating_point() and bool((target != target[:1]).any())
+        if operation.kind not in _COMPARING or not is_varied or step.rows < _LEAST_ROWS:
+            continue
+        for slot in {*operation.given} - {where.slot}:
+            if step.values[slot].requires_grad and step.values[slot].shape == target.shape:
+                found.append((operation, _at_distances(step, where, slot)))
+    if not found:
+        raise Unknown("nothing is compared with targets of its shape")
+    falls = all(one > two + _CLEARLY * abs(two) for _, losses in found for one, two in itertools.pairwise(losses))
+    operation, losses = found[0]
+    yield said(operation, answer="yes" if falls else "no", op=operation.name, near_loss=losses[0], far=losses[-1])
+
+
+def _at_distances(step: Step, where: Meeting, slot: Slot) -> list[float]:
+    """What is minimised where targets are given in place of what meets them, and what is farther and farther away."""
+    losses = list[float]()
+    for away in _DISTANCES:
+
+        def give(target: torch.Tensor, away: float = away) -> torch.Tensor:
+            return target.detach() + away * target.std() * torch.randn_like(target)
+
+        operations = [*step.tape.operations]
+        operations.insert(where.index, Operation("roll", give, (where.slot,), {}, (slot,)))
+        loss = replace(step.loss, before=step.loss.before + 1)
+        value = replayed(step.tape.changed(operations), loss).values[loss.slot].detach().double().sum()
+        losses.append(step.run.sign(step.optimizer) * float(value))
+    return losses
 
 
 @asks("worse preferred")

@@ -38,6 +38,7 @@ _KINDS = {
     **{f"__{one}__": one for one in ("add", "sub", "mul", "pow", "matmul", "abs", "neg", "ne")},
     **{f"__r{one}__": one for one in ("add", "mul")},
 }  # fmt: skip
+_TAKING = frozenset({"__getitem__", "index_select", "narrow"})
 
 
 class Slot(int):
@@ -143,7 +144,20 @@ class Tape(SafeMode):
         if name in _SIZES or name in _NOT_KEPT:
             self.sizes |= name in _SIZES
             return None
+        if name in _TAKING and self._is_batch_taken(list(tensors_in((args, kwargs)))):
+            return None
         return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
+
+    def _is_batch_taken(self, given: list[torch.Tensor]) -> bool:
+        """Whether rows of data are taken, as targets are from those of all samples; the batch of them is a leaf."""
+        data = given[0] if given else None
+        return (
+            data is not None
+            and data.dim() > 0
+            and data.shape[0] > self.rows > 0
+            and all(self._slot_of(one) is None and not one.requires_grad for one in given)
+            and id(data) not in self.held
+        )
 
     @unseen
     def after(self, operation: Operation, result: Any) -> None:
