@@ -105,10 +105,16 @@ class Screen(Terminal):
         self.heading("4. What the model writes")
         if not sample:
             self.say("Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
-        elif self.console.is_terminal:
-            self.console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
         else:
-            self.console.print(sample, markup=False, soft_wrap=True)
+            self.code(sample)
+
+    def code(self, text: str) -> None:
+        """Prints the text of a program, in colours on a terminal."""
+        text = text.rstrip("\n")
+        if self.console.is_terminal:
+            self.console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+        else:
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def finish(self, page: Path | None, json_path: Path | None, seconds: float) -> None:
         """Prints the paths of the results and the total time."""
