@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.syntax import Syntax
 
 from anybatch.cli.demo_screen import Screen
 from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
-from anybatch.demo.touring import CHAPTERS, FOLDER, Chapter, CommandRun, prepare, run
+from anybatch.demo.touring import CHAPTERS, FOLDER, CommandRun, prepare, run
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, format_seconds, parse_bytes
@@ -121,7 +120,7 @@ def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path
     try:
         if tour:
             _check_tour(ctx)
-            show_tour(console, options.output, options.json_path)
+            show_tour(screen, options.output, options.json_path)
         else:
             _run(options, screen)
     except KeyboardInterrupt:
@@ -257,22 +256,26 @@ def _versions() -> dict[str, str | int]:
 _MOST_COLUMNS = 120
 
 
-def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
+def show_tour(screen: Screen, page: Path, json_path: Path | None) -> None:
     """Runs all chapters."""
     began = time.monotonic()
     missing = missing_extra()
-    _say(console, f"The scripts of this tour are in {FOLDER}. It takes about a minute; Ctrl-C ends it.")
+    screen.words(f"The scripts of this tour are in {FOLDER}. It takes about a minute; Ctrl-C ends it.")
     if missing:
-        _say(console, f"\n{missing}\nEverything else runs without it.")
+        screen.say(f"\n{missing}\nEverything else runs without it.")
     stops = []
     shown: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="anybatch-tour-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         prepare(folder)
         for number, chapter in enumerate(CHAPTERS, 1):
-            _introduce(console, number, chapter, with_code=chapter.script not in shown)
+            screen.heading(f"{number}. {chapter.title}")
+            screen.words(chapter.text)
+            if chapter.script not in shown:
+                screen.line()
+                screen.code(chapter.code)
             shown.add(chapter.script)
-            stops.append((chapter, [_run_command(console, command, folder) for command in chapter.commands]))
+            stops.append((chapter, [_run_command(screen, command, folder) for command in chapter.commands]))
         if not missing:
             from anybatch.demo.touring import tour_page
 
@@ -280,34 +283,14 @@ def show_tour(console: Console, page: Path, json_path: Path | None) -> None:
     if json_path is not None:
         values = [{**asdict(chapter), "runs": [asdict(one) for one in runs]} for chapter, runs in stops]
         write_json(json_path, {"version": 1, "kind": "anybatch tour", "chapters": values})
-    console.print()
-    if not missing:
-        console.print(f"Page  {page.absolute()}", markup=False, soft_wrap=True)
-    _say(console, f"Done in {format_seconds(time.monotonic() - began)}.")
+    screen.finish(None if missing else page, None, time.monotonic() - began)
 
 
-def _introduce(console: Console, number: int, chapter: Chapter, *, with_code: bool) -> None:
-    console.print()
-    console.print(f"{number}. {chapter.title}", style="bold", markup=False)
-    _say(console, chapter.text)
-    if not with_code:
-        return
-    console.print()
-    if console.is_terminal:
-        console.print(Syntax(chapter.code, "python", theme="ansi_dark", background_color="default", word_wrap=True))
-    else:
-        console.print(chapter.code, markup=False, soft_wrap=True, end="")
-
-
-def _run_command(console: Console, command: str, folder: Path) -> CommandRun:
-    console.print()
-    console.print(f"$ {command}", style="bold", markup=False, soft_wrap=True)
+def _run_command(screen: Screen, command: str, folder: Path) -> CommandRun:
+    screen.heading(f"$ {command}")
+    console = screen.console
     columns = min(console.width, _MOST_COLUMNS)
     done = run(command, folder, columns=columns, on_line=lambda line: console.print(line, markup=False, soft_wrap=True))
     if done.code:
         raise click.ClickException(f"{command} ended with {done.code}; expected 0. Its output is above.")
     return done
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, width=min(console.width, _MOST_COLUMNS))

@@ -5,14 +5,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
-from rich.table import Table
 
 from anybatch.cli.plan_screen import show_choice, show_ways
+from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,19 +25,16 @@ _MOST_WAYS = 6
 _PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
-class Screen:
+class Screen(Terminal):
     """Prints the demonstration."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
 
     def say(self, text: str) -> None:
         """Prints a sentence."""
-        self._console.print(text, markup=False)
+        self.console.print(text, markup=False)
 
     def announce(self, text: "TextFacts", duration: str, samples: int, memory: str, page: Path | None) -> None:
         """Prints what the demonstration will do."""
-        self._heading("anybatch demo: a logical batch larger than the memory")
+        self.heading("anybatch demo: a logical batch larger than the memory")
         rows = (
             ("text", f"the Python files below {text.root}"),
             (
@@ -56,86 +51,86 @@ class Screen:
             ("", "4. a sample of what the model writes"),
             ("", "5. no page, see below" if page is None else f"5. the page {page}"),
         )
-        self._console.print(_terms(rows))
+        self._terms(rows)
 
     def planning(self) -> AbstractContextManager[Any]:
         """Shows a spinner on a terminal while the update is planned."""
-        self._heading("1. The plan")
+        self.heading("1. The plan")
         return self._working("planning ...")
 
     def show_plan(self, plan: "Plan") -> None:
         """Prints the chosen configuration and its alternatives."""
-        show_choice(plan, self._console)
-        self._console.print()
-        show_ways(plan, self._console, _MOST_WAYS, "the page")
+        show_choice(plan, self.console)
+        self.line()
+        show_ways(plan, self.console, _MOST_WAYS, "the page")
 
     def comparing(self) -> AbstractContextManager[Any]:
         """Shows a spinner on a terminal while the gradients are compared."""
-        self._heading("2. The gradient of one logical batch")
+        self.heading("2. The gradient of one logical batch")
         return self._working("computing ...")
 
     def show_comparison(self, comparison: "GradientComparison") -> None:
         """Prints the table and its explanation."""
         from anybatch.demo.presentation import comparison_notes, comparison_table
 
-        content = comparison_table(comparison)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, name in enumerate(content.header):
-            table.add_column(name, justify="right" if index else "left", no_wrap=True)
-        for row in content.rows:
-            table.add_row(*row)
-        self._console.print(table)
-        self._console.print(_terms(comparison_notes(comparison)))
+        self.table(comparison_table(comparison))
+        self._terms(comparison_notes(comparison))
 
     @contextmanager
     def training(self) -> Iterator[Callbacks]:
         """Yields the callbacks for each update and for each validation."""
         from anybatch.demo.presentation import CURVE_HEADER, curve_row
 
-        self._heading("3. Training (losses in bits per byte)")
+        self.heading("3. Training (losses in bits per byte)")
         self.say(_columns(CURVE_HEADER))
 
         def on_validation(point: "CurvePoint") -> None:
             self.say(_columns(curve_row(point)))
 
-        if not self._console.is_terminal:
+        if not self.console.is_terminal:
             yield (lambda moment: None), on_validation
             return
-        with _progress(self._console) as progress:
+        with _progress(self.console) as progress:
             yield _Bar(progress).advance, on_validation
 
     def show_outcome(self, text: "TextFacts", plan: "Plan", training: "TrainingCurve") -> None:
         """Prints the outcome of the training."""
         from anybatch.demo.presentation import outcome_text
 
-        self._console.print()
+        self.line()
         self.say(outcome_text(text, plan, training))
 
     def show_sample(self, sample: str) -> None:
         """Prints the text that the model wrote; if it is empty, says that the model has not learned enough."""
-        self._heading("4. What the model writes")
+        self.heading("4. What the model writes")
         if not sample:
             self.say("Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
-        elif self._console.is_terminal:
-            self._console.print(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True))
         else:
-            self._console.print(sample, markup=False, soft_wrap=True)
+            self.code(sample)
+
+    def code(self, text: str) -> None:
+        """Prints the text of a program, in colours on a terminal."""
+        text = text.rstrip("\n")
+        if self.console.is_terminal:
+            self.console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+        else:
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def finish(self, page: Path | None, json_path: Path | None, seconds: float) -> None:
         """Prints the paths of the results and the total time."""
-        self._console.print()
+        self.line()
         if page is not None:
-            self._console.print(f"Page  {page.absolute()}", markup=False, soft_wrap=True)
+            self.line(f"Page  {page.absolute()}")
         if json_path is not None and str(json_path) != "-":
-            self._console.print(f"JSON  {json_path.absolute()}", markup=False, soft_wrap=True)
+            self.line(f"JSON  {json_path.absolute()}")
         self.say(f"Done in {format_seconds(seconds)}.")
 
     def _working(self, text: str) -> AbstractContextManager[Any]:
-        return self._console.status(text) if self._console.is_terminal else nullcontext()
+        return self.console.status(text) if self.console.is_terminal else nullcontext()
 
-    def _heading(self, text: str) -> None:
-        self._console.print()
-        self._console.print(text, style="bold", markup=False)
+    def _terms(self, rows: Sequence[tuple[str, str]]) -> None:
+        for name, text in rows:
+            self.term(name, text)
 
 
 class _Bar:
@@ -164,15 +159,6 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=console, expand=True, transient=True)
-
-
-def _terms(rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for term, text in rows:
-        table.add_row(escape(term), escape(text))
-    return table
 
 
 def _columns(cells: tuple[str, ...]) -> str:

@@ -8,10 +8,10 @@ import click
 from rich.console import Console
 
 from anybatch.cli.options import check_folder, json_option, write_json
-from anybatch.cli.plan_screen import print_table, print_words
 from anybatch.records.plans import Plan, PlanRow
 from anybatch.report.frontier import rows_of, time_header, time_text
 from anybatch.report.tables import TextTable
+from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, parse_bytes
 
 _MOST_ROWS = 6
@@ -80,16 +80,16 @@ def estimate_command(
     if json_path is not None:
         kept = {what: one.to_dict() if isinstance(one, Plan) else {"error": one} for what, one in found.items()}
         write_json(json_path, {"version": 1, "kind": "anybatch estimate", "model": model, "trained": kept})
-    console = Console(stderr=str(json_path) == "-", highlight=False)
-    print_words(console, f"{model}: a batch of {batch} within {memory}, {optimizer}, {dtype}", style="bold")
+    terminal = Terminal(Console(stderr=str(json_path) == "-", highlight=False))
+    terminal.words(f"{model}: a batch of {batch} within {memory}, {optimizer}, {dtype}", style="bold")
     if plans:
-        _show(plans, console)
+        _show(plans, terminal)
     for what, one in found.items():
         if isinstance(one, str):
-            print_words(console, f"{what}: {one}")
+            terminal.words(f"{what}: {one}")
     if not plans:
         if not lora:
-            print_words(console, "Not tried: --lora 16, which trains thin matrices in the place of the weights.")
+            terminal.words("Not tried: --lora 16, which trains thin matrices in the place of the weights.")
         sys.exit(1)
 
 
@@ -106,7 +106,7 @@ def _estimated(model: str, wishes: dict[str, Any]) -> Plan | str:
         raise click.UsageError(f"{model} can't be estimated: {error}") from None
 
 
-def _show(plans: dict[str, Plan], console: Console) -> None:
+def _show(plans: dict[str, Plan], terminal: Terminal) -> None:
     """The configurations that fit, those of each plan with the fastest first."""
     first = next(iter(plans.values()))
     header = ("trained", "micro-batches", "recompute", "offload", "loss", "peak", time_header(first))
@@ -117,10 +117,10 @@ def _show(plans: dict[str, Plan], console: Console) -> None:
             if row == plan.chosen:
                 marked.add(len(rows))
             rows.append(_cells(what, plan, row))
-    console.print()
-    print_table(console, TextTable(header, tuple(rows), frozenset(marked)), left=(0,))
+    terminal.line()
+    terminal.table(TextTable(header, tuple(rows), frozenset(marked)))
     smallest = [f"{what}: {format_bytes(one.smallest_bytes)}" for what, one in plans.items() if one.smallest_bytes]
-    print_words(console, f"The smallest budget that a plan can be made for: {'; '.join(smallest)}")
+    terminal.words(f"The smallest budget that a plan can be made for: {'; '.join(smallest)}")
 
 
 def _cells(what: str, plan: Plan, row: PlanRow) -> tuple[str, ...]:

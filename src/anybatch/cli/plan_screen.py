@@ -1,6 +1,5 @@
 """The output of ``anybatch plan``, over ranks too: tables for a terminal, plain text in a pipe."""
 
-import textwrap
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -11,52 +10,51 @@ from anybatch.records.rankplans import RankPlan
 from anybatch.report import frontier
 from anybatch.report.frontier import micro_batches
 from anybatch.report.tables import TextTable
+from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes
 
 _MOST_ROWS = 12
 _MOST_MODULES = 8
 _BAR_WIDTH = 30
-_TERM_WIDTH = 12
-_TEXT_WIDTH = 100
-_GAP = "  "
+_ELSEWHERE = "--json or --html"
 
 
 def show_plan(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
     """Prints a plan."""
+    terminal = Terminal(console)
     show_choice(plan, console, notes)
-    heading(console, "Configurations, fastest first")
+    terminal.heading("Configurations, fastest first")
     show_ways(plan, console, _MOST_ROWS)
-    _show_peak(plan, console)
+    _show_peak(plan, terminal)
     if plan.modules:
-        heading(console, "The blocks that hold the most, activations of one micro-batch")
-        print_table(console, frontier.modules_table(plan, _MOST_MODULES), left=(0,))
-        _print_rest(console, len(plan.modules) - _MOST_MODULES, "--json or --html")
+        terminal.heading("The blocks that hold the most, activations of one micro-batch")
+        terminal.table(frontier.modules_table(plan, _MOST_MODULES))
+        terminal.rest(len(plan.modules) - _MOST_MODULES, _ELSEWHERE)
 
 
 def show_choice(plan: Plan, console: Console, notes: Iterable[str] = ()) -> None:
     """Prints the chosen configuration and its costs."""
-    print_words(console, frontier.summary_of(plan), style="bold green")
-    console.print()
-    for term, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
-        print_words(console, f"{term:<{_TERM_WIDTH}}{text}", indent=" " * _TERM_WIDTH)
+    terminal = Terminal(console)
+    terminal.words(frontier.summary_of(plan), style="bold green")
+    terminal.line()
+    for name, text in (*frontier.facts_of(plan), *(("note", note) for note in notes)):
+        terminal.term(name, text)
 
 
-def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = "--json or --html") -> None:
+def show_ways(plan: Plan, console: Console, most: int, elsewhere: str = _ELSEWHERE) -> None:
     """Prints the table of configurations; ``most`` rows, and the chosen one."""
     rows = frontier.rows_of(plan)
     shown = [row for index, row in enumerate(rows) if index < most or row == plan.chosen]
-    print_table(console, frontier.rows_table(plan, shown), left=(0, 7))
-    _print_rest(console, len(rows) - len(shown), elsewhere)
-    print_words(console, "; ".join(frontier.rows_notes(plan, shown)))
+    terminal = Terminal(console)
+    terminal.table(frontier.rows_table(plan, shown), left=(0, 7))
+    terminal.rest(len(rows) - len(shown), elsewhere)
+    if notes := frontier.rows_notes(plan, shown):
+        terminal.words("; ".join(notes))
 
 
-def _print_rest(console: Console, count: int, elsewhere: str) -> None:
-    if count > 0:
-        _print_line(console, f"and {count} more: {elsewhere}")
-
-
-def _show_peak(plan: Plan, console: Console) -> None:
-    heading(console, f"At the peak of {format_bytes(plan.peak_bytes)}")
+def _show_peak(plan: Plan, terminal: Terminal) -> None:
+    console = terminal.console
+    terminal.heading(f"At the peak of {format_bytes(plan.peak_bytes)}")
     mark = "#" if console.options.ascii_only else "█"
     shares = frontier.shares_of(plan)
     width = max((len(name) for name, _, _ in shares), default=0)
@@ -65,38 +63,7 @@ def _show_peak(plan: Plan, console: Console) -> None:
         line = Text(f"{name:<{width}}  {format_bytes(count):>10}  {part:>4.0%}")
         console.print(line.append(f"  {bar}" if bar else "", style="cyan"), soft_wrap=True)
     if plan.binding:
-        print_words(console, plan.binding)
-
-
-def print_table(console: Console, content: TextTable, *, left: tuple[int, ...]) -> None:
-    """Prints a table without wrapping its lines."""
-    rows = [content.header, *content.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(content.header))]
-    for index, row in enumerate(rows):
-        cells = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        style = "cyan" if index == 0 else "bold green" if index - 1 in content.marked else ""
-        _print_line(console, _GAP.join(cells).rstrip(), style)
-
-
-def _print_line(console: Console, text: str, style: str = "") -> None:
-    """Writes a line that is not wrapped, so that columns stay columns and names can be copied."""
-    console.print(Text(text, style=style), soft_wrap=True)
-
-
-def print_words(console: Console, text: str, indent: str = "", style: str = "") -> None:
-    """Prints a sentence, wrapped at 100 columns or the width of the terminal."""
-    width = min(console.width, _TEXT_WIDTH)
-    for line in textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False):
-        _print_line(console, line, style)
-
-
-def heading(console: Console, text: str) -> None:
-    """Prints a heading after an empty line."""
-    console.print()
-    console.print(Text(text, style="bold"))
+        terminal.words(plan.binding)
 
 
 _MOST_UNITS = 8
@@ -111,22 +78,19 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     """Prints a plan over ranks."""
     row = plan.plan.chosen
     optimizations = f", {row.optimizations}" if row.optimizations else ""
-    print_words(
-        console,
+    terminal = Terminal(console)
+    terminal.words(
         f"{plan.ranks} ranks, {_WAYS[plan.shard]}: {micro_batches(row)} on each{optimizations}",
         style="bold green",
     )
-    console.print()
-    print_words(
-        console, f"A step is over {plan.samples} samples: the batch of the script, {plan.plan.samples}, on each."
-    )
-    print_words(
-        console,
+    terminal.line()
+    terminal.words(f"A step is over {plan.samples} samples: the batch of the script, {plan.plan.samples}, on each.")
+    terminal.words(
         f"A rank takes up to {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget)}, and sends "
         f"{format_bytes(plan.sent_bytes)} a step.",
     )
     for note in notes:
-        print_words(console, note)
+        terminal.words(note)
     sections: tuple[tuple[str, tuple[str, ...], list[tuple[str, ...]]], ...] = (
         ("What a rank holds at its peak", ("", "bytes", "share"),
          [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]),
@@ -139,7 +103,6 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     )  # fmt: skip
     for title, header, rows in sections:
         if rows:
-            heading(console, title)
-            print_table(console, TextTable(header, tuple(rows)), left=(0,))
-    if len(plan.units) > _MOST_UNITS:
-        print_words(console, f"and {len(plan.units) - _MOST_UNITS} more: --json")
+            terminal.heading(title)
+            terminal.table(TextTable(header, tuple(rows)))
+    terminal.rest(len(plan.units) - _MOST_UNITS, "--json")

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from anybatch.cli import options
 from anybatch.cli.plan import memory_of
-from anybatch.cli.plan_screen import heading, print_table, print_words
 from anybatch.cli.script import Ending, no_answer, run_until_first_call
 from anybatch.records.tunings import BatchAdvice
 from anybatch.report.tables import TextTable
+from anybatch.report.terminal import Terminal
 
 _BAR = 24
 _LEAST = 3  # measurements that a noise scale is told from
@@ -61,9 +61,10 @@ def tune_command(
 
         options.write_whole(output, page_of_advice(found))
     console = Console(stderr=str(json_path) == "-", highlight=False)
-    print_words(console, str(found), style="bold green")
-    _picture(found, console)
-    _rates(found, console)
+    terminal = Terminal(console)
+    terminal.words(str(found), style="bold green")
+    _picture(found, terminal)
+    _rates(found, terminal)
     if output is not None:
         console.print(f"\nPage  {output.absolute()}", markup=False, soft_wrap=True)
 
@@ -107,19 +108,19 @@ def _source(plan: Ending, script: Path, folder: Path) -> str | None:
     return str(changed)
 
 
-def _picture(tuned: BatchAdvice, console: Console) -> None:
+def _picture(tuned: BatchAdvice, terminal: Terminal) -> None:
     """Updates and samples to the same loss by the size of the batch."""
     if not tuned.sizes:
         return
-    mark = "#" if console.options.ascii_only else "█"
+    mark = "#" if terminal.console.options.ascii_only else "█"
     rows = []
     for size in tuned.sizes:
         updates, samples = tuned.cost(size)
         what = ("pays" if size == tuned.pays else "") + (" yours" if size == tuned.batch else "")
         rows.append((str(size), _bar(updates, mark), _bar(samples, mark), what.strip()))
-    heading(console, "What a batch costs, in updates and in samples: 1 is the least")
+    terminal.heading("What a batch costs, in updates and in samples: 1 is the least")
     marked = frozenset(place for place, size in enumerate(tuned.sizes) if size == tuned.pays)
-    print_table(console, TextTable(("batch", "updates", tuned.unit, ""), tuple(rows), marked), left=(1, 2, 3))
+    terminal.table(TextTable(("batch", "updates", tuned.unit, ""), tuple(rows), marked), left=(1, 2, 3))
 
 
 def _bar(times: float, mark: str) -> str:
@@ -127,17 +128,16 @@ def _bar(times: float, mark: str) -> str:
     return f"{mark * length}{'+' if times > _BAR else ''} {times:.3g}"
 
 
-def _rates(tuned: BatchAdvice, console: Console) -> None:
+def _rates(tuned: BatchAdvice, terminal: Terminal) -> None:
     """What the range test found."""
     falls = {factor: fall for factor, fall in tuned.rated if fall is not None and fall > 0}
     if not falls:
-        print_words(console, "No learning rate lowered the loss within a few updates from here.")
+        terminal.words("No learning rate lowered the loss within a few updates from here.")
         return
     best, most = max(falls, key=lambda factor: falls[factor]), max(falls)
     highest = max(factor for factor, _ in tuned.rated)
     further = "no higher one was tried" if most == highest else f"it still fell at {tuned.rate * most:.3g}"
-    print_words(
-        console,
+    terminal.words(
         "Learning rates tried for a few updates with your batch, from where the run was: the loss fell furthest at "
         f"{tuned.rate * best:.3g}; {further}. Yours is {tuned.rate:g}.",
     )

@@ -154,10 +154,10 @@ class Frames:
         return list(self._found) or [Text(f"nothing found{so_far}", style="dim")]
 
 
-def sparkline(values: Sequence[float], width: int = _WIDTH, bars: str = _BARS) -> str:
+def sparkline(values: Sequence[float], bars: str = _BARS) -> str:
     """Values as small bars, the newest on the right, on a log scale for a wide range; ``x`` is a non-finite value."""
     count = len(values)
-    shown = [values[(n + 1) * count // width - 1] for n in range(width)] if count > width else list(values)
+    shown = [values[(n + 1) * count // _WIDTH - 1] for n in range(_WIDTH)] if count > _WIDTH else list(values)
     finite = [one for one in shown if math.isfinite(one)]
     if min(finite, default=0.0) > 0 and max(finite) > _WIDE * min(finite):
         shown, finite = [math.log(one) if one > 0 else one for one in shown], [math.log(one) for one in finite]

@@ -1,7 +1,8 @@
 """Which parameters a loss reaches through autograd, and what cuts off the others."""
 
+import io
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,62 +16,7 @@ if TYPE_CHECKING:
 
 
 _MOST_NAMES = 12
-
-
-@dataclass(slots=True)
-class Branch:
-    """A line of a tree, with the lines below it."""
-
-    text: str  # the line
-    children: list["Branch"] = field(default_factory=list)
-
-    def add(self, text: str) -> "Branch":
-        """Adds a line below this one and returns its branch."""
-        self.children.append(Branch(text))
-        return self.children[-1]
-
-
-def branches_of(parent: Branch, items: Iterable[object]) -> None:
-    """Adds the text of each item below a branch."""
-    for item in items:
-        parent.add(str(item))
-
-
-def drawn(root: Branch) -> str:
-    """The tree as lines of text.
-
-    Example:
-        >>> root = Branch("a")
-        >>> _ = root.add("b").add("c"), root.add("d")
-        >>> print(drawn(root))
-        a
-        ├── b
-        │   └── c
-        └── d
-    """
-    return "\n".join([root.text, *_lines(root)])
-
-
-def _lines(branch: Branch) -> Iterable[str]:
-    for child in branch.children:
-        is_last = child is branch.children[-1]
-        yield ("└── " if is_last else "├── ") + child.text
-        yield from (("    " if is_last else "│   ") + line for line in _lines(child))
-
-
-def as_rich(root: Branch) -> "Tree":
-    """The tree for rich; brackets in the user's names are shown literally, not read as markup."""
-    from rich.text import Text
-    from rich.tree import Tree
-
-    tree = Tree(Text(root.text, style="bold"))
-    waiting = [(tree, child) for child in root.children]
-    for parent, branch in waiting:
-        style = "red" if branch.text.startswith("stopped by") else ""
-        waiting.extend(
-            (added, child) for added in [parent.add(Text(branch.text, style=style))] for child in branch.children
-        )
-    return tree
+_WIDEST = 2**20
 
 
 def names_joined(names: Collection[str], among: Collection[str]) -> str:
@@ -261,55 +207,70 @@ class Paths(Shown):
         """The fields as plain values for JSON, and ``reached``; a number that is not finite becomes ``None``."""
         return Shown.to_dict(self) | {"reached": list(self.reached)}
 
-    def _tree(self) -> Branch:
+    def __rich__(self) -> "Tree":
+        from rich.text import Text
+        from rich.tree import Tree
+
         elements = sum(leaf.numel for leaf in self.leaves.values())
         reached = sum(leaf.numel for leaf in self.leaves.values() if leaf.reached)
-        root = Branch(
-            f"The loss reaches {len(self.reached)} of {len(self.leaves)} parameters "
-            f"({reached:,} of {elements:,} elements)"
-        )
+        count = f"{len(self.reached)} of {len(self.leaves)} parameters ({reached:,} of {elements:,} elements)"
+        root = Tree(Text(f"The loss reaches {count}", style="bold"))
         if self.reached:
-            root.add(f"reached: {names_joined(self.reached, self.leaves)}")
+            _add(root, f"reached: {names_joined(self.reached, self.leaves)}")
         groups: dict[Stop, list[str]] = {}
         for name, stop in self.stopped.items():
             groups.setdefault(stop, []).append(name)
         for stop, names in groups.items():
             self._add_stop(root, stop, names)
         if self.outside:
-            root.add(f"reached, but not in the model: {', '.join(self.outside)}")
+            _add(root, f"reached, but not in the model: {', '.join(self.outside)}")
         if self.terms:
-            branches_of(root.add(f"the loss has {len(self.terms)} terms"), self.terms)
+            _add(root, f"the loss has {len(self.terms)} terms", *self.terms)
         if self.kept is not None and self.kept.bytes:
             self._add_kept(root, self.kept)
         for note in self.notes:
-            root.add(f"note: {note}")
+            _add(root, f"note: {note}")
         return root
 
-    def _add_stop(self, root: Branch, stop: Stop, names: list[str]) -> None:
-        branch = root.add(f"stopped by {stop}{'' if stop.sure else ' (perhaps)'}")
-        branch.add(f"parameters: {names_joined(names, self.leaves)}")
+    def _add_stop(self, root: "Tree", stop: Stop, names: list[str]) -> None:
+        branch = _add(root, f"stopped by {stop}{'' if stop.sure else ' (perhaps)'}")
+        _add(branch, f"parameters: {names_joined(names, self.leaves)}")
         if stop.after:
-            branch.add(f"last with a graph: {stop.after}")
+            _add(branch, f"last with a graph: {stop.after}")
         if stop.message:
-            branch.add(stop.message)
+            _add(branch, stop.message)
         if stop.others:
-            branches_of(branch.add("other paths end at"), stop.others)
+            _add(branch, "other paths end at", *stop.others)
 
     @staticmethod
-    def _add_kept(root: Branch, kept: Kept) -> None:
+    def _add_kept(root: "Tree", kept: Kept) -> None:
         packed = f", and {kept.packed} tensors in hooks" if kept.packed else ""
-        branch = root.add(f"the graph keeps {format_bytes(kept.bytes)}{packed}")
+        branch = _add(root, f"the graph keeps {format_bytes(kept.bytes)}{packed}")
         for module, count in list(kept.modules.items())[:5]:
-            branch.add(f"{format_bytes(count)}  {module or 'outside of named modules'}")
+            _add(branch, f"{format_bytes(count)}  {module or 'outside of named modules'}")
         if kept.biggest and not kept.modules:
             largest = kept.biggest[0]
-            branch.add(f"largest: {format_bytes(largest.bytes)}, {largest.dtype}{list(largest.shape)} by {largest.op}")
+            _add(
+                branch, f"largest: {format_bytes(largest.bytes)}, {largest.dtype}{list(largest.shape)} by {largest.op}"
+            )
 
     def __str__(self) -> str:
-        return drawn(self._tree())
+        from rich.console import Console
 
-    def __rich__(self) -> "Tree":
-        return as_rich(self._tree())
+        with io.StringIO() as text:  # as wide as need be, so that no line is broken
+            Console(file=text, width=_WIDEST, color_system=None, legacy_windows=False).print(self, soft_wrap=True)
+            return text.getvalue().rstrip()
+
+
+def _add(tree: "Tree", text: object, *below: object) -> "Tree":
+    """Adds a line below one, with others below it; brackets in the user's names are shown, not read as markup."""
+    from rich.text import Text
+
+    line = str(text)
+    branch = tree.add(Text(line, style="red" if line.startswith("stopped by") else ""))
+    for one in below:
+        _add(branch, one)
+    return branch
 
 
 def _place(file: str, line: int) -> str:

@@ -11,17 +11,17 @@ from anybatch.records.findings import Finding, is_code
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
 from anybatch.report.source import source_of
-from anybatch.report.tables import TextTable, clean
+from anybatch.report.tables import clean
+from anybatch.report.terminal import Terminal
 
-_TEXT_WIDTH = 100
-_TERM_WIDTH = 12
 _MOST_FULL = 3
 _MOST_SHORT = 6
 _MOST_NOTES = 5
 _MOST_EVIDENCE = 8
 _MOST_FIX_LINES = 40
 _LONGEST_VALUE = 200
-_GAP = "  "
+_INDENT = "   "
+_ELSEWHERE = "--json or --output"
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan", "healthy": "bold green", "unknown": "bold"}
 
 
@@ -40,7 +40,7 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
     screen.notes(notes)
     if diagnosis.cells:
         screen.heading("Which gradients and parameters change?")
-        screen.table(words.cells_table(diagnosis))
+        screen.wrapped_table(words.cells_table(diagnosis), "bold yellow")
     cost = words.cost_of(diagnosis, run)
     code = grave[0].finding.code if grave else ""
     hint = [f"What it means, and when it is fine: anybatch explain {code}"] if code else []
@@ -51,11 +51,12 @@ def show(diagnosis: Diagnosis, run: Run, console: Console) -> None:
         screen.words(text, style="dim")
 
 
-class _Screen:
-    """Writes lines that can be copied: sentences are wrapped, code is not."""
+class _Screen(Terminal):
+    """Writes the parts of a diagnosis."""
 
     def __init__(self, console: Console, since: float) -> None:
-        self._console, self._since = console, since
+        super().__init__(console)
+        self._since = since
         ascii_only = console.options.ascii_only
         self._tee, self._corner, self._bar = ("|- ", "`- ", "|  ") if ascii_only else ("├─ ", "└─ ", "│  ")
 
@@ -63,22 +64,22 @@ class _Screen:
         """Writes a finding in full; its message is left out if the verdict has it already."""
         finding = knot.finding
         place = str(finding.place)
-        self._console.print()
+        self.line()
         head = f"{number}. " if number else ""
         line = Text(clean(f"{head}{words.label_of(finding)}"), style=_STYLES[finding.severity or "info"])
-        self._console.print(line.append(clean(f"  {place}") if place else "", style="bold"), soft_wrap=True)
+        self.console.print(line.append(clean(f"  {place}") if place else "", style="bold"), soft_wrap=True)
         self._source(finding)
         if number or finding.message.strip().rstrip(".") not in verdict:
             self.words(finding.message, indent="   ")
         if finding.cause:
-            self.term("why", finding.cause)
+            self.term("why", finding.cause, indent=_INDENT)
         evidence = words.evidence_of(finding)
         if evidence:
             more = f"; and {len(evidence) - _MOST_EVIDENCE} more" if len(evidence) > _MOST_EVIDENCE else ""
             said = (f"{name} {_clipped(text)}" for name, text in evidence[:_MOST_EVIDENCE])
-            self.term("evidence", "; ".join(said) + more)
+            self.term("evidence", "; ".join(said) + more, indent=_INDENT)
         if finding.proof:
-            self.term("proof", finding.proof)
+            self.term("proof", finding.proof, indent=_INDENT)
         self._fix(finding.fix, words.fix_term(finding))
         if knot.follows:
             self.line("   it leads to", "dim")
@@ -95,7 +96,7 @@ class _Screen:
         if not lines:
             return
         if len(lines) == 1 and not is_code(fix):
-            self.term(term, fix, "green")
+            self.term(term, fix, "green", indent=_INDENT)
             return
         self.line(f"   {term}", "bold green")
         for line in lines[:_MOST_FIX_LINES]:
@@ -121,7 +122,7 @@ class _Screen:
             finding = knot.finding
             more = f" (leads to {len(knot.follows)} more)" if knot.follows else ""
             self.words(f"{number}. {words.label_of(finding)}: {finding.message}{more}", indent="   ", first="")
-        self.rest(len(knots) - _MOST_SHORT)
+        self.rest(len(knots) - _MOST_SHORT, _ELSEWHERE)
 
     def notes(self, knots: tuple[words.Knot, ...]) -> None:
         """Writes notes in short."""
@@ -130,11 +131,11 @@ class _Screen:
         self.heading("Notes")
         for knot in knots[:_MOST_NOTES]:
             self.words(f"{knot.finding.code} {knot.finding.message}".strip(), first="- ", indent="  ")
-        self.rest(len(knots) - _MOST_NOTES)
+        self.rest(len(knots) - _MOST_NOTES, _ELSEWHERE)
 
     def crash(self, crash: Crashed) -> None:
         """Writes the exception that ended the script."""
-        self._console.print()
+        self.line()
         where = f"  {crash.file}:{crash.line}" if crash.file else ""
         self.line(f"{crash.error}{where}", _STYLES["error"])
         if crash.code:
@@ -143,49 +144,8 @@ class _Screen:
             self.words(crash.message, indent="   ", first="   ")
         for name, text in (("why", crash.cause), ("tensor", crash.tensor)):
             if text:
-                self.term(name, text)
+                self.term(name, text, indent=_INDENT)
         self._fix(crash.fix)
-
-    def heading(self, text: str) -> None:
-        """Writes the heading of a section."""
-        self._console.print()
-        self.line(text, "bold")
-
-    def rest(self, count: int) -> None:
-        """Says how many entries were left out."""
-        if count > 0:
-            self.line(f"and {count} more: --json or --output")
-
-    def term(self, name: str, text: str, style: str = "") -> None:
-        """Writes a term and its text."""
-        start = f"   {name:<{_TERM_WIDTH}}"
-        self.words(text, first=start, indent=" " * len(start), style=style)
-
-    def table(self, content: TextTable) -> None:
-        """Writes a table; its last column is wrapped."""
-        rows = [content.header, *content.rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(content.header) - 1)]
-        for index, row in enumerate(rows):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            start = _GAP.join(cells) + _GAP
-            style = "cyan" if index == 0 else "bold yellow" if index - 1 in content.marked else ""
-            self.words(row[-1], first=start, indent=" " * len(start), style=style)
-
-    def words(self, text: str, *, first: str | None = None, indent: str = "", style: str = "") -> None:
-        """Writes wrapped text; names are never broken."""
-        width = min(self._console.width, max(_TEXT_WIDTH, len(indent) + 50))
-        start = indent if first is None else first
-        text = " ".join(clean(text).split())
-        lines = textwrap.wrap(
-            text, width, initial_indent=clean(start), subsequent_indent=indent, break_long_words=False,
-            break_on_hyphens=False, drop_whitespace=True,
-        )  # fmt: skip
-        for line in lines or [start.rstrip()]:
-            self.line(line, style)
-
-    def line(self, text: str, style: str = "") -> None:
-        """Writes a line that is not wrapped."""
-        self._console.print(Text(clean(text).rstrip(), style=style), soft_wrap=True)
 
 
 def _clipped(text: str) -> str:

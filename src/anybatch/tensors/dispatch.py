@@ -25,7 +25,7 @@ from anybatch.torch_private import (
 
 __all__ = [
     "NUMBERLESS", "Mode", "TorchDispatchMode", "current_mode", "function_modes_paused", "function_modes_resumed",
-    "functions_unseen", "has_numbers", "is_asked", "is_watched", "item_of", "nobody_looks", "unseen", "unwatched",
+    "functions_unseen", "has_numbers", "is_asked", "item_of", "nobody_looks", "unseen", "unwatched",
     "without_modes", "without_user_modes",
 ]  # fmt: skip
 
@@ -54,11 +54,6 @@ class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # called by newer versions of torch when the class is created
         return False
-
-
-def is_watched() -> bool:
-    """Whether a dispatch mode or a function mode is active."""
-    return bool(number_of_modes() or number_of_function_modes())
 
 
 def is_asked() -> bool:

@@ -75,7 +75,7 @@ def cause_of(
     )
 
 
-def named(modules: Mapping[str, torch.nn.Module], shown: int = 3) -> str:
+def named(modules: Mapping[str, torch.nn.Module]) -> str:
     """Names modules by their kinds, however many there are.
 
     Example:
@@ -87,7 +87,7 @@ def named(modules: Mapping[str, torch.nn.Module], shown: int = 3) -> str:
         kinds.setdefault(type(module).__name__, []).append(name)
     texts = []
     for kind, names in kinds.items():
-        listed = f"{names[0]} ... {names[-1]}" if len(names) > shown else ", ".join(names)
+        listed = f"{names[0]} ... {names[-1]}" if len(names) > 3 else ", ".join(names)
         texts.append(f"{listed} ({kind})" if len(names) == 1 else f"{listed} ({len(names)} {kind})")
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from anybatch.cli import demo
+from anybatch.cli.demo_screen import Screen
 from anybatch.demo import touring
 from anybatch.demo.touring import CHAPTERS, FOLDER, Chapter
 from anybatch.report import pages
@@ -76,7 +77,7 @@ def test_a_command_that_is_interrupted_does_not_go_on(tmp_path: Path) -> None:
 def test_a_chapter_that_fails_ends_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "CHAPTERS", (Chapter("One", "It fails.", "exactness.py", ("python nothing.py",)),))
     with pytest.raises(click.ClickException, match="ended with 2"):
-        demo.show_tour(Console(), Path("page.html"), None)
+        demo.show_tour(Screen(Console()), Path("page.html"), None)
     assert not Path("page.html").exists()
 
 
@@ -85,7 +86,7 @@ def test_without_its_extra_the_tour_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(demo, "CHAPTERS", ())
     monkeypatch.setattr(demo, "missing_extra", lambda: "The page needs jinja2.")
-    demo.show_tour(Console(), Path("page.html"), None)
+    demo.show_tour(Screen(Console()), Path("page.html"), None)
     assert "The page needs jinja2." in capsys.readouterr().out
     assert not Path("page.html").exists()
 

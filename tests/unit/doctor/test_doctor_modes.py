@@ -16,7 +16,8 @@ from anybatch import Doctor
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import LossCall
 from anybatch.records.samples import Activations, Buffers, InputSample, NonFinite, Norms, Watched
-from anybatch.tensors.dispatch import TorchDispatchMode, is_watched, item_of, unseen, unwatched
+from anybatch.tensors.dispatch import TorchDispatchMode, item_of, unseen, unwatched
+from anybatch.torch_private import number_of_function_modes, number_of_modes
 from default_devices import default_device
 from diagonals import diagonals
 from doctor_programs import PROGRAMS, gan
@@ -185,12 +186,14 @@ def test_modes_are_on_again_afterwards_in_their_order() -> None:
             assert torch.ones(1).device.type == "cpu"
             raise Stopped
         assert seen.operations == []
-        assert is_watched()
+        assert number_of_modes()
+        assert number_of_function_modes()
         assert [type(one).__name__ for one in _get_current_function_mode_stack()] == ["Named", *["DeviceContext"] * 2]
         assert torch.ones(1).device.type == "cpu"
         assert len(seen.operations) == 1
     assert device.type == "meta"
-    assert not is_watched()
+    assert not number_of_modes()
+    assert not number_of_function_modes()
 
 
 def test_a_default_device_and_an_iteration_that_is_followed() -> None:
@@ -205,7 +208,8 @@ def test_a_default_device_and_an_iteration_that_is_followed() -> None:
                 F.cross_entropy(model[2](model[1](model[0](inputs)).detach()), labels).backward()
                 optimizer.step()
         assert len(_get_current_function_mode_stack()) == 1
-    assert not is_watched()
+    assert not number_of_modes()
+    assert not number_of_function_modes()
     assert doctor.failure == ""
     assert doctor.findings[0].name == "GRAPH_CUT"
 
