@@ -112,6 +112,11 @@ def test_lr_too_low_fires_on_a_run_that_learns_little_where_a_copy_knows_more() 
     assert by_adam.fix == "torch.optim.Adam(model.parameters(), lr=0.003)"
 
 
+def test_lr_too_low_fires_on_a_run_that_learns_nothing_whatever_a_copy_knows_by_heart() -> None:
+    by_heart = replace(tried(knows_more=False, unseen=4.3), loss=lambda step: 2.3)
+    fires(by_heart.run(), "LR_TOO_LOW", "warning")
+
+
 def test_lr_too_high_fires_where_it_is_a_lower_rate_that_learns() -> None:
     fires(tried(other_lr=1e-3).run(), "LR_TOO_HIGH", "warning")
 

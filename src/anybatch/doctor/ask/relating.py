@@ -126,18 +126,23 @@ def _weighs(step: Step, where: Meeting) -> bool:
     factor = step.values[where.slot]
     if step.operations[where.index].kind not in ("mul", "multiply") or not factor.is_floating_point():
         return False
-    return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
+    several = (factor > 0).any() and (factor < 0).any() and len(factor.unique()) > 2  # a label may be 1 or -1
+    return bool(several) and _is_straight(step, where)  # noise that is added to a code is multiplied, too
 
 
 def _adds(step: Step, where: Meeting) -> bool:
     """Whether nothing is compared there: an input is added to what was made of it, or a number to the loss of a row."""
-    kind, values = step.operations[where.index].kind, [_sum(step.values[step.loss.slot])]
-    for times in (0, 2) if kind in ("sub", "rsub", "subtract") else ():
+    kind = step.operations[where.index].kind
+    return kind == "add" or (kind in ("sub", "rsub", "subtract") and _is_straight(step, where))
+
+
+def _is_straight(step: Step, where: Meeting) -> bool:
+    """Whether the loss goes along a line with what the parameters do not make there."""
+    once, values = _sum(step.values[step.loss.slot]), list[float]()
+    for times in (0, 2):
         changed, moved = _exchanged(step, step.loss, where, partial(mul, times))
         values.append(_sum(replayed(changed, moved).values[moved.slot]))
-    if len(values) == 1:
-        return kind == "add"
-    once, without, twice = values
+    without, twice = values
     return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 

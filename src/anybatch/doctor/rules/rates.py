@@ -22,7 +22,7 @@ from anybatch.doctor.views.measures import (
 )
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -81,7 +81,11 @@ def lr_too_high(
             harm = _Harm("nothing was learned")
         if harm is not None:
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
-        elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):
+        elif (
+            len(one.steps) >= FEW_STEPS
+            and long.ratio > hinted
+            and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early)
+        ):
             yield _hint(one, long)
 
 
@@ -94,11 +98,12 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
     asked = next(found, None)
-    if asked is not None and one.losses.last <= 2 * asked.evidence.get("unseen", -math.inf):
-        return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
-    if asked is None or outcome(one.run).word != "learning":
+    word = outcome(one.run).word
+    if asked is None or word == "not learning":  # to know one batch by heart is more than nothing
         return asked
-    return asked if asked.evidence.get("knows_more") else None
+    if one.losses.last <= 2 * asked.evidence.get("unseen", -math.inf):
+        return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
+    return asked if word != "learning" or asked.evidence.get("knows_more") else None
 
 
 def _is_too_low(one: OptimizerView, asked: Probed) -> bool:
