@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch.records.lossfacts import Evaluated, Walk
+from anybatch.records.lossfacts import Evaluated, LossCall, Walk
 from number_runs import Training, call, falling, fires, quiet
 from test_doctor_ask import answer, nothing_was_compiled
 
@@ -77,14 +77,17 @@ def test_an_upper_quantile_may_be_asked_before_the_lower_one() -> None:
 
 
 def test_scores_that_are_differences_are_all_to_be_positive() -> None:
-    def run(**kinds: int) -> Training:
+    def run(*others: LossCall, **kinds: int) -> Training:
         alone = call("binary_cross_entropy_with_logits", target_low=1.0, target_high=1.0)
         walk = Walk(nodes=9, kinds={"AddmmBackward0": 2, **kinds})
         loss = lambda step: 0.69 if step < 2 else 0.01  # noqa: E731
-        return Training(steps=60, call=alone, loss=loss, every=lambda step: [walk])
+        return Training(steps=60, call=alone, loss=loss, every=lambda step: [walk, *others])
 
     fires(run().run(), "TARGETS_CONSTANT", "warning")
     quiet(run(SubBackward0=1).run(), "TARGETS_CONSTANT")
+    fires(run(call("mse_loss", line=40, value=0.1)).run(), "TARGETS_CONSTANT", "warning")
+    drawn = call("binary_cross_entropy_with_logits", line=40, value=0.1, target_low=0.0, target_high=0.0)
+    quiet(run(drawn).run(), "TARGETS_CONSTANT")
 
 
 def test_a_first_batch_of_one_value_is_not_all_of_an_evaluation() -> None:

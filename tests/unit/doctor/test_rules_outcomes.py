@@ -165,6 +165,15 @@ def test_labels_unrelated_fires_for_one_term_of_a_loss() -> None:
     silent(with_a_term(loss=stays).run(), "LABELS_UNRELATED")  # nothing is learned as yet
 
 
+@pytest.mark.parametrize(("last", "fired"), [(1.0, True), (0.93, False)])
+def test_labels_unrelated_fires_for_a_term_that_is_no_better_than_a_guess_where_the_rest_is_open(
+    last: float, fired: bool
+) -> None:
+    term = LossCall(function="l1_loss", items=20, guess=1.0, value=last, file="train.py", line=24)
+    open_yet = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term]).run()
+    assert [one.name for one in found(open_yet, "LABELS_UNRELATED")] == ["LABELS_UNRELATED"] * fired
+
+
 def clipping_nothing(**values: object) -> Training:
     """A training that clips before each backward, where there is no gradient."""
     clip = Clipped(limit=1.0, norm=0.0, tensors=0, file="train.py", line=18)

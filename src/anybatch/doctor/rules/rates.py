@@ -31,6 +31,9 @@ from anybatch.records.samples import Activations, Norms, Scored
 FEW_OF_A_RATE = 100
 """In fewer steps a rate that is low may have had no time."""
 
+_LITTLE = 0.2
+"""A share of what a copy gains of one batch at another rate, as the question has it: less is next to nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Long:
@@ -98,12 +101,13 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
     asked = next(found, None)
-    word = outcome(one.run).word
-    if asked is None or word == "not learning":  # to know one batch by heart is more than nothing
-        return asked
-    if one.losses.last <= 2 * asked.evidence.get("unseen", -math.inf):
+    if asked is None:
+        return None
+    seen, losses = asked.evidence, one.losses
+    little = losses.first - losses.last < _LITTLE * (seen["loss"] - seen["other_after"])  # than of one batch by heart
+    if losses.last <= 2 * seen.get("unseen", -math.inf) and not little:
         return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
-    return asked if word != "learning" or asked.evidence.get("knows_more") else None
+    return asked if outcome(one.run).word != "learning" or seen.get("knows_more") else None
 
 
 def _is_too_low(one: OptimizerView, asked: Probed) -> bool:
