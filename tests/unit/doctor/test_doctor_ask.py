@@ -560,20 +560,6 @@ def test_a_net_that_is_given_one_number_only_is_told(factor: float, expected: st
     assert answer(train, "inputs alike") == expected
 
 
-@pytest.mark.parametrize(("symbols", "expected"), [(1, "yes"), (20, "")])
-def test_a_net_that_is_given_one_row_of_symbols_only_is_told(symbols: int, expected: str) -> None:
-    net = nn.Sequential(nn.Embedding(20, 3), nn.Flatten(), nn.Linear(12, 3))
-
-    def train() -> None:
-        optimizer = torch.optim.Adam(net.parameters())
-        for _ in range(12):
-            optimizer.zero_grad()
-            F.cross_entropy(net(torch.randint(0, symbols, (ROWS, 4))), torch.randint(0, 3, (ROWS,))).backward()
-            optimizer.step()
-
-    assert answer(train, "inputs alike") == expected
-
-
 @pytest.mark.parametrize(("copied", "expected"), [(False, "yes"), (True, "")])
 def test_states_of_one_array_are_told_though_the_net_was_mostly_asked_for_one_action(
     copied: bool, expected: str

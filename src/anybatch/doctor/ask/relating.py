@@ -242,7 +242,18 @@ def meetings_of(step: Step) -> list[Meeting]:
             continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]
-    return found[::-1][:_MOST_MEETINGS]
+    return (found or list(_of_terms(step)))[::-1][:_MOST_MEETINGS]
+
+
+def _of_terms(step: Step) -> Iterator[Meeting]:
+    """Where a loss function has targets from outside, however many rows they have, as of an episode or a graph."""
+    for index, operation in enumerate(step.operations):
+        made, target = [*operation.given[:2], None, None][:2]
+        if operation.name not in _TERMS or made is None or target is None or not step.needed & set(operation.outs):
+            continue
+        is_target = target in step.inputs and not step.values[target].requires_grad and step.values[target].dim() > 0
+        if is_target and step.values[made].requires_grad and len(step.values[target]) >= _LEAST_ROWS:
+            yield Meeting(index, target)
 
 
 def _following(step: Step) -> set[Slot]:
