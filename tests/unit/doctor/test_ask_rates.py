@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.recording.describing import optimizer_facts
 from anybatch.records.lossfacts import LossCall, Probed
 from number_runs import Training, falling, fires, quiet
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled
@@ -128,3 +129,19 @@ def test_lr_too_low_is_quiet_on_a_run_that_learns_where_a_copy_learns_by_heart_o
 def test_lr_too_low_is_quiet_on_a_run_whose_own_loss_ends_as_low_as_that_of_the_copy() -> None:
     """As with codes in buffers, which are those of the beginning where the last weights are tried on a kept step."""
     quiet(replace(tried(), loss=lambda step: max(falling(step), 0.25)).run(), "LR_TOO_LOW")
+
+
+class Framed(torch.optim.SGD):
+    """An optimizer of a framework, which holds that of the user."""
+
+    def __init__(self, held: torch.optim.Optimizer) -> None:
+        vars(self).update(vars(held))
+        self._optimizer: torch.optim.Optimizer = held
+
+
+def test_an_optimizer_that_holds_another_one_of_its_class_is_that_one() -> None:
+    own = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    framed = Framed(own)
+    assert [optimizer_facts(one)["cls"] for one in (own, framed, framed._optimizer)] == ["SGD"] * 3
+    framed._optimizer = torch.optim.Adam(own.param_groups[0]["params"])
+    assert optimizer_facts(framed)["cls"] == "Framed"

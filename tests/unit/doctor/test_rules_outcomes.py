@@ -151,6 +151,16 @@ def test_a_loss_that_is_the_same_with_inputs_of_other_rows_leaves_the_verdict_op
     assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
 
 
+@pytest.mark.parametrize(("others", "word"), [(0.73, "undecided"), (2.7, "learning")])
+def test_a_loss_that_fell_to_what_it_is_with_targets_of_other_rows_leaves_the_verdict_open(
+    others: float, word: str
+) -> None:
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": others}
+    probed = Probed(probe="related", root=-1, answer="yes", evidence=seen, file="train.py", line=23)
+    assert outcome(Training(steps=120, call=None, loss=falling, after=(probed,)).run()).word == word
+    assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
+
+
 def with_a_term(**values: object) -> Training:
     """A training that learns, one term of whose loss is the same with the targets of other rows."""
     term = {"op": "l1_loss", "file": "train.py", "line": 24, "loss": 0.5, "others": 0.5}

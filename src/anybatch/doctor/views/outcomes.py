@@ -203,6 +203,8 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     probed = _unrelated(run, part, "related")
     inputs = None if found.guess else _unrelated(run, part, "related inputs")
     same = probed or inputs
+    if found.word == "learning" and not found.guess and (little := _little_of_rows(run, part)):
+        return Outcome("undecided", f"{found.said}, {little}", steps=found.steps)
     if found.word == "not learning" or same is None:
         return found
     said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
@@ -220,6 +222,15 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     ):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=same)
+
+
+def _little_of_rows(run: Run, part: Phase) -> str:
+    """How it is known that a loss whose constant guess is not has hardly anything to do with which row is which."""
+    for one in (*answers(run, "related"), *answers(run, "related", "unknown")):
+        loss, others = one.evidence.get("loss", 0.0), one.evidence.get("others", 0.0)
+        if one.evidence.get("optimizer") in part.optimizers and loss > 0 and others - loss < _SOMETHING * others:
+            return f"but the loss of a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
+    return ""
 
 
 def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
