@@ -165,11 +165,12 @@ def test_edges_that_a_reshape_tore_out_of_their_order_are_told(kind: str, expect
 
 
 def equation(activation: nn.Module, order: int, growth: float = 1.0) -> None:
-    net = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 1))
+    first = nn.Linear(1, 8)
+    net = nn.Sequential(first, activation, nn.Linear(8, 1))
 
     def loss() -> torch.Tensor:
         with torch.no_grad():
-            net[0].bias.mul_(growth)
+            first.bias.mul_(growth)
         x = torch.rand(32, 1, requires_grad=True)
         u = net(x)
         for _ in range(order):
