@@ -175,12 +175,14 @@ def test_labels_unrelated_fires_for_one_term_of_a_loss() -> None:
     silent(with_a_term(loss=stays).run(), "LABELS_UNRELATED")  # nothing is learned as yet
 
 
-@pytest.mark.parametrize(("last", "fired"), [(1.0, True), (0.93, False)])
+@pytest.mark.parametrize(("last", "other_lr", "fired"), [(1.0, 0.1, True), (0.93, 0.1, False), (1.0, 1.0, False)])
 def test_labels_unrelated_fires_for_a_term_that_is_no_better_than_a_guess_where_the_rest_is_open(
-    last: float, fired: bool
+    last: float, other_lr: float, fired: bool
 ) -> None:
+    rate = Probed(probe="rate", root=-1, answer="no", evidence={"optimizer": 0, "lr": 0.1, "other_lr": other_lr})
     term = LossCall(function="l1_loss", items=20, guess=1.0, value=last, file="train.py", line=24)
-    open_yet = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term]).run()
+    open_yet = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term])
+    open_yet = replace(open_yet, after=(*open_yet.after, rate)).run()
     assert [one.name for one in found(open_yet, "LABELS_UNRELATED")] == ["LABELS_UNRELATED"] * fired
 
 

@@ -58,7 +58,8 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
         enough = steps >= ENOUGH_STEPS and steps * int(probed.evidence["rows"]) >= ENOUGH_TARGETS
         for term in probed.evidence.get("apart", ()) if enough else ():
             place = Place(file=term["file"], line=term["line"])
-            if (probed.answer == "no" or word != "learning") and not _at_last(run, place) > flat:
+            is_open = probed.answer == "no" or word != "learning"
+            if is_open and (not _at_last(run, place) > flat or _is_slow(run, probed.evidence["optimizer"])):
                 continue
             yield Found(
                 text=f"{term['op']}{near(place)} is {term['loss']:.4g} after {steps} steps, and {term['others']:.4g} "
@@ -70,6 +71,12 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
                 where=place,
                 evidence=term,
             )
+
+
+def _is_slow(run: Run, optimizer: int) -> bool:
+    """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
+    asked = [one.evidence for answer in ("yes", "no") for one in answers(run, "rate", answer)]
+    return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
 
 
 def _at_last(run: Run, place: Place) -> float:
