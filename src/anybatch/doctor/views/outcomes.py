@@ -226,7 +226,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
 
 def _little_of_rows(run: Run, part: Phase) -> str:
     """How it is known that a loss whose constant guess is not has hardly anything to do with which row is which."""
-    for one in (*answers(run, "related"), *answers(run, "related", "unknown")):
+    for one in answers(run, "related"):
         loss, others = one.evidence.get("loss", 0.0), one.evidence.get("others", 0.0)
         if one.evidence.get("optimizer") in part.optimizers and loss > 0 and others - loss < _SOMETHING * others:
             return f"but the loss of a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
