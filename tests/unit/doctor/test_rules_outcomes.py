@@ -181,9 +181,9 @@ def test_labels_unrelated_fires_for_a_term_that_is_no_better_than_a_guess_where_
 ) -> None:
     rate = Probed(probe="rate", root=-1, answer="no", evidence={"optimizer": 0, "lr": 0.1, "other_lr": other_lr})
     term = LossCall(function="l1_loss", items=20, guess=1.0, value=last, file="train.py", line=24)
-    open_yet = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term])
-    open_yet = replace(open_yet, after=(*open_yet.after, rate)).run()
-    assert [one.name for one in found(open_yet, "LABELS_UNRELATED")] == ["LABELS_UNRELATED"] * fired
+    alone = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term])
+    run = replace(alone, after=(*alone.after, rate)).run()
+    assert [one.name for one in found(run, "LABELS_UNRELATED")] == ["LABELS_UNRELATED"] * fired
 
 
 def clipping_nothing(**values: object) -> Training:
