@@ -12,7 +12,7 @@ from code_of import BINARY, CROSS_ENTROPY, DISTANCE, Code, Edit, atom, name_of, 
 CUT = ("GRAPH_CUT", "LOSS_TERM_CUT", "STEP_WITHOUT_GRADIENT", "LOSS_NO_GRAD", "NO_GRAD_ACTIVE", "TENSOR_MISUSED")
 UNRELATED = ("LABELS_UNRELATED", "ROWS_TORN", "NOT_LEARNING")
 CONSTANT = ("TARGETS_CONSTANT", "INPUT_IGNORED")
-TORN = ("ROWS_TORN", "BATCH_MIXING", "TIME_LEAK", "SHAPE_MISMATCH")
+TORN = ("ROWS_TORN", "AXES_TORN", "BATCH_MIXING", "TIME_LEAK", "SHAPE_MISMATCH")
 Sites = Iterator[list[Edit]]
 
 # --- masks and axes ----------------------------------------------------------------------------------------------

@@ -53,6 +53,19 @@ def test_a_column_that_tells_targets_that_are_numbers_is_told() -> None:
     assert answer(lambda: evaluated(nn.Linear(6, 1), data, F.mse_loss), "columns") == "yes"
 
 
+@pytest.mark.parametrize(("is_torn", "told"), [(True, "yes"), (False, "")])
+def test_targets_that_no_column_tells_in_evaluation_are_told_and_not_a_column(is_torn: bool, told: str) -> None:
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, 6)
+        y = x @ torch.tensor([[2.0], [1.0], [-1.0], [1.0], [0.0], [0.0]])
+        return x, y if training or not is_torn else y.flip(0)
+
+    def run() -> None:
+        evaluated(nn.Linear(6, 1), data, F.mse_loss)
+
+    assert (answer(run, "evaluated apart"), answer(run, "columns")) == (told, "")
+
+
 @pytest.mark.parametrize("both", [(2.5, 2.5), (0.0, 0.0), (2.5, 1.5), (0.0, 2.5)])
 def test_columns_that_tell_it_in_evaluation_too_are_not(both: tuple[float, float]) -> None:
     assert answer(lambda: evaluated(nn.Linear(6, 2), table(*both, 2), F.cross_entropy), "columns") == ""

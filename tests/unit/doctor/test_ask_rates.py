@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.recording.describing import optimizer_facts
 from anybatch.records.lossfacts import LossCall, Probed
 from number_runs import Training, falling, fires, quiet
 from test_doctor_ask import ROWS, answer, asked, nothing_was_compiled
@@ -112,6 +113,11 @@ def test_lr_too_low_fires_on_a_run_that_learns_little_where_a_copy_knows_more() 
     assert by_adam.fix == "torch.optim.Adam(model.parameters(), lr=0.003)"
 
 
+def test_lr_too_low_fires_on_a_run_that_learns_nothing_whatever_a_copy_knows_by_heart() -> None:
+    by_heart = replace(tried(knows_more=False, unseen=4.3), loss=lambda step: 2.3)
+    fires(by_heart.run(), "LR_TOO_LOW", "warning")
+
+
 def test_lr_too_high_fires_where_it_is_a_lower_rate_that_learns() -> None:
     fires(tried(other_lr=1e-3).run(), "LR_TOO_HIGH", "warning")
 
@@ -123,3 +129,19 @@ def test_lr_too_low_is_quiet_on_a_run_that_learns_where_a_copy_learns_by_heart_o
 def test_lr_too_low_is_quiet_on_a_run_whose_own_loss_ends_as_low_as_that_of_the_copy() -> None:
     """As with codes in buffers, which are those of the beginning where the last weights are tried on a kept step."""
     quiet(replace(tried(), loss=lambda step: max(falling(step), 0.25)).run(), "LR_TOO_LOW")
+
+
+class Framed(torch.optim.SGD):
+    """An optimizer of a framework, which holds that of the user."""
+
+    def __init__(self, held: torch.optim.Optimizer) -> None:
+        vars(self).update(vars(held))
+        self._optimizer: torch.optim.Optimizer = held
+
+
+def test_an_optimizer_that_holds_another_one_of_its_class_is_that_one() -> None:
+    own = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    framed = Framed(own)
+    assert [optimizer_facts(one)["cls"] for one in (own, framed, framed._optimizer)] == ["SGD"] * 3
+    framed._optimizer = torch.optim.Adam(own.param_groups[0]["params"])
+    assert optimizer_facts(framed)["cls"] == "Framed"

@@ -164,10 +164,13 @@ def test_edges_that_a_reshape_tore_out_of_their_order_are_told(kind: str, expect
     assert answer(lambda: stepped(net, loss), "torn edges") == expected
 
 
-def equation(activation: nn.Module, order: int) -> None:
-    net = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 1))
+def equation(activation: nn.Module, order: int, growth: float = 1.0) -> None:
+    first = nn.Linear(1, 8)
+    net = nn.Sequential(first, activation, nn.Linear(8, 1))
 
     def loss() -> torch.Tensor:
+        with torch.no_grad():
+            first.bias.mul_(growth)
         x = torch.rand(32, 1, requires_grad=True)
         u = net(x)
         for _ in range(order):
@@ -183,6 +186,10 @@ def equation(activation: nn.Module, order: int) -> None:
 )
 def test_a_second_derivative_of_straight_pieces_is_told(activation: nn.Module, order: int, expected: str) -> None:
     assert answer(lambda: equation(activation, order), "flat derivative") == expected
+
+
+def test_a_second_derivative_of_units_that_are_saturated_by_now_is_not() -> None:
+    assert answer(lambda: equation(nn.Tanh(), 2, growth=3.0), "flat derivative") == "no"
 
 
 def test_the_rate_of_a_second_phase_is_asked_by_itself() -> None:

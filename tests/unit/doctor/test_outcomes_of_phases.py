@@ -58,6 +58,20 @@ def test_another_net_that_learns_then_excuses_nothing() -> None:
     assert stages(made, made[2], net(body=1.0)) == "not learning"
 
 
+@pytest.mark.parametrize(("steps", "word"), [(6, "undecided"), (80, "learning")])
+def test_another_net_that_is_trained_for_a_few_steps_only_leaves_the_verdict_open(steps: int, word: str) -> None:
+    torch.manual_seed(0)
+    with Doctor(every=5) as doctor:
+        for count in (80, steps):
+            made = net(body=1.0)
+            optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
+            for x, y in batches(count):
+                optimizer.zero_grad()
+                F.cross_entropy(made(x), y).backward()
+                optimizer.step()
+    assert outcome(doctor.run).word == word
+
+
 @pytest.mark.parametrize(("share", "learned"), [(0.8, True), (0.05, False)])
 def test_of_two_targets_the_weighted_mean_counts(share: float, learned: bool) -> None:
     torch.manual_seed(0)

@@ -457,6 +457,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("turned quantiles", "LOSS_SIGN", "warning"),
         ("worse preferred", "LOSS_SIGN", "warning"),
         ("columns", "TARGET_GIVEN", "warning"),
+        ("evaluated apart", "LABELS_UNRELATED", "warning"),
         ("mirrored", "MASKS_APART", "warning"),
         ("torn edges", "EDGES_NOT_OFFSET", "warning"),
         ("far ahead", "LABEL_SHIFT", "error"),

@@ -151,6 +151,16 @@ def test_a_loss_that_is_the_same_with_inputs_of_other_rows_leaves_the_verdict_op
     assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
 
 
+@pytest.mark.parametrize(("others", "word"), [(0.73, "undecided"), (2.7, "learning")])
+def test_a_loss_that_fell_to_what_it_is_with_targets_of_other_rows_leaves_the_verdict_open(
+    others: float, word: str
+) -> None:
+    seen = {"optimizer": 0, "rows": 32, "loss": 0.7, "others": others}
+    probed = Probed(probe="related", root=-1, answer="yes", evidence=seen, file="train.py", line=23)
+    assert outcome(Training(steps=120, call=None, loss=falling, after=(probed,)).run()).word == word
+    assert outcome(Training(steps=120, call=guessed(), after=(probed,)).run()).word == "learning"
+
+
 def with_a_term(**values: object) -> Training:
     """A training that learns, one term of whose loss is the same with the targets of other rows."""
     term = {"op": "l1_loss", "file": "train.py", "line": 24, "loss": 0.5, "others": 0.5}
@@ -163,6 +173,17 @@ def test_labels_unrelated_fires_for_one_term_of_a_loss() -> None:
     assert fires(with_a_term().run(), "LABELS_UNRELATED", "warning").place.line == 24
     silent(with_a_term(steps=60).run(), "LABELS_UNRELATED")  # too few targets
     silent(with_a_term(loss=stays).run(), "LABELS_UNRELATED")  # nothing is learned as yet
+
+
+@pytest.mark.parametrize(("last", "other_lr", "fired"), [(1.0, 0.1, True), (0.93, 0.1, False), (1.0, 1.0, False)])
+def test_labels_unrelated_fires_for_a_term_that_is_no_better_than_a_guess_where_the_rest_is_open(
+    last: float, other_lr: float, fired: bool
+) -> None:
+    rate = Probed(probe="rate", root=-1, answer="no", evidence={"optimizer": 0, "lr": 0.1, "other_lr": other_lr})
+    term = LossCall(function="l1_loss", items=20, guess=1.0, value=last, file="train.py", line=24)
+    alone = with_a_term(call=None, loss=lambda step: 2.0 - step / 1000, every=lambda step: [term])
+    run = replace(alone, after=(*alone.after, rate)).run()
+    assert [one.name for one in found(run, "LABELS_UNRELATED")] == ["LABELS_UNRELATED"] * fired
 
 
 def clipping_nothing(**values: object) -> Training:

@@ -272,6 +272,12 @@ def test_lr_collapsed_fires_where_the_rate_falls_early() -> None:
     assert fires(run, "LR_COLLAPSED", "warning").step == 10
 
 
+def test_lr_collapsed_fires_where_one_call_takes_the_rate_and_not_their_number() -> None:
+    run = Training(lr=lambda step: 1e-3 if step < 20 else 1e-6, scheduler=STEP_LR, loss=lambda step: 2.3).run()
+    fires(run, "LR_COLLAPSED", "warning")
+    silent(run, "SCHED_TOO_OFTEN")
+
+
 def test_lr_collapsed_is_quiet_at_the_end_of_a_cosine() -> None:
     silent(Training(lr=lambda step: 1e-3 * (1 + math.cos(math.pi * step / 60)) / 2 + 1e-12).run(), "LR_COLLAPSED")
     silent(Training(lr=lambda step: 1e-3 * 0.5**step, loss=lambda step: 2.0 * 0.5**step).run(), "LR_COLLAPSED")

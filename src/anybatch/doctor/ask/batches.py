@@ -30,6 +30,7 @@ _DIGITS, _LEAST_FLIPPED = 6, 8  # of a sum that tells pictures apart, and pairs
 _FEWEST = 100  # targets that were kept
 _NARROWED = 0.7  # of the deviation of the targets in training
 _TELLS, _LESS = 0.5, 0.3  # a correlation, and by how much one is less
+_BY_CHANCE, _SEVERAL = 3.5, 3  # standard errors of a correlation, and columns that would not all change by chance
 _LEAST_TOKENS = 2000
 _RENAMED, _TIMES = 0.1, 4.0  # of the tokens, and how many times more differ by number than by how frequent they are
 _BATCHES = 5  # that have to agree
@@ -85,8 +86,13 @@ def about_columns(kept: Kept, run: Run) -> Iterator[Probed]:
         place = int(leaks.argmax())
         if float(leaks[place]) > _LESS:
             at = int(less[place].argmax())
+            tells, still = (
+                one[:, at].abs() * count**0.5 > _BY_CHANCE for one, count in ((trained, rows), (evaluated, others))
+            )
+            # one column is to blame where others tell the targets as before, and the targets where none does
+            name = "columns" if int(tells.sum()) < _SEVERAL or bool((tells & still).any()) else "evaluated apart"
             seen: dict[str, Any] = {"trained": float(trained[place, at]), "evaluated": float(evaluated[place, at])}
-            yield told("columns", root=root, place=place + 1, of=len(leaks), rows=rows, **seen)
+            yield told(name, root=root, place=place + 1, of=len(leaks), rows=rows, telling=int(tells.sum()), **seen)
 
 
 def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch.Tensor, torch.Tensor] | None:

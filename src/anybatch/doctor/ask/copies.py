@@ -274,15 +274,16 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
     for (root, training), given in kept.given.items():
         trained = [one for one in kept.given.get((root, True), ()) if one.rows >= 4]
         evaluated = [one for one in given if one.rows >= 4]
-        alike = [one for one in trained if one.same or not one.std]
+        alike = [one for one in trained if one.same or not (one.std or one.symbols)]
         if training and len(alike) >= 5 and len(alike) > 0.8 * len(given):
             value = None if any(one.std for one in alike) else alike[0].mean
-            yield told("inputs alike", alike[0], root=root, value=value, calls=len(alike), rows=alike[0].rows)
+            seen: dict[str, Any] = {"value": value, "calls": len(alike), "rows": alike[0].rows}
+            yield told("inputs alike", alike[0], root=root, symbols=alike[0].symbols, **seen)
         own = [one for one in evaluated if one.scaled and not one.known]
         batches = {(one.mean, one.std) for one in trained if one.scaled}  # more than one: it is done for each batch
         if not training and own and len(batches) < 2:
             yield told("scaled apart", own[0], root=root, rows=own[0].rows, columns=own[0].shape[0])
-        if training or len(trained) < 3 or not evaluated:
+        if training or len(trained) < 3 or not evaluated or trained[0].symbols:
             continue
         if {len(one.shape) for one in trained} != {len(one.shape) for one in evaluated}:
             continue
@@ -293,6 +294,6 @@ def about_inputs(kept: Kept, run: Run) -> Iterator[Probed]:
         shifted = all(min(abs(one.mean - mean) for mean in means) > max(1.5 * high, 3 * between) for one in evaluated)
         if low > 0 and high < 2 * low and (apart or shifted):
             first = evaluated[0]
-            seen: dict[str, Any] = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}
+            seen = {"mean": sum(means) / len(means), "std": stds[len(stds) // 2]}
             seen |= {"mean_evaluated": first.mean, "std_evaluated": first.std}
             yield told("evaluated inputs", first, root=root, **seen)

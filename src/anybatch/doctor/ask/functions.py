@@ -278,9 +278,16 @@ def flat_derivative(step: Step) -> Iterator[Probed]:
     for one in step.used("grad"):
         of = step.made_of(next(iter(slots(one.args[:1])), Slot(-1)))
         found = [step.values[out] for out in one.outs]
-        if of & derived and found and all(len(value) > 1 and not bool(value.detach().any()) for value in found):
-            yield said(one, rows=len(found[0]))
+        if of & derived and found and all(map(_is_flat, found)):
+            # with saturated units it is flat, too, but was not at the start
+            first = replayed(step.tape, step.loss, held=step.kept.first_of(step.tape)).values
+            if all(_is_flat(first[out]) for out in one.outs):
+                yield said(one, rows=len(found[0]))
         derived |= set(one.outs)
+
+
+def _is_flat(values: torch.Tensor) -> bool:
+    return len(values) > 1 and not bool(values.detach().any())
 
 
 @asks("unused update", of_rows=False)

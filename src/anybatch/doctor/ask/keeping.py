@@ -60,6 +60,7 @@ class Given:
     line: int
     scaled: bool = False  # whether each column of these rows has mean 0 and deviation 1, to the last digits
     known: bool = False  # whether rows of the training are among them
+    symbols: bool = False  # whether they are whole numbers, as of words
 
 
 @dataclass(slots=True)
@@ -246,14 +247,17 @@ class Kept:
         if key[1]:
             self._count(first, key)
         is_batch = first.shape[0] > 1 and (first.dim() > 1 or torch.is_grad_enabled())  # not one state of a player
-        if len(found) < _MOST_GIVEN and first.is_floating_point() and first.is_cpu and is_batch:
+        if len(found) < _MOST_GIVEN and first.is_cpu and is_batch and not first.is_complex():
             std, mean = torch.std_mean(_some(first, _MOST_LOOKED_AT).float())
             rows, shape = first.shape[0], tuple(first.shape[1:])
             with_rows = [one for one in given if len(one) == rows > 1]  # a grid may be the same where a code is not
             same = bool(with_rows) and all(bool((one[:1] == one[1:_MOST_ROWS]).all()) for one in with_rows)
-            scaled = _is_scaled(first)
+            scaled = first.is_floating_point() and _is_scaled(first)
             known = scaled and _has_rows(first, [batch[0] for batch in self.batches.get(key[0], ())][:1])
-            found.append(Given(float(mean), float(std), same, rows, shape, step, *user_place(4), scaled, known))
+            symbols = not first.is_floating_point()
+            found.append(
+                Given(float(mean), float(std), same, rows, shape, step, *user_place(4), scaled, known, symbols)
+            )
 
     @unseen
     def _count(self, tokens: torch.Tensor, key: tuple[int, bool]) -> None:

@@ -126,18 +126,23 @@ def _weighs(step: Step, where: Meeting) -> bool:
     factor = step.values[where.slot]
     if step.operations[where.index].kind not in ("mul", "multiply") or not factor.is_floating_point():
         return False
-    return bool((factor > 0).any() and (factor < 0).any()) and len(factor.unique()) > 2  # a label may be 1 or -1
+    several = (factor > 0).any() and (factor < 0).any() and len(factor.unique()) > 2  # a label may be 1 or -1
+    return bool(several) and _is_straight(step, where)  # noise that is added to a code is multiplied, too
 
 
 def _adds(step: Step, where: Meeting) -> bool:
     """Whether nothing is compared there: an input is added to what was made of it, or a number to the loss of a row."""
-    kind, values = step.operations[where.index].kind, [_sum(step.values[step.loss.slot])]
-    for times in (0, 2) if kind in ("sub", "rsub", "subtract") else ():
+    kind = step.operations[where.index].kind
+    return kind == "add" or (kind in ("sub", "rsub", "subtract") and _is_straight(step, where))
+
+
+def _is_straight(step: Step, where: Meeting) -> bool:
+    """Whether the loss goes along a line with what the parameters do not make there."""
+    once, values = _sum(step.values[step.loss.slot]), list[float]()
+    for times in (0, 2):
         changed, moved = _exchanged(step, step.loss, where, partial(mul, times))
         values.append(_sum(replayed(changed, moved).values[moved.slot]))
-    if len(values) == 1:
-        return kind == "add"
-    once, without, twice = values
+    without, twice = values
     return abs(twice - 2 * once + without) < _LINEAR * abs(twice - without)
 
 
@@ -237,7 +242,18 @@ def meetings_of(step: Step) -> list[Meeting]:
             continue
         others = [one for one in given if not values[one].requires_grad and values[one].dim()]
         found += [Meeting(index, one) for one in sorted(others) if values[one].shape[0] >= _LEAST_ROWS]
-    return found[::-1][:_MOST_MEETINGS]
+    return (found or list(_of_terms(step)))[::-1][:_MOST_MEETINGS]
+
+
+def _of_terms(step: Step) -> Iterator[Meeting]:
+    """Where a loss function has targets from outside, however many rows they have, as of an episode or a graph."""
+    for index, operation in enumerate(step.operations):
+        made, target = [*operation.given[:2], None, None][:2]
+        if operation.name not in _TERMS or made is None or target is None or not step.needed & set(operation.outs):
+            continue
+        is_target = target in step.inputs and not step.values[target].requires_grad and step.values[target].dim() > 0
+        if is_target and step.values[made].requires_grad and len(step.values[target]) >= _LEAST_ROWS:
+            yield Meeting(index, target)
 
 
 def _following(step: Step) -> set[Slot]:

@@ -267,9 +267,10 @@ def group_facts(group: Mapping[str, Any], parameters: tuple[int, ...]) -> GroupF
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     """The entries of the table of an optimizer that itself tells."""
-    defaults = getattr(optimizer, "defaults", {})
+    defaults, held = getattr(optimizer, "defaults", {}), vars(optimizer).get("_optimizer")
+    cls = type(held) if held is not None and isinstance(optimizer, type(held)) else type(optimizer)  # as Fabric has it
     return {
-        "cls": type(optimizer).__name__, "is_torchs": type(optimizer).__module__.startswith("torch."),
+        "cls": cls.__name__, "is_torchs": type(optimizer).__module__.startswith("torch."),
         "default_lr": plain_rate(defaults.get("lr", 0.0) if isinstance(defaults, Mapping) else 0.0),
     }  # fmt: skip
 

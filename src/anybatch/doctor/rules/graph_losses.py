@@ -21,7 +21,7 @@ from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import InputSample
 
 
-@rule("AB202", "LOSS_TERM_CUT", "warning", explains=(*STANDS_STILL, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
+@rule("AB202", "LOSS_TERM_CUT", "warning", explains=(*STANDS_STILL, *RUNS_AWAY, "GRAPH_CUT", "STEP_WITHOUT_GRADIENT"))
 def loss_term_cut(
     run: Run, *, times: float = Limit(3, "one term may be cleared with a whole window")
 ) -> Iterator[Found]:
@@ -78,7 +78,8 @@ def _constant(run: Run, seen: Followed, term: Term, which: str) -> Found:
         text=f"{what}: {counted(term.stopped, 'parameter')} went into it, and none is trained by it.",
         fix=fix,
         cause=cause,
-        since=seen,
+        since=next((one for one in run.of(Walk) if one.constant_terms), seen),  # the graph was followed later
+        step=seen,
         where=(cut.file if cut.line else term.file, cut.line or term.line),
         module=term.module,
         evidence=evidence | {"cut_by": cut.op},

@@ -22,7 +22,7 @@ from anybatch.doctor.views.measures import (
 )
 from anybatch.doctor.views.naming import parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 from anybatch.records.runs import Run
@@ -30,6 +30,9 @@ from anybatch.records.samples import Activations, Norms, Scored
 
 FEW_OF_A_RATE = 100
 """In fewer steps a rate that is low may have had no time."""
+
+_LITTLE = 0.2
+"""A share of what a copy gains of one batch at another rate, as the question has it: less is next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,11 @@ def lr_too_high(
             harm = _Harm("nothing was learned")
         if harm is not None:
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
-        elif long.ratio > hinted and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early):
+        elif (
+            len(one.steps) >= FEW_STEPS
+            and long.ratio > hinted
+            and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early)
+        ):
             yield _hint(one, long)
 
 
@@ -94,11 +101,13 @@ def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
         return None
     found = (probed for probed in answers(one.run, "rate") if probed.evidence["optimizer"] == one.number)
     asked = next(found, None)
-    if asked is not None and one.losses.last <= 2 * asked.evidence.get("unseen", -math.inf):
+    if asked is None:
+        return None
+    seen, losses = asked.evidence, one.losses
+    little = losses.first - losses.last < _LITTLE * (seen["loss"] - seen["other_after"])  # than of one batch by heart
+    if losses.last <= 2 * seen.get("unseen", -math.inf) and not little:
         return None  # the loss of the run is no higher: at its end it reads what the copy does not, such as buffers
-    if asked is None or outcome(one.run).word != "learning":
-        return asked
-    return asked if asked.evidence.get("knows_more") else None
+    return asked if outcome(one.run).word != "learning" or seen.get("knows_more") else None
 
 
 def _is_too_low(one: OptimizerView, asked: Probed) -> bool:

@@ -75,7 +75,7 @@ def _stretched(one: _Schedule) -> str:
 def _fallen(rates: list[float], share: float) -> int | None:
     """The first step from which on a rate stays below a share of its highest."""
     limit = share * max(rates)
-    below = next((index for index, rate in enumerate(reversed(rates)) if rate >= limit), len(rates))
+    below = next((index for index, rate in enumerate(reversed(rates)) if rate > 1.001 * limit), len(rates))
     return len(rates) - below if below else None
 
 
@@ -143,6 +143,8 @@ def _over(one: _Schedule, per_epoch: int, steps: float) -> str:
     for_epochs = one.facts.cls in ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
     limit = max(per_epoch, half) if for_epochs else min(per_epoch, len(rates)) if per_epoch > 1 else half
     counted = per_epoch > 1 or for_epochs
+    if fallen is not None and _fallen(rates[fallen - 1 : fallen + 1], 0.01) is not None:
+        fallen = None  # by one call, so that the number of calls is not to blame
     if fallen is not None and counted and rates[fallen] > 0 and fallen <= min(limit, len(rates) - steps):
         return f"the learning rate falls from {max(rates):g} to {rates[fallen]:.2g} within {fallen} steps"
     period = one.facts.options.get("T_max", 0) if one.facts.cls == "CosineAnnealingLR" else 0

@@ -29,7 +29,7 @@ def labels_unrelated(
     """Labels of other inputs."""
     torn = list(say(run, "AB656"))
     yield from torn
-    yield from _terms_apart(run)
+    yield from _terms_apart(run, flat)
     for probed in answers(run, "labels") if not torn else ():
         word = outcome(run).word
         if (word == "learning" and not _at_first(run) > flat) or (
@@ -49,13 +49,18 @@ def labels_unrelated(
         )
 
 
-def _terms_apart(run: Run) -> Iterator[Found]:
+def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
     """Terms of a loss that is learned otherwise, which are the same with the targets of other rows."""
-    for probed in answers(run, "related") if outcome(run).word == "learning" and not any(run.of(Scored)) else ():
+    word = outcome(run).word
+    asked = [one for answer in ("yes", "no") for one in answers(run, "related", answer)]
+    for probed in asked if word != "not learning" and not any(run.of(Scored)) else ():
         steps = len(OptimizerView(run, int(probed.evidence["optimizer"])).steps)
         enough = steps >= ENOUGH_STEPS and steps * int(probed.evidence["rows"]) >= ENOUGH_TARGETS
         for term in probed.evidence.get("apart", ()) if enough else ():
             place = Place(file=term["file"], line=term["line"])
+            is_open = probed.answer == "no" or word != "learning"
+            if is_open and (not _at_last(run, place) > flat or _is_slow(run, probed.evidence["optimizer"])):
+                continue
             yield Found(
                 text=f"{term['op']}{near(place)} is {term['loss']:.4g} after {steps} steps, and {term['others']:.4g} "
                 "with the targets of other rows: they have nothing to do with the inputs.",
@@ -66,6 +71,20 @@ def _terms_apart(run: Run) -> Iterator[Found]:
                 where=place,
                 evidence=term,
             )
+
+
+def _is_slow(run: Run, optimizer: int) -> bool:
+    """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
+    asked = [one.evidence for answer in ("yes", "no") for one in answers(run, "rate", answer)]
+    return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
+
+
+def _at_last(run: Run, place: Place) -> float:
+    """The loss of a line at the end of the run, as a share of that of a constant guess; 0 where it is not known."""
+    calls = [one for one in run.of(LossCall) if (one.file, one.line) == (place.file, place.line)]
+    late = [one.value for one in calls[-(len(calls) // 3) :] if one.value is not None]
+    guesses = [one.guess for one in calls if one.guess]
+    return fmean(late) / fmean(guesses) if guesses and len(late) >= _LOOKS else 0.0
 
 
 def _at_first(run: Run) -> float:
@@ -125,13 +144,13 @@ def _of_one_class(run: Run, steps: float, classes: float, gone: float) -> Iterat
 
 
 def _of_one_mark(run: Run, steps: float, gone: float) -> Iterator[Found]:
-    """Of the one loss of a run, that compares scores with marks of 0 and 1."""
-    lines = by_line(run)
+    """Of the one loss of a run that compares scores with marks of 0 and 1."""
+    lines = by_line(run, lambda one: one.function.startswith("binary"))
     if any(kind.startswith("SubBackward") for walk in run.of(Walk) for kind in walk.kinds):
         return  # scores that are differences, as those of pairs, are all to be positive
     for (_, _, function), same in lines.items() if len(lines) == 1 and not adversarial(run) else ():
         known = [(one, one.value) for one in same if one.target_low is not None and one.value is not None]
-        if not function.startswith("binary") or len(same) < steps or len(known) < _LOOKS:
+        if len(same) < steps or len(known) < _LOOKS:
             continue
         mark, enough = known[0][0].target_low, sum(one.items for one, _ in known) >= _TARGETS
         is_one = all(one.target_low == one.target_high == mark for one, _ in known)

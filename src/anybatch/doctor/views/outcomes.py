@@ -10,7 +10,7 @@ from typing import Literal
 
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import Course, Phase, adversarial, course, groups_of, phases, updates
-from anybatch.doctor.views.naming import by_line, optimizer_variable
+from anybatch.doctor.views.naming import by_line, counted, optimizer_variable
 from anybatch.doctor.views.onebatch import one_batch
 from anybatch.records.events import Forward, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall, Printed, Probed
@@ -100,6 +100,11 @@ def outcome(run: Run) -> Outcome:
         worst = next((one for one in told if one.word == word), None)
         if worst is not None:
             return worst
+    new = [(one.steps, part.parameters.difference(*(each.parameters for each in parts if each is not part)))
+           for part, one in zip(parts, found, strict=True) if one.steps < FEW_STEPS]  # fmt: skip
+    short = next((steps for steps, own in new if len(own) > _SOMETHING * sum(len(one.parameters) for one in parts)), 0)
+    if short:
+        return Outcome("undecided", f"{counted(short, 'step')} of a part are too few to see whether it learns")
     beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1]) or _sampled(run)
     found = Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
     is_negative = run.sign() < 0 and found.call is None
@@ -200,6 +205,8 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     probed = _unrelated(run, part, "related")
     inputs = None if found.guess else _unrelated(run, part, "related inputs")
     same = probed or inputs
+    if found.word == "learning" and not found.guess and (little := _little_of_rows(run, part)):
+        return Outcome("undecided", f"{found.said}, {little}", steps=found.steps)
     if found.word == "not learning" or same is None:
         return found
     said = f"the loss of a batch is {same.evidence['loss']:.4g}, and {same.evidence['others']:.4g} with "
@@ -217,6 +224,15 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
     ):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=same)
+
+
+def _little_of_rows(run: Run, part: Phase) -> str:
+    """How it is known that a loss whose constant guess is not has hardly anything to do with which row is which."""
+    for one in answers(run, "related"):
+        loss, others = one.evidence.get("loss", 0.0), one.evidence.get("others", 0.0)
+        if one.evidence.get("optimizer") in part.optimizers and loss > 0 and others - loss < _SOMETHING * others:
+            return f"but the loss of a batch is {loss:.4g}, and only {others:.4g} with the targets of other rows"
+    return ""
 
 
 def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
@@ -340,8 +356,8 @@ def _compared(calls: list[LossCall]) -> Outcome | None:
     is_hopeless = gain < -_FAR and fmean(last) - _AGAIN * fell > guess
     falls = fell > max(3 * _error(last), _NEXT_TO_NOTHING / 4 * guess) and not is_hopeless
     flat = gain < _NEXT_TO_NOTHING or gain + 2 * error < _LITTLE
-    counted = [one.items for one in calls if one.items > 0]
-    enough = bool(counted) and fmean(counted) * len(calls) >= ENOUGH_TARGETS
+    items = [one.items for one in calls if one.items > 0]
+    enough = bool(items) and fmean(items) * len(calls) >= ENOUGH_TARGETS
     word: Word = "not learning" if flat and enough and not falls and not drifts else "undecided"
     return Outcome(word, said, calls[-1], fmean(last), guess, len(calls))
 
