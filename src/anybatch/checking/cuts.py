@@ -57,12 +57,6 @@ class Cut(NamedTuple):
         smaller = tuple(sizes_of(len(rows), min(*self.sizes, max(2, len(rows) // _COUNTED))))
         return Cut(self.splittable.chosen(rows), smaller if self.is_free else self.sizes[::-1])
 
-    @property
-    def alike(self) -> "Cut":
-        """The same samples in parts that have usual and unusual ones alike."""
-        rows = range(sum(self.sizes))
-        return Cut(self.splittable.chosen([*rows[::2], *rows[1::2]]), self.sizes)
-
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
@@ -364,7 +358,7 @@ def _of_leaf(value: Any, rows: int) -> torch.Tensor:
     if flat.is_floating_point():
         numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
-        found = [flat.count_nonzero(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
+        found = [numbers.sign().square_().sum(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
     else:
         found = [flat.count_nonzero(1), flat.sum(1, dtype=torch.float64), (flat >= 0).sum(1)]
     return torch.stack([one.to("cpu", torch.float64) for one in found])
