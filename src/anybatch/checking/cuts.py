@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.batches import SIGNED, Part, Splittable, sizes_of
 from anybatch.batch.layout import Rows, placement, rows_of
 from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError
@@ -360,6 +360,7 @@ def _of_leaf(value: Any, rows: int) -> torch.Tensor:
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
         found = [numbers.sign().square_().sum(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
     else:
+        flat = flat.to(torch.int64) if flat.dtype in SIGNED else flat
         found = [flat.count_nonzero(1), flat.sum(1, dtype=torch.float64), (flat >= 0).sum(1)]
     return torch.stack([one.to("cpu", torch.float64) for one in found])
 
