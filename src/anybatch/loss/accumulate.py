@@ -153,8 +153,8 @@ class Accumulation:
             if names:
                 raise LossError(
                     f"{', '.join(names[:3])} of {type(module).__name__}, {len(names)} parameters in all, lie on the "
-                    f"meta device, where tensors have no numbers: {error}. Call to_empty(device=...) of their modules, and "
-                    "load or initialize the weights"
+                    f"meta device, where tensors have no numbers: {error}. Call to_empty(device=...) of their modules, "
+                    "and load or initialize the weights"
                 ) from error
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
