@@ -234,7 +234,8 @@ def test_unsigned_numbers_are_cut_and_proved_like_others(dtype: torch.dtype) -> 
 
     def coupled(model: Any, batch: Any) -> torch.Tensor:
         outputs = model(batch["x"].float() / 72)
-        return (outputs - outputs.mean(0)).square().mean()
+        loss: torch.Tensor = (outputs - outputs.mean(0)).square().mean()
+        return loss
 
     proof = anybatch.backward(nn.Linear(6, 3), of_numbers, batch, micro_batch_size=4).proof
     assert proof is not None

@@ -59,7 +59,7 @@ def test_what_has_one_parameter_with_a_gradient_steps(whole: bool) -> None:
 class Evaluating(torch.optim.SGD):
     """Evaluates the gradient itself, and does not name the argument that it needs."""
 
-    def step(self, *args: Any) -> Any:  # type: ignore[override]
+    def step(self, *args: Any) -> Any:
         assert args, "a function is needed"
         with torch.enable_grad():
             loss = args[0]()
