@@ -17,6 +17,8 @@ from anybatch.batch.writes import Writes, own_containers, writable
 from anybatch.errors import BatchError
 from anybatch.records.layouts import BatchLayout, LeafLayout
 
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types that few operations of torch take, and those whose bits they have."""
 Oversized = Literal["refuse", "alone"]
 
 
@@ -362,6 +364,8 @@ def _taken(value: Any, samples: list[int]) -> Any:
             parts = value.unbind()
             return torch.nested.as_nested_tensor([parts[i] for i in samples], layout=value.layout)
         index = torch.tensor(samples, dtype=torch.int64, device=value.device)
+        if (signed := SIGNED.get(value.dtype)) is not None:
+            return value.view(signed).index_select(0, index).view(value.dtype)
         return value.detach().index_select(0, index).requires_grad_(value.requires_grad)
     if rows_of(value) is not None:  # an array
         return value[samples]

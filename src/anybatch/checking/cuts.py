@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from anybatch.batch.batches import Part, Splittable, sizes_of
+from anybatch.batch.batches import SIGNED, Part, Splittable, sizes_of
 from anybatch.batch.layout import Rows, placement, rows_of
 from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError
@@ -56,12 +56,6 @@ class Cut(NamedTuple):
         rows = [row for part in reversed(self.parts) for row in part.samples]
         smaller = tuple(sizes_of(len(rows), min(*self.sizes, max(2, len(rows) // _COUNTED))))
         return Cut(self.splittable.chosen(rows), smaller if self.is_free else self.sizes[::-1])
-
-    @property
-    def alike(self) -> "Cut":
-        """The same samples in parts that have usual and unusual ones alike."""
-        rows = range(sum(self.sizes))
-        return Cut(self.splittable.chosen([*rows[::2], *rows[1::2]]), self.sizes)
 
     def alone(self, part: Part) -> "Cut":
         """One part as a batch of its own."""
@@ -364,8 +358,9 @@ def _of_leaf(value: Any, rows: int) -> torch.Tensor:
     if flat.is_floating_point():
         numbers = flat[:, :: 1 + flat.shape[1] // _ENTRIES].to("cpu", torch.float64).nan_to_num()
         along = torch.arange(numbers.shape[1], dtype=torch.float64, device="cpu")
-        found = [flat.count_nonzero(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
+        found = [numbers.sign().square_().sum(1), numbers.sum(1), *(numbers @ (k * along).sin() for k in _WAVES)]
     else:
+        flat = flat.to(torch.int64) if flat.dtype in SIGNED else flat
         found = [flat.count_nonzero(1), flat.sum(1, dtype=torch.float64), (flat >= 0).sum(1)]
     return torch.stack([one.to("cpu", torch.float64) for one in found])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.batch.batches import Splittable
+from anybatch.batch.batches import SIGNED, Splittable
 from anybatch.batch.trees import flat, leaves, like
 from anybatch.tensors.dispatch import unseen as unwatched
 
@@ -142,7 +142,7 @@ def _is_twice(leaf: torch.Tensor) -> torch.Tensor:
 def _is_numbers(leaf: Any) -> bool:
     """Whether it is a tensor that later batches are looked at for."""
     is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
-    return is_plain and leaf.dim() > 0 and leaf.numel() > 1 and not leaf.is_complex()
+    return is_plain and leaf.dim() > 0 and leaf.numel() > 1 and not (leaf.is_complex() or leaf.dtype in SIGNED)
 
 
 def moved(outputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -191,7 +191,8 @@ def _by_chance(
 
 
 def _is_full(leaf: torch.Tensor) -> bool:
-    return leaf.dim() > 0 and leaf.numel() > 1 and not leaf.is_complex() and bool((leaf == 1).all())
+    is_compared = leaf.dim() > 0 and leaf.numel() > 1 and not (leaf.is_complex() or leaf.dtype in SIGNED)
+    return is_compared and bool((leaf == 1).all())
 
 
 def _kind(own: Sequence[Any]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def _of_sparse(gradient: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     return torch.zeros(count, dtype=wide, device=values.device).index_add_(0, places, weighted)
 
 
+@lru_cache(maxsize=64)
 def _signs(rows: int) -> torch.Tensor:
     generator = torch.Generator(device="cpu").manual_seed(0)
     return torch.randint(2, (rows,), generator=generator, device="cpu", dtype=torch.int8) * 2 - 1

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEPTH = 3
-_AGAIN = 8  # batches, from which on a split is proved again
+_AGAIN = 8  # batches, after which a split is proved again; then after so many times as many
 _LAST = 32  # operations of a loss that are compared with earlier ones
 _EACH = 64  # batches whose loss is looked at; then each 8th
 _KINDS = 64  # of losses that are told apart
@@ -138,7 +138,7 @@ class Proofs:
     def _is_new(self, key: Hashable, task: Task, nodes: Sequence[Rows | Constant]) -> bool:
         """Whether what a loss goes by is not what it was, or a batch has what the one that was proved had not.
 
-        What no sign tells is seen now and then: the 8th, 16th, 32nd … batch of a layout is proved like the first.
+        What no sign tells is seen now and then: the 8th, 64th, 512th … batch of a layout is proved like the first.
         """
         self._batches[key] += 1
         if self._switches is not None and self._switches.are_turned(task.model, task.loss_fn, nodes):
@@ -159,7 +159,7 @@ class Proofs:
         else:
             self._exact.pop(key, None)
         self._known[key] = proof
-        self._due[key] = max(_AGAIN, 2 * self._batches[key])
+        self._due[key] = max(_AGAIN, _AGAIN * self._batches[key])
         return proof
 
     def _proved(

@@ -26,6 +26,7 @@ _AT_A_BOUND = frozenset(
     )
 )  # fmt: skip
 _RANKING = frozenset(getattr(torch.ops.aten, name) for name in ("argsort", "cumsum", "kthvalue", "sort", "topk"))
+_NOTED = _AT_A_BOUND | _RANKING | {*_COMPARED}
 
 
 class Bound(NamedTuple):
@@ -54,9 +55,9 @@ class Bounds(Mode):
         """Notes the operation, and runs it."""
         packet, last, self._bounded = getattr(func, "overloadpacket", None), self._bounded, None
         is_noted = False
-        self.ranks = self.ranks or (packet in _RANKING and _is_along_samples(func, args, kwargs or {}))
-        if torch.is_grad_enabled() and (packet in _AT_A_BOUND or packet in _COMPARED) and not in_backward():
-            is_noted = self._note(packet, args)
+        if packet in _NOTED:
+            self.ranks = self.ranks or (packet in _RANKING and _is_along_samples(func, args, kwargs or {}))
+            is_noted = packet not in _RANKING and not in_backward() and self._note(packet, args)
         elif packet is torch.ops.aten.ne and last is not None and args[0] is last:  # ``isfinite`` takes the abs
             self.met.pop()
         result = func(*args, **(kwargs or {})) if self.run is None else self.run(func, types, args, kwargs)
@@ -65,7 +66,7 @@ class Bounds(Mode):
 
     def _note(self, packet: Any, args: Sequence[Any]) -> bool:
         given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad]
-        if not given or not all(map(_is_small, given)):
+        if not (given and torch.is_grad_enabled()) or not all(map(_is_small, given)):
             return False
         limit, name = None, packet.__name__.rstrip("_")
         if packet in _COMPARED:

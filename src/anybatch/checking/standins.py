@@ -140,9 +140,9 @@ class StandIns(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket.__name__ in _RECURRENT and self.drawn is None:
+        is_seeded, is_recurrent = _kind_of(func)
+        if is_recurrent and self.drawn is None:
             args, kwargs = self._without_dropout(func, args, kwargs)
-        is_seeded = _is_seeded(func)
         if self._wider is None and not is_seeded:
             return func(*args, **kwargs)
         # In single precision a gradient has the precision of what it is of.
@@ -294,8 +294,9 @@ def argument(func: Any, args: Any, kwargs: Any, name: str, default: Any = None) 
 
 
 @lru_cache(maxsize=4096)  # tags are looked up slowly, for each operation of a run
-def _is_seeded(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _kind_of(func: Any) -> tuple[bool, bool]:
+    """Whether an operation draws random numbers, and whether it is a recurrent kernel that drops out by itself."""
+    return torch.Tag.nondeterministic_seeded in func.tags, func.overloadpacket.__name__ in _RECURRENT
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

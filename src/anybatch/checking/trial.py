@@ -43,7 +43,6 @@ from anybatch.update.transaction import Failure, Snapshot, is_out_of_memory
 
 _ROUNDINGS = 128
 """Roundings of the precision that two gradients may be apart, relative to the whole: sums in another order."""
-_FEW = 16  # samples
 _FREE = 16 << 20  # bytes that a proof may take
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _OF_OTHERS = ("torch.utils.checkpoint", "torch._library.autograd")  # backwards of torch that run what the user wrote
@@ -315,8 +314,6 @@ class Trial:
             yield cut
             if self._has_moved and not draws:  # a largest value so far may be the first micro-batch's
                 yield cut.backwards
-            if cut.is_free and not draws and sum(cut.sizes) < _FEW:  # few show by chance what more show surely
-                yield cut.alike
 
         for other in orders():
             split = self.run(other, other.parts, numbers if draws else None, differentiate=differentiate)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from anybatch.accelerators import is_accelerator
+from anybatch.errors import LossError
 from anybatch.loss.cutting import Restriction, accumulation, declare_nothing_to_do
 from anybatch.loss.differentiation import Differentiation
 from anybatch.loss.gradwatch import GradientWatch
@@ -140,8 +141,21 @@ class Accumulation:
         except (TypeError, AttributeError) as error:
             note_the_arguments(error, self._loss_fn, self._model)
             raise
+        except RuntimeError as error:
+            self._refuse_parameters_on_meta(error)
+            raise
         finally:
             accumulation.reset(token)
+
+    def _refuse_parameters_on_meta(self, error: RuntimeError) -> None:
+        for module in modules_behind(self._model, self._loss_fn) if "meta" in str(error) else ():
+            names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+            if names:
+                raise LossError(
+                    f"{', '.join(names[:3])} of {type(module).__name__}, {len(names)} parameters in all, lie on the "
+                    f"meta device, where tensors have no numbers: {error}. Call to_empty(device=...) of their modules, "
+                    "and load or initialize the weights"
+                ) from error
 
     def absorb_(self, other: "Accumulation", pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Moves the sums and gradients of another copy of the model here.

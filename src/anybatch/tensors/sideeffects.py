@@ -299,7 +299,7 @@ class SideEffects:
                 self._visit_names(vars(module), names, f"{module.__name__}.")
         for inner, value in defaults_of(function):
             self._visit(value, Place(inner, f", a default of {name},"))
-        self._attributes(vars(function), function.__name__, "", lambda _: True)
+        self._attributes(vars(function), function.__name__, "")
 
     def _visit_cell(self, cell: types.CellType, place: Place) -> None:
         def read() -> dict[str, Any]:
@@ -355,10 +355,7 @@ class SideEffects:
             self._visit_class(kind)
         if isinstance(attributes, dict):
             skipped = INTERNALS if isinstance(value, torch.nn.Module) else frozenset()
-            wanted = (
-                (lambda name: name not in skipped) if is_open else (lambda name: type(attributes[name]) in (int, float))
-            )
-            self._attributes(attributes, "self", f" of {kind.__name__}", wanted, is_open=is_open, kind=kind)
+            self._attributes(attributes, "self", f" of {kind.__name__}", skipped, is_open=is_open, kind=kind)
         if isinstance(value, torch.nn.Module):
             parameters = [parameter for parameter in value._parameters.values() if parameter is not None]
             for parameter in parameters if not self._tensors else ():
@@ -371,11 +368,13 @@ class SideEffects:
             self._hold_named(value, _slots(kind), Place("self", f" of {kind.__name__}"))
 
     def _attributes(
-        self, home: dict[str, Any], code: str, owner: str, wanted: Callable[[str], bool], *, is_open: bool = True,
-        kind: type | None = None,
+        self, home: dict[str, Any], code: str, owner: str, skipped: frozenset[str] = frozenset(), *,
+        is_open: bool = True, kind: type | None = None,
     ) -> None:  # fmt: skip
         def read() -> dict[str, Any]:
-            return {name: value for name, value in home.items() if wanted(name)}
+            if is_open:
+                return {name: value for name, value in home.items() if name not in skipped}
+            return {name: value for name, value in home.items() if type(value) in (int, float)}
 
         def place(name: str) -> Place:
             return Place(f"{code}.{name}", owner)

@@ -10,6 +10,7 @@ import torch
 from anybatch.errors import BatchError
 from anybatch.options import needs_closure
 from anybatch.tensors.shards import is_sharded
+from anybatch.update.transaction import is_out_of_memory
 
 _AT_ONCE = 2**18  # numbers that are looked at in one go, for which a kernel may need eight bytes each
 
@@ -39,6 +40,7 @@ class StepCall:
         self.is_given = _is_given(optimizer, closure)
         self.is_needed = needs_closure(optimizer)
         self._may_refuse = closure is None and not self.is_needed
+        self._may_need = closure is None and not self.is_given and _takes_any(optimizer)
         self._begins_here: bool | None = None  # whether the first evaluation is where the step begins
 
     def __call__(self, again: Again | None, scaler: Any = None) -> None:
@@ -46,7 +48,12 @@ class StepCall:
         step: Callable[..., Any] = self._optimizer.step if scaler is None else partial(scaler.step, self._optimizer)
         unscales = scaler is not None and hasattr(self._optimizer, "_step_supports_amp_scaling")
         if again is None or not self.is_given or unscales:
-            step()
+            try:
+                step()
+            except Exception as error:
+                if self._may_need and not is_out_of_memory(error):
+                    error.add_note("step() was called without arguments; if it needs a closure, give closure=True")
+                raise
             return
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
         evaluations = _Evaluations(again, own, self._begins_here, may_be_edited=self._may_refuse)
@@ -154,6 +161,12 @@ def _trace(parameter: torch.Tensor) -> tuple[int, ...]:
     gradient = parameter.grad
     known = (parameter._version, parameter.untyped_storage()._cdata)
     return known if gradient is None else (*known, id(gradient), gradient._version)
+
+
+def _takes_any(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` takes ``*args`` or ``**kwargs``, which may have to hold a closure."""
+    taken = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.values()
+    return any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken)
 
 
 def _is_given(optimizer: torch.optim.Optimizer, closure: bool | None) -> bool:

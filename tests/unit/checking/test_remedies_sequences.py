@@ -420,6 +420,7 @@ case(
 
 # What needs an accelerator, several devices, or a caller that is wrong itself.
 ELSEWHERE = {
+    "loss/accumulate._refuse_parameters_on_meta": "test_calls.py",
     "loss/losses._refuse_criterion": "test_bad_arguments.py",
     "loss/chunkcall.refuse_hidden_dropout": "test_overtime_random.py",
 }

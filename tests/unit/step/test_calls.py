@@ -220,6 +220,20 @@ def test_a_model_on_meta_is_refused_by_its_name(call: str, batch: torch.Tensor) 
         VERBS[call](without_numbers(), batch)
 
 
+@pytest.mark.parametrize("call", VERBS)
+def test_a_model_of_which_a_part_is_on_meta_is_refused_by_the_names_of_its_parameters(call: str) -> None:
+    model = nn.Sequential(made(), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(anybatch.LossError, match=r"^1\.weight, 1\.bias of Sequential.* on the meta device.*to_empty"):
+        VERBS[call](model, BATCH)
+
+
+@pytest.mark.parametrize("call", ["a step", "evaluate", "backward"])
+def test_layers_on_meta_that_nothing_calls_are_no_matter(call: str) -> None:
+    model = made()
+    model.spare = nn.Linear(1, 1, device="meta")
+    VERBS[call](model, BATCH)
+
+
 @pytest.mark.parametrize("call", ["a step", "evaluate", "backward"])
 def test_a_batch_on_meta_is_refused(call: str) -> None:
     with pytest.raises(anybatch.BatchError, match=r"a tensor \(5, 5\) on the meta device|\(12, 5\) on the meta"):

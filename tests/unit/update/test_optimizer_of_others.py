@@ -54,3 +54,35 @@ def test_what_has_one_parameter_with_a_gradient_steps(whole: bool) -> None:
     step(torch.randn(8, 4))
     assert step.updates == 1
     assert not torch.equal(head, torch.ones(2))
+
+
+class Evaluating(torch.optim.SGD):
+    """Evaluates the gradient itself, and does not name the argument that it needs."""
+
+    def step(self, *args: Any) -> Any:
+        assert args, "a function is needed"
+        with torch.enable_grad():
+            loss = args[0]()
+        super().step()
+        return loss
+
+
+class Failing(torch.optim.SGD):
+    """Takes no argument, and fails."""
+
+    def step(self) -> Any:  # type: ignore[override]
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("kind", [Evaluating, Failing])
+def test_an_optimizer_that_may_need_a_closure_says_so_where_it_fails(kind: type[torch.optim.SGD]) -> None:
+    def step_with(**options: Any) -> anybatch.TrainStep:
+        model = nn.Linear(4, 1)
+        optimizer = kind(model.parameters(), lr=0.1)
+        return anybatch.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer, **options)
+
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        step_with()(torch.ones(4, 4))
+    assert any("closure=True" in note for note in getattr(caught.value, "__notes__", ())) == (kind is Evaluating)
+    if kind is Evaluating:
+        assert step_with(closure=True)(torch.ones(4, 4)).loss > 0
