@@ -164,7 +164,7 @@ class Recording(Mode):
         limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
 
     Attributes:
-        most: the most bytes that were alive at any moment, or would have been by what was foreseen.
+        most: the most bytes that were alive at any moment, or are foreseen where all operations are.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
 
@@ -182,7 +182,7 @@ class Recording(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
-        self._away = 0  # bytes of what counts as alive and lies elsewhere
+        self._away = self.most_here = 0  # bytes of what counts as alive and lies elsewhere; the most that do not
         self.foresees = False  # whether each operation is looked at before it runs, and not only near the limit
         self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
         self.operations: list[str] = []  # the names of the operations, in order
@@ -307,7 +307,8 @@ class Recording(Mode):
             makes = self._makes[key]
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
-        self.most = max(self.most, self._current + makes)
+        if self.foresees:
+            self.most = max(self.most, self._current + makes)
         if here + makes > limit:
             raise OverBudget(self._current + makes)
 
@@ -376,6 +377,7 @@ class Recording(Mode):
         """Counts a storage as alive as long as this one of its holders is: itself, or a copy of it."""
         key = holder._cdata if is_here else -id(holder)
         self._away -= allocation.size * (is_here and not allocation.here)
+        self.most_here = max(self.most_here, self._current - self._away)
         allocation.holders += 1
         allocation.here += is_here
         self._alive[key] = (weakref.ref(holder, self._forgetting(key, allocation, is_here=is_here)), allocation)

@@ -71,6 +71,7 @@ class PassTrace:
     # numbers of allocations that micro-batches which did not run would hold, too, for each kind of them
     repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0  # bytes that were alive at most with all that lay beside, if it ran for real within a limit
+    spare: int = 0  # how many times as many samples would run within the same limit
     # of tensors that the first micro-batch makes for all, after which operation, and their numbers
     weights: tuple[tuple[int, int], ...] = ()
 
@@ -267,10 +268,10 @@ class Run:
             batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
             beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
             needed = beside + self._fixed_bytes()
-            if limit is not None and spills:
-                limit = max(limit, needed + max(needed // _SHARE, _LITTLE))
             if limit is not None and needed > limit:
-                raise OverBudget(needed)
+                if not spills:
+                    raise OverBudget(needed)
+                limit = needed + max(needed // _SHARE, _LITTLE)
             recording = kind(device_type=device.type, limit=None if limit is None else max(0, limit - beside))
             move = functools.partial(to_device, device=device)
             given = Given(recording, self._settings, subject.parameters, batches, self._whole(), outside(()), move)
@@ -282,7 +283,10 @@ class Run:
             if is_new and differ(own[0], micro_batch_of(subject, self._parts[0])):
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
-            trace.taken = beside + recording.most + (_bytes_uncopied(subject, batches) if spills else 0)
+            trace.taken = beside + recording.most
+            if limit is not None and spills:
+                trace.taken += _bytes_uncopied(subject, batches)
+                trace.spare = (limit - needed) // max(1, beside + recording.most_here - needed)
             return trace
 
     def _whole(self) -> Any:

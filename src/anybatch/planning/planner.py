@@ -125,8 +125,7 @@ class Planner:
         found = self._stable(lambda: self._planned(budget, race), budget)
         if self._searches[0].is_fake:
             return found
-        least = self._left_as_it_was(self._least_for_real) or found.smallest_bytes
-        return replace(found, smallest_bytes=self._confirmed(least))
+        return replace(found, smallest_bytes=self._confirmed(found.smallest_bytes))
 
     def _least_for_real(self) -> int | None:
         """The smallest budget in which the smallest micro-batches run for real; ``None`` if nobody knows."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -430,25 +430,26 @@ class Predictor:
     def _recomputable(self) -> tuple[str, ...]:
         return tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
 
-    def smallest_runs(self, base: Recipe, parts: Sequence[Part], *, single: bool) -> Iterator[list[Traced]]:
+    def smallest_runs(self, base: Recipe, parts: Sequence[Part], *, single: bool) -> list[list[Traced]]:
         """The traces of the smallest micro-batches as they run for real: as they are, and with all blocks recomputed.
 
         Most of what they hold lies elsewhere meanwhile, so that they run within less than that.
         """
         split = not single or self.subject.splits
-        if split and not self.varies and self.is_straight(base):
-            several = self._spilled([part for _, part in self._points()], base, split=split)
+        ways = dict.fromkeys(((), self._recomputable))
+        found = [one for way in ways if (one := self._spilled(parts, replace(base, recompute=way), split=split))]
+        if found and split and not self.varies and self.is_straight(base):
+            points = [part for _, part in self._points()]
+            spare = self.least * min(trace.spare for _, trace in found[0])
+            several = self._spilled(points, base, split=split) if len(points[-1].samples) <= spare else []
             try:
-                self._varies = several is None or not self.profile_of(several)
+                self._varies = not several or not self.profile_of(several)
             except NotAligned as error:
                 self._note_unaligned(base, error)
-        for recompute in dict.fromkeys(((), self._recomputable)):
-            found = self._spilled(parts, replace(base, recompute=recompute), split=split)
-            if found is not None:
-                yield found
+        return found
 
-    def _spilled(self, parts: Sequence[Part], recipe: Recipe, *, split: bool) -> list[Traced] | None:
-        """Traces of real runs of which most lies elsewhere; ``None`` where they can't be run."""
+    def _spilled(self, parts: Sequence[Part], recipe: Recipe, *, split: bool) -> list[Traced]:
+        """Traces of real runs of which most lies elsewhere; none where they can't be run."""
         for spills in (True, False):  # not every step runs with hooks on what it saves
             run = functools.partial(
                 self._tracer.trace, recipe=recipe, split=split, limit=self._limit, spills=spills
@@ -456,10 +457,12 @@ class Predictor:
             try:
                 return [(self.size_of(part), run([part])) for part in parts]
             except Exception as error:  # noqa: BLE001 - what this run shows is not needed for a plan
-                failure = Failure(error)
-            logger.info("what is needed is not known by a run: %s", failure)
+                failure, is_over = Failure(error), isinstance(error, OverBudget)
+            logger.info("what is needed is not known by a run: %s", failure.text)
             failure.release()
-        return None
+            if is_over:
+                break
+        return []
 
     def needed_by(self, reached: int) -> int:
         """The least bytes of a step of which a run had reached so many; the optimizers' state comes later."""
