@@ -41,7 +41,7 @@ class Spilling:
         recording.foresees = True
 
     def __enter__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed at the end of the block
+        self._file = tempfile.TemporaryFile()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._adding_to(allocation))
             for parameter, allocation in self._gradients

@@ -43,6 +43,7 @@ _TRACES = 2  # what a first one fills, such as a cache, is there in all later st
 _JIT_RUNS = 2  # torch.jit looks at what runs before it optimizes, and may fail meanwhile if something looks at it
 _SCALAR_BYTES = 8
 # A budget that does not hold what lies there already is passed whatever is done: a run may take this much more then.
+# In any other there has to be so much room, since what an operation takes within itself is not seen.
 _SHARE, _LITTLE = 4, 2**20
 
 
@@ -268,10 +269,10 @@ class Run:
             batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
             beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
             needed = beside + self._fixed_bytes()
-            if limit is not None and needed > limit:
-                if not spills:
-                    raise OverBudget(needed)
+            if limit is not None and needed > limit and spills:
                 limit = needed + max(needed // _SHARE, _LITTLE)
+            if limit is not None and needed + (needed // _SHARE if spills else 0) > limit:
+                raise OverBudget(needed)
             recording = kind(device_type=device.type, limit=None if limit is None else max(0, limit - beside))
             move = functools.partial(to_device, device=device)
             given = Given(recording, self._settings, subject.parameters, batches, self._whole(), outside(()), move)

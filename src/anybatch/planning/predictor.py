@@ -442,8 +442,9 @@ class Predictor:
             points = [part for _, part in self._points()]
             spare = self.least * min(trace.spare for _, trace in found[0])
             several = self._spilled(points, base, split=split) if len(points[-1].samples) <= spare else []
+            self._varies = not several  # which nobody knows then
             try:
-                self._varies = not several or not self.profile_of(several)
+                _ = several and self.profile_of(several)
             except NotAligned as error:
                 self._note_unaligned(base, error)
         return found
