@@ -243,7 +243,13 @@ class Predictor:
         def made() -> Profile:
             size = self.size_of(part)
             is_exact = self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain)
-            traces = [(s, self._trace(p, recipe, single)) for s, p in ([(size, part)] if is_exact else self._points())]
+            points = [(size, part)] if is_exact else self._points()
+            try:
+                traces = [(s, self._trace(p, recipe, single)) for s, p in points]
+            except TooLarge:
+                if is_exact:
+                    raise
+                traces = [(size, self._trace(part, recipe, single))]  # which may fit where larger ones do not
             other = size if last is None else self.size_of(last)
             if last is not None and self.is_fake and other == replace(size, samples=other.samples) != size:
                 with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
