@@ -289,7 +289,7 @@ class Planner:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
         try:
             return self._budget_for(self._smallest()[0])
-        except AnyBatchError as error:
+        except (AnyBatchError, TooLarge) as error:
             logger.info("the smallest configuration can't be traced: %s", error)
             rows = [search.smallest() for search in self._searches]
             return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
