@@ -26,7 +26,7 @@ class Spilling:
 
     Example:
         >>> weight = torch.ones(100, requires_grad=True)
-        >>> recording = Recording(limit=1000)
+        >>> recording = Recording()
         >>> with recording, Spilling(recording, []):
         ...     (weight * 2).square().sum().backward()
         >>> recording.most > 1000, weight.grad.sum()
