@@ -97,7 +97,7 @@ class DoesNotFit(AnyBatchError, RuntimeError):
     """Not even the smallest micro-batch or plan fits in memory, or in the budget.
 
     Attributes:
-        needed: bytes of the smallest plan, at least so many where a run was stopped; ``None`` where not known.
+        needed: bytes that are enough for a plan; at least so many if the text says so; ``None`` where not known.
         budget: bytes of the budget; ``None`` without one.
         modules: the modules that hold the bytes, as far as known.
     """

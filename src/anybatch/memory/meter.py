@@ -150,6 +150,8 @@ class Allocation:
     is_fixed: bool = False  # whether its bytes are what was said, and not what the storage says
     died: int | None = None  # the position of the first operation after which it was gone; ``None`` while it is alive
     back: int | None = None  # the position of the first operation of a backward that read it; ``None`` if none did
+    holders: int = 0  # storages, and copies that lie elsewhere
+    here: int = 0  # storages among them
 
 
 class Recording(Mode):
@@ -162,7 +164,7 @@ class Recording(Mode):
         limit: bytes; ``OverBudget`` is raised by the operation that would have more alive. ``None`` for no limit.
 
     Attributes:
-        most: the most bytes that were alive at any moment.
+        most: the most bytes that were alive at any moment, or are foreseen where all operations are.
         wrote_inputs: whether an operation wrote to what was registered as an input.
         gave_tangents: whether forward-mode differentiation followed an input.
 
@@ -180,6 +182,8 @@ class Recording(Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts_fakes = counts_fakes
         self._limit, self._current, self.most = limit, 0, 0
+        self._away = self.most_here = 0  # bytes of what counts as alive and lies elsewhere; the most that do not
+        self.foresees = False  # whether each operation is looked at before it runs, and not only near the limit
         self._makes: dict[Any, int] = {}  # the bytes of what operations give, by their arguments
         self.operations: list[str] = []  # the names of the operations, in order
         self.allocations: list[Allocation] = []  # the storages, in the order in which they were first seen
@@ -259,7 +263,7 @@ class Recording(Mode):
             self._product = position, _calls()
         elif func is _SUM and isinstance(args[1], torch.Tensor):
             self._note_sum(args[0], args[1], result, position)
-        if self._limit is not None and self._current > self._limit:
+        if self._limit is not None and self._current - self._away > self._limit:
             raise OverBudget(self._current)
         return result
 
@@ -293,17 +297,20 @@ class Recording(Mode):
             near = max(near, 8 * math.prod(sorted(one.numel() for one in given)[-2:]))
         device = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
         makes_none = any(one.alias_info is not None for one in func._schema.returns)
-        if self._current + near <= limit or makes_none or self._device_type not in (None, device.type):
+        here = self._current - self._away
+        if (here + near <= limit and not self.foresees) or makes_none or self._device_type not in (None, device.type):
             return
         try:  # a loop over time steps asks the same again and again
             key = func, _layouts(args), _layouts(kwargs.items())
             if key not in self._makes:
                 self._makes[key] = _bytes_made(func, args, kwargs)
-            expected = self._current + self._makes[key]
+            makes = self._makes[key]
         except Exception:  # noqa: BLE001 - it needs numbers, and is looked at afterwards
             return
-        if expected > limit:
-            raise OverBudget(expected)
+        if self.foresees:
+            self.most = max(self.most, self._current + makes)
+        if here + makes > limit:
+            raise OverBudget(self._current + makes)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         below = current_mode()
@@ -355,13 +362,31 @@ class Recording(Mode):
                 known[1].died = max(born, 0)  # it was resized
                 self._current -= known[1].size
                 del self._alive[key]
-            allocation = Allocation(born, size if counted else 0, category, is_fixed=not counted)
-            self.allocations.append(allocation)
-            self._current += allocation.size
-            self.most = max(self.most, self._current)
-            self._alive[key] = (weakref.ref(storage, self._forgetting(key, allocation)), allocation)
+            allocation = self.add(Allocation(born, size if counted else 0, category, is_fixed=not counted))
+            self.hold(allocation, storage, is_here=True)
 
-    def _forgetting(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+    def add(self, allocation: Allocation) -> Allocation:
+        """Counts a storage, which lies elsewhere until it is held here."""
+        self.allocations.append(allocation)
+        self._current += allocation.size
+        self._away += allocation.size
+        self.most = max(self.most, self._current)
+        return allocation
+
+    def hold(self, allocation: Allocation, holder: Any, *, is_here: bool) -> None:
+        """Counts a storage as alive as long as this one of its holders is: itself, or a copy of it."""
+        key = holder._cdata if is_here else -id(holder)
+        self._away -= allocation.size * (is_here and not allocation.here)
+        self.most_here = max(self.most_here, self._current - self._away)
+        allocation.holders += 1
+        allocation.here += is_here
+        self._alive[key] = (weakref.ref(holder, self._forgetting(key, allocation, is_here=is_here)), allocation)
+
+    def made_by_operations(self, tensor: torch.Tensor) -> Allocation | None:
+        """The allocation of what was not there before the first operation."""
+        return next((one for one in self.allocations_of([tensor]) if one.born != BEFORE and one.size), None)
+
+    def _forgetting(self, key: int, allocation: Allocation, *, is_here: bool) -> Callable[[object], None]:
         # In no cycle with its weak references, see LiveBytes.
         own = weakref.ref(self)
 
@@ -369,11 +394,19 @@ class Recording(Mode):
             recording = own()
             if recording is None:
                 return
+            allocation.holders -= 1
+            allocation.here -= is_here
+            is_known = key in recording._alive and recording._alive[key][1] is allocation
+            if is_known:
+                del recording._alive[key]
+                recording._away += allocation.size * (is_here and not allocation.here)
+            if allocation.holders:
+                return
             if not recording._is_over:
                 allocation.died = len(recording.operations)
-            if key in recording._alive and recording._alive[key][1] is allocation:
-                del recording._alive[key]
+            if is_known:
                 recording._current -= allocation.size
+                recording._away -= allocation.size
 
         return forget
 

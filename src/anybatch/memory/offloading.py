@@ -247,7 +247,7 @@ class _Traffic:
             modules = modules_of(self._model)
             tables = [table for module in modules for table in (module._parameters, module._buffers)]
             tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
-            self._staying = {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
+            self._staying = {t.untyped_storage()._cdata for t in tensors if is_plain(t)}
         return storage._cdata in self._staying
 
 
@@ -262,7 +262,7 @@ class _Call:
     def pack(self, tensor: torch.Tensor) -> "_Packed | _Stayed":
         """Sends a tensor to the host, or lets it stay."""
         traffic = self._traffic
-        if not _is_plain(tensor) or tensor.nbytes < traffic.smallest or (tensor.is_leaf and tensor.requires_grad):
+        if not is_plain(tensor) or tensor.nbytes < traffic.smallest or (tensor.is_leaf and tensor.requires_grad):
             return _Stayed(tensor)
         storage = tensor.untyped_storage()
         is_whole = 4 * tensor.nbytes >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
@@ -381,7 +381,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but a view of one storage."""
     return (
         tensor.layout is torch.strided

@@ -206,7 +206,7 @@ def _place(model: torch.nn.Module, name: str) -> Place:
         module = _module(model, name)
         if isinstance(module, torch.jit.ScriptModule):
             raise BatchError(f"{name!r} is a ScriptModule, whose forward can't be replaced; expected a plain module")
-        if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
+        if not has_forward(module):
             inside = [f"{name}.{child}" for child in list(module._modules)[:5]]
             raise BatchError(
                 f"{name!r} is a {type(module).__name__}, which has no forward; expected modules that are called, such "
@@ -223,6 +223,11 @@ def _place(model: torch.nn.Module, name: str) -> Place:
     if not 0 <= start < stop <= len(sequential._modules):
         raise BatchError(f"{name!r} is no run of the {len(sequential._modules)} children there; expected start:stop")
     return Place(name, sequential, (start, stop))
+
+
+def has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module can be called, as a list of parameters can't."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in module.__dict__
 
 
 def _module(model: torch.nn.Module, name: str) -> torch.nn.Module:

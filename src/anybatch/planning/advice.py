@@ -112,15 +112,24 @@ def does_not_fit(
     )  # fmt: skip
 
 
-def stopped(reached: int, room: Room, why_whole: str = "") -> DoesNotFit:
-    """The error where not even the smallest configuration runs for real; what it needs is not known to its end."""
-    least = room.needed(reached)
+def stopped(reached: int, enough: int | None, room: Room, why_whole: str = "") -> DoesNotFit:
+    """The error where not even the smallest configuration runs for real.
+
+    Args:
+        reached: bytes that its run had reached when it was stopped.
+        enough: the budget that it needs; ``None`` where that is not known.
+        room: that there is.
+        why_whole: why nothing is split.
+    """
+    needed = enough or room.needed(reached)
+    known = "" if enough else (
+        " at least, and may need more; a plan for a larger budget says how much (plan.smallest_bytes)"
+    )  # fmt: skip
     return room.refusal(
         f": the step can't be traced without running it, and the smallest micro-batch, with all that may be "
-        f"recomputed, was stopped where it would have gone over that. It needs {format_bytes(least)} at least, and may "
-        f"need more; a plan for a larger budget says how much (plan.smallest_bytes). "
+        f"recomputed, was stopped where it would have gone over that. It needs {format_bytes(needed)}{known}. "
         f"{why_whole}{' ' if why_whole else ''}{_SMALLER}",
-        least,
+        needed,
     )
 
 

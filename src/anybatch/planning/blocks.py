@@ -12,6 +12,7 @@ from anybatch.batch.trees import leaves
 from anybatch.errors import BatchError
 from anybatch.memory.losschunks import LazyLogits
 from anybatch.memory.meter import Allocation, Recording
+from anybatch.memory.places import has_forward
 from anybatch.records.memory import PARAMETERS
 from anybatch.tensors.graph import in_backward, is_transformed
 from anybatch.tensors.modules import is_scripted
@@ -44,7 +45,8 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
             raise BatchError(f"blocks names {name!r}, which the model does not have; expected names such as {near}")
     found: list[str] = []
     _descend(model, "", set(named), found)
-    return found or [name for name, child in model.named_children() if not is_scripted(child)]
+    found = found or [name for name, child in model.named_children() if not is_scripted(child)]
+    return [name for name in found if has_forward(known[name])]
 
 
 def _descend(module: torch.nn.Module, name: str, named: set[str], found: list[str]) -> None:

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from anybatch.errors import AnyBatchError, LossError
 from anybatch.loss.accumulate import Settings
 from anybatch.loss.sums import Sums
 from anybatch.memory.meter import BEFORE, Allocation, OverBudget, Recording, held_by, storages_of
+from anybatch.memory.spilling import Spilling
 from anybatch.planning.blocks import Span, spans_noted
 from anybatch.planning.microbatches import batch_for_loss, clear_away, micro_batch_of, stand_in_of, tensors_in
 from anybatch.planning.recipe import Recipe
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 _TRACES = 2  # what a first one fills, such as a cache, is there in all later steps
 _JIT_RUNS = 2  # torch.jit looks at what runs before it optimizes, and may fail meanwhile if something looks at it
 _SCALAR_BYTES = 8
+# A budget that does not hold what lies there already is passed whatever is done: a run may take this much more then.
+# In any other there has to be so much room, since what an operation takes within itself is not seen.
+_SHARE, _LITTLE = 4, 2**20
 
 
 @dataclass
@@ -68,6 +72,7 @@ class PassTrace:
     # numbers of allocations that micro-batches which did not run would hold, too, for each kind of them
     repeated: tuple[tuple[int, ...], ...] = ()
     taken: int = 0  # bytes that were alive at most with all that lay beside, if it ran for real within a limit
+    spare: int = 0  # how many times as many samples would run within the same limit
     # of tensors that the first micro-batch makes for all, after which operation, and their numbers
     weights: tuple[tuple[int, int], ...] = ()
 
@@ -124,7 +129,7 @@ class Tracer:
         self._left: list[str] = []
 
     def trace(
-        self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None,
+        self, parts: Sequence[Part], recipe: Recipe, *, split: bool, limit: int | None = None, spills: bool = False,
         run: "Callable[..., Run] | None" = None,
     ) -> PassTrace:  # fmt: skip
         """Runs a forward and a backward for a micro-batch, of a coupled loss a whole pass, and rolls everything back.
@@ -134,6 +139,7 @@ class Tracer:
             recipe: how it is run.
             split: whether other micro-batches left their gradients, as before the one that holds the most.
             limit: bytes that a real run may have alive with all that is there beside it; ``None`` for no limit.
+            spills: whether a real run keeps little of what it would hold, as ``Spilling`` does.
             run: what runs, if it is not a single micro-batch.
 
         Returns:
@@ -151,7 +157,7 @@ class Tracer:
             for _ in range(_JIT_RUNS):
                 run_for_real(self._subject, parts[0], recipe.plain, clock=time.perf_counter)
         self._is_warm = True
-        return self._for_real(made(), limit)
+        return self._for_real(made(), limit, spills)
 
     def _on_fakes(self, run: Callable[[Fakes], PassTrace]) -> PassTrace:
         """What a run on fake tensors gives, after which none of them is left."""
@@ -184,9 +190,9 @@ class Tracer:
         self._subject.behaviour.looks_at_numbers = True
         raise NotFake
 
-    def _for_real(self, run: "Run", limit: int | None) -> PassTrace:
+    def _for_real(self, run: "Run", limit: int | None, spills: bool) -> PassTrace:
         try:
-            return run.for_real(self._kind, limit)
+            return run.for_real(self._kind, limit, spills=spills)
         except Exception as error:
             if not self._left or isinstance(error, (AnyBatchError, OverBudget)) or is_out_of_memory(error):
                 raise
@@ -231,6 +237,7 @@ class Run:
         self._parts, self._count = dict(enumerate(parts)), 2 if split else 1
         self._settings = settings_for(subject, recipe)
         self._weights: tuple[tuple[int, int], ...] = ()
+        self._spills = False
 
     def on_fakes(self, kind: Callable[..., Recording], fakes: Fakes) -> PassTrace:
         """Runs it on fake tensors in the place of all parameters and buffers."""
@@ -252,15 +259,19 @@ class Run:
         trace.leaves_fakes = recording.has_survivors
         return trace
 
-    def for_real(self, kind: Callable[..., Recording], limit: int | None) -> PassTrace:
-        """Runs it for real, and stops it before it goes over a limit."""
+    def for_real(self, kind: Callable[..., Recording], limit: int | None, *, spills: bool = False) -> PassTrace:
+        """Runs it for real, and stops it before it goes over a limit, or as little as can be where that is passed."""
+        self._spills = spills
         subject, device = self._subject, self._subject.settings.device
         with undisturbed(subject) as outside:
             is_new = subject.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
             own = {number: batch_for_loss(subject, part) for number, part in self._parts.items()}
             batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
             beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
-            if limit is not None and (needed := beside + self._fixed_bytes()) > limit:
+            needed = beside + self._fixed_bytes()
+            if limit is not None and needed > limit and spills:
+                limit = needed + max(needed // _SHARE, _LITTLE)
+            if limit is not None and needed + (needed // _SHARE if spills else 0) > limit:
                 raise OverBudget(needed)
             recording = kind(device_type=device.type, limit=None if limit is None else max(0, limit - beside))
             move = functools.partial(to_device, device=device)
@@ -274,6 +285,9 @@ class Run:
                 subject.note_writes(True, is_through=True)  # in a way that no counter shows
             recording.end()  # gradients that go from now on are no part of it
             trace.taken = beside + recording.most
+            if limit is not None and spills:
+                trace.taken += _bytes_uncopied(subject, batches)
+                trace.spare = (limit - needed) // max(1, beside + recording.most_here - needed)
             return trace
 
     def _whole(self) -> Any:
@@ -291,6 +305,7 @@ class Run:
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
             _writes_noted(subject, recording, inputs) as done,
+            self._spilling(recording, parameters, gradients),
         ):
             sums = self._run(given, begin)
             done()
@@ -336,7 +351,7 @@ class Run:
         weights.update((id(p), p) for root in subject.roots for p in (*root.parameters(), *root.buffers()))
         found = sum(p.nbytes for p in weights.values() if p.layout is torch.strided)
         own = subject.parameters
-        return found + sum(own[i].nbytes for i in _wanted(own, self._settings) if self._split)
+        return found + sum(own[i].nbytes for i in _wanted(own, self._settings) if self._split and not self._spills)
 
     def _give_gradients(
         self, recording: Recording, parameters: Sequence[torch.Tensor], settings: Settings
@@ -344,10 +359,19 @@ class Run:
         """Puts gradients on, as other micro-batches left them; gives their allocations by position."""
         found: dict[int, Allocation] = {}
         for position in _wanted(parameters, settings) if self._split else ():
+            if self._spills:
+                found[position] = recording.add(Allocation(BEFORE, parameters[position].nbytes, GRADIENTS))
+                continue
             parameters[position].grad = gradient = torch.zeros_like(parameters[position])
             recording.register([gradient], GRADIENTS)
             found[position] = recording.allocations_of([gradient])[0]
         return found
+
+    def _spilling(
+        self, recording: Recording, parameters: Sequence[torch.Tensor], gradients: Mapping[int, Allocation]
+    ) -> contextlib.AbstractContextManager[None]:
+        held = [(parameters[position], one) for position, one in gradients.items()]
+        return Spilling(recording, held) if self._spills else contextlib.nullcontext()
 
 
 def _copied(batch: Any) -> Any:
@@ -398,6 +422,13 @@ def _bytes_beside(subject: Subject, batch: Any) -> int:
     buffers = sum(b.nbytes for module in modules_of(*subject.roots) for b in module._buffers.values() if b is not None)
     copied = sum(size for key, size in copies.items() if key not in own)
     return subject.batch_bytes + subject.state_bytes + buffers + copied
+
+
+def _bytes_uncopied(subject: Subject, batch: Any) -> int:
+    """The bytes of what a first run copies, which does not know yet whether the loss writes into its batch."""
+    own = held_by(tensors_in(subject.splittable.batches))
+    tensors = [one for one in tensors_in(batch) if own.keys() & held_by([one]).keys()]
+    return 0 if subject.splittable.is_collated else sum(one.nbytes for one in tensors)
 
 
 def _kept_after(trace: PassTrace, recording: Recording, sums: Sums) -> tuple[int, ...]:

@@ -127,6 +127,16 @@ class Planner:
             return found
         return replace(found, smallest_bytes=self._confirmed(found.smallest_bytes))
 
+    def _least_for_real(self) -> int | None:
+        """The smallest budget in which the smallest micro-batches run for real; ``None`` if nobody knows."""
+        room, found = self._room(self._budget), list[int]()
+        for search in self._searches:
+            runs = [max(room.needed(needed), taken + room.beside) for needed, taken in search.smallest_runs()]
+            if not runs:
+                return None
+            found.append(min(runs))
+        return max(found)
+
     def _confirmed(self, least: int) -> int:
         """The smallest budget of a step that runs for real, of which fewer sizes may run within less."""
         for _ in range(_ATTEMPTS):
@@ -150,12 +160,21 @@ class Planner:
 
     def _stable(self, search: Callable[[], T], budget: int) -> T:
         """What a search finds once nothing new is found out about the step, of which nothing stays."""
+
+        def known() -> list[object]:
+            return [search.profiles.known for search in self._searches]
+
+        try:
+            return self._left_as_it_was(lambda: until_stable(known, self._forget, search))
+        except NothingRuns as error:
+            reached = error.needed
+        needed = max(search.profiles.needed_by(reached) for search in self._searches)
+        enough = self._left_as_it_was(self._least_for_real)
+        raise stopped(needed, enough, self._room(budget), why_whole(self.subject))
+
+    def _left_as_it_was(self, work: Callable[[], T]) -> T:
         with random_state_kept(self.subject.parameters), python_state_kept(self.subject):
-            try:
-                return until_stable(lambda: [search.profiles.known for search in self._searches], self._forget, search)
-            except NothingRuns as error:
-                needed = max(search.profiles.needed_by(error.needed) for search in self._searches)
-                raise stopped(needed, self._room(budget), why_whole(self.subject)) from None
+            return work()
 
     def _forget(self) -> None:
         for search in self._searches:
@@ -270,23 +289,21 @@ class Planner:
         """The smallest budget that a plan can be made for, which is what ``DoesNotFit`` asks for."""
         try:
             return self._budget_for(self._smallest()[0])
-        except AnyBatchError as error:
+        except (AnyBatchError, TooLarge) as error:
             logger.info("the smallest configuration can't be traced: %s", error)
             rows = [search.smallest() for search in self._searches]
             return self._budget_for(min(rows, key=lambda row: row.needed_bytes))
 
     def _budget_for(self, row: PlanRow) -> int:
         """The smallest budget in which the way with the least memory is found."""
-        taken = max(search.profiles.taken for search in self._searches)  # without which there is no plan
-        room = self._room(self._budget)
-        return max(room.needed(row.needed_bytes), taken + room.beside)
+        return self._room(self._budget).needed(row.needed_bytes)
 
     def _does_not_fit(self, smallest: Finalist, budget: int) -> Exception:
         (row, peak), room = smallest, self._room(budget)
         search = self._search_of(row)
         hint = search.hint(row, peak)
         if not peak.by_category:  # it was run and stopped, so nobody knows what it would take in the end
-            return stopped(row.peak_bytes, room, f"{why_whole(self.subject)}{hint}".strip())
+            return stopped(row.peak_bytes, None, room, f"{why_whole(self.subject)}{hint}".strip())
         needed = self._budget_for(row)
         return does_not_fit(
             row, peak, room, needed, search.shares(row),

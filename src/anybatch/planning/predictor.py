@@ -52,6 +52,7 @@ class NothingRuns(OverBudget):
 
 RECURRENT = (torch.nn.RNNBase,)
 T = TypeVar("T")
+Traced = tuple[Size, PassTrace]
 
 _CONVOLUTIONS = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
@@ -92,7 +93,6 @@ class Predictor:
         self.extrapolates = True  # what runs for real is taken to be linear in the samples
         # Blocks that are recomputed in all runs, since not even the smallest one stays within the budget without.
         self.always: tuple[str, ...] = ()
-        self.taken = 0  # bytes of the smallest micro-batches that ran for real at most, with all that lay beside
         self._not_again: set[str] = set()  # can't be recomputed
         self.blocks = blocks_of(subject.model, subject.blocks)
         self._runs = runs_of(subject.model, self.blocks)
@@ -243,7 +243,13 @@ class Predictor:
         def made() -> Profile:
             size = self.size_of(part)
             is_exact = self.is_fake or size.samples < 4 or not self.extrapolates or self._is_apart(recipe.plain)
-            traces = [(s, self._trace(p, recipe, single)) for s, p in ([(size, part)] if is_exact else self._points())]
+            points = [(size, part)] if is_exact else self._points()
+            try:
+                traces = [(s, self._trace(p, recipe, single)) for s, p in points]
+            except TooLarge:
+                if is_exact:
+                    raise
+                traces = [(size, self._trace(part, recipe, single))]  # which may fit where larger ones do not
             other = size if last is None else self.size_of(last)
             if last is not None and self.is_fake and other == replace(size, samples=other.samples) != size:
                 with contextlib.suppress(NotAligned):  # one that is as large as the others is taken for it
@@ -379,10 +385,7 @@ class Predictor:
             self._stopped(part, recipe, expected)
             raise TooLarge(self.size_of(part), expected)
         try:
-            trace = self._tracer.trace([part], recipe, split=split, limit=limit)
-            if is_least:
-                self.taken = max(self.taken, trace.taken)
-            return trace
+            return self._tracer.trace([part], recipe, split=split, limit=limit)
         except NotRecomputable as error:
             if error.block not in self.always:
                 raise
@@ -421,13 +424,52 @@ class Predictor:
             known = self._refused.get(recipe.chunks) or self.size_of(part)
             self._refused[recipe.chunks] = min(known, self.size_of(part), key=lambda one: one.samples)
             return
-        wanted = tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
+        wanted = self._recomputable
         if not wanted or (self.always == wanted == recipe.recompute):
             raise NothingRuns(needed)
         if self.always != wanted:
             logger.info("the smallest micro-batch would take more than the budget: all blocks are recomputed")
             self.always = wanted
             self._forget()
+
+    @property
+    def _recomputable(self) -> tuple[str, ...]:
+        return tuple(name for name in self.blocks if name not in self._not_again) if self.may_recompute else ()
+
+    def smallest_runs(self, base: Recipe, parts: Sequence[Part], *, single: bool) -> list[list[Traced]]:
+        """The traces of the smallest micro-batches as they run for real: as they are, and with all blocks recomputed.
+
+        Most of what they hold lies elsewhere meanwhile, so that they run within less than that.
+        """
+        split = not single or self.subject.splits
+        ways = dict.fromkeys(((), self._recomputable))
+        found = [one for way in ways if (one := self._spilled(parts, replace(base, recompute=way), split=split))]
+        if found and split and not self.varies and self.is_straight(base):
+            points = [part for _, part in self._points()]
+            spare = self.least * min(trace.spare for _, trace in found[0])
+            several = self._spilled(points, base, split=split) if len(points[-1].samples) <= spare else []
+            self._varies = not several  # which nobody knows then
+            try:
+                _ = several and self.profile_of(several)
+            except NotAligned as error:
+                self._note_unaligned(base, error)
+        return found
+
+    def _spilled(self, parts: Sequence[Part], recipe: Recipe, *, split: bool) -> list[Traced]:
+        """Traces of real runs of which most lies elsewhere; none where they can't be run."""
+        for spills in (True, False):  # not every step runs with hooks on what it saves
+            run = functools.partial(
+                self._tracer.trace, recipe=recipe, split=split, limit=self._limit, spills=spills
+            )  # fmt: skip
+            try:
+                return [(self.size_of(part), run([part])) for part in parts]
+            except Exception as error:  # noqa: BLE001 - what this run shows is not needed for a plan
+                failure, is_over = Failure(error), isinstance(error, OverBudget)
+            logger.info("what is needed is not known by a run: %s", failure.text)
+            failure.release()
+            if is_over:
+                break
+        return []
 
     def needed_by(self, reached: int) -> int:
         """The least bytes of a step of which a run had reached so many; the optimizers' state comes later."""
@@ -438,7 +480,6 @@ class Predictor:
         self._profiles.clear()
         self._traces.clear()
         self._settled.clear()
-        self.taken = 0
         self._refused = {}
 
     def _points(self) -> list[tuple[Size, Part]]:

@@ -388,6 +388,16 @@ class Search:
         choice = Choice(blocks, sum(one.seconds for one in blocks), profile.peak)
         return self._row(recipe, splitting, choice, names) if blocks else None
 
+    def smallest_runs(self) -> Iterator[tuple[int, int]]:
+        """The bytes of ways to run the smallest micro-batches for real, and those that each run takes by itself."""
+        profiles, splitting = self.profiles, self._all_splittings[-1]
+        parts = profiles.lengths.fewest(profiles.least) if self.subject.splits else splitting.parts
+        for traces in profiles.smallest_runs(self.base, parts, single=splitting.is_single):
+            found = [profiles.profile_of([one]).at(one[0], splitting.count) for one in traces]
+            most = max(found, key=lambda one: one.peak)
+            reserved = 0 if self.held is None else Replay(self.subject, self.held, most, None).needed(0)
+            yield max(most.peak, reserved), max(trace.taken for _, trace in traces)
+
     def least(self) -> tuple[PlanRow, Peak]:
         """The way with the least memory, traced as it would run, with the fewest bytes that an allocator may have."""
         limit, self.limit = self.limit, 0

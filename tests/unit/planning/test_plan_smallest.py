@@ -114,10 +114,77 @@ class Experts(nn.Module):
         return found
 
 
+class Stepwise(nn.Module):
+    """A recurrence in Python over time, which looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.LSTMCell(8, 24), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classifies sequences."""
+        h = c = x.new_zeros(len(x), 24)
+        for step in x.unbind(1):
+            h, c = self.cell(step, (h, c))
+            c = c * 0 if c.abs().max().item() > 1e6 else c
+        found: Tensor = self.last(h)
+        return found
+
+
+class Sine(torch.autograd.Function):
+    """Looks at numbers in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Weighs sines."""
+        ctx.save_for_backward(x, weight)
+        return x.sin() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives zeros where there is no number."""
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        share = 0.0 if gradient.isnan().any().item() else 1.0
+        return gradient @ weight.T * x.cos() * share, x.sin().T @ gradient
+
+
+class Sines(nn.Module):
+    """Weights in a list, which is no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(16, 16) / 4) for _ in range(3)])
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classifies rows."""
+        for weight in self.weights:
+            x = Sine.apply(x, weight)  # type: ignore[no-untyped-call]
+        found: Tensor = self.last(x)
+        return found
+
+
 REAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "experts": (Experts, labelled(16, 16)),
     "recurrent": (Recurrent, labelled(16, 20, 8)),
+    "cell": (Stepwise, labelled(16, 20, 8)),
+    "function": (Sines, labelled(16, 16)),
 }
+
+
+def test_the_smallest_budget_of_a_loop_over_time_is_with_all_blocks_recomputed() -> None:
+    make, batch = REAL["cell"]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def plan(memory: int) -> anybatch.Plan:
+        return anybatch.plan(model, loss_of, batch, optimizer, memory=memory)
+
+    smallest = plan(2**30).smallest_bytes
+    assert plan(smallest).chosen.recompute == ("cell", "last")
+    with pytest.raises(anybatch.DoesNotFit):
+        plan(smallest * 99 // 100)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -130,16 +197,15 @@ def test_what_is_said_of_a_step_that_runs_for_real_is_enough(name: str) -> None:
     def plan(memory: int) -> anybatch.Plan:
         return anybatch.plan(model, loss_of, batch, optimizer, memory=memory)
 
-    memory, found = 1000, None
-    for _ in range(4):  # a run that was stopped knows only that it takes more
-        try:
-            found = plan(memory)
-            break
-        except anybatch.DoesNotFit as error:
-            memory = max(memory + 1, error.needed or 0)
-    assert found is not None
     smallest = plan(2**30).smallest_bytes
-    assert plan(smallest).peak_bytes <= smallest <= 1.02 * memory
+    assert plan(smallest).peak_bytes <= smallest
+    for budget in (1000, smallest * 7 // 10, smallest * 9 // 10):  # the first is passed by what lies there
+        with pytest.raises(anybatch.DoesNotFit) as caught:
+            plan(budget)
+        assert caught.value.needed is not None
+        assert smallest <= caught.value.needed <= 1.04 * smallest  # a margin, where nobody knows whether it varies
+        assert plan(caught.value.needed).peak_bytes <= caught.value.needed
+        assert "at least, and may" not in str(caught.value)
 
 
 LONG = ("coupled", "over time")
@@ -158,12 +224,8 @@ def test_the_smallest_budget_is_accepted(name: str) -> None:
     with pytest.raises(anybatch.DoesNotFit) as error:
         plan(1000)
     smallest = plan(2**30).smallest_bytes
-    if name == "recurrent":  # which was not run to its end within so little
-        assert error.value.needed is not None
-        assert 1000 < error.value.needed <= smallest
-        assert "at least" in str(error.value)
-    else:
-        assert smallest == error.value.needed
+    assert error.value.needed is not None
+    assert smallest <= error.value.needed <= smallest + (5 * len(batch["y"]) if name == "recurrent" else 0)
     assert plan(smallest).peak_bytes <= smallest
     with pytest.raises(anybatch.DoesNotFit):
         plan(int(0.9 * smallest))

@@ -1,0 +1,136 @@
+"""A pass whose saved tensors lie elsewhere until its backward reads them, so that what it would hold is known.
+
+On the CPU they lie in a file, else in host memory. A recording counts them as if they were still there.
+"""
+
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from anybatch.memory.meter import Allocation, Recording
+from anybatch.memory.offloading import is_plain
+from anybatch.tensors.dispatch import without_modes
+
+
+class Spilling:
+    """Lets nothing stay that waits for a backward, nor gradients that were added to others.
+
+    Args:
+        recording: of the pass.
+        gradients: parameters, and for each what stands for the gradient that other micro-batches left.
+
+    Example:
+        >>> weight = torch.ones(100, requires_grad=True)
+        >>> recording = Recording()
+        >>> with recording, Spilling(recording, []):
+        ...     (weight * 2).square().sum().backward()
+        >>> recording.most > 1000, weight.grad.sum()
+        (True, tensor(800.))
+    """
+
+    def __init__(self, recording: Recording, gradients: Sequence[tuple[torch.Tensor, Allocation]]) -> None:
+        self._recording, self._gradients = recording, gradients
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._copies: dict[int, weakref.ref[_Copy]] = {}
+        self._handles: list[Any] = []
+        recording.foresees = True
+
+    def __enter__(self) -> None:
+        self._file = tempfile.TemporaryFile()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._adding_to(allocation))
+            for parameter, allocation in self._gradients
+        ]
+        self._hooks.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        self._file.close()
+
+    def _adding_to(self, earlier: Allocation) -> Callable[[torch.Tensor], None]:
+        def add(parameter: torch.Tensor) -> None:
+            self._recording.accumulated += [(earlier, new) for new in self._recording.allocations_of([parameter.grad])]
+            parameter.grad = None
+
+        return add
+
+    def _pack(self, tensor: torch.Tensor) -> "_Spilled | torch.Tensor":
+        with without_modes():
+            if not is_plain(tensor) or not (held := self._recording.made_by_operations(tensor)):
+                return tensor.detach()
+            storage = tensor.untyped_storage()
+            known = self._copies.get(storage._cdata)
+            copy = None if known is None else known()
+            if copy is None or not copy.is_of(storage, tensor._version):
+                copy = _Copy(storage, tensor._version, held, self._recording, self._file)
+                self._copies[storage._cdata] = weakref.ref(copy)
+                self._recording.hold(held, copy, is_here=False)
+            return _Spilled(copy, tensor)
+
+
+def _unpack(packed: "_Spilled | torch.Tensor") -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, _Spilled) else packed
+
+
+class _Copy:
+    """A storage elsewhere."""
+
+    def __init__(
+        self, storage: torch.UntypedStorage, version: int, allocation: Allocation, recording: Recording, file: Any
+    ) -> None:
+        self._allocation, self._recording, self._file = allocation, recording, file
+        self._here, self._version = weakref.ref(storage), version
+        self._size, self._device, self._kept = storage.nbytes(), storage.device, None
+        if storage.device.type == "cpu":
+            buffer = bytearray(self._size)
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(_bytes_of(storage))
+            self._place = file.seek(0, 2)
+            file.write(buffer)
+        else:
+            self._kept = storage.cpu()
+
+    def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether this is what the storage holds now."""
+        return self._here() is storage and self._version == version
+
+    def storage(self) -> torch.UntypedStorage:
+        """The storage, or one like it if that is gone."""
+        found = self._here()
+        if found is None:
+            if self._kept is None:
+                buffer = bytearray(self._size)
+                self._file.seek(self._place)
+                self._file.readinto(buffer)
+                found = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+            else:
+                found = torch.UntypedStorage(self._size, device=self._device).copy_(self._kept)
+            self._here = weakref.ref(found)
+            self._recording.hold(self._allocation, found, is_here=True)
+        return found
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Spilled:
+    """Stands for a saved tensor."""
+
+    def __init__(self, copy: _Copy, tensor: torch.Tensor) -> None:
+        self._copy, self._dtype = copy, tensor.dtype
+        self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        """Brings it back."""
+        with without_modes():
+            storage = self._copy.storage()
+            return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
