@@ -136,6 +136,19 @@ def contrast(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
     return loss
 
 
+def shifted(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    """Scores are shifted by their largest, so that their exponentials do not overflow."""
+
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(made, dim=1)
+        scores = z @ z.T / 0.1
+        scores = scores - pick(scores)
+        others = (scores.exp() * ~SAME).sum(1, keepdim=True).log()
+        return -((scores - others) * ((y[:, None] == y) & ~SAME)).mean()
+
+    return loss
+
+
 def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     near = made.detach() + 1e-3 * torch.randn_like(made)
     return torch.cdist(made, near).min(1).values.mean() + F.cross_entropy(made @ near.T, torch.arange(ROWS))
@@ -153,6 +166,8 @@ def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         (contrast(lambda scores: scores), "yes"),
         (contrast(lambda scores: scores.masked_fill(SAME, -1e9)), "no"),
         (two_sets, "no"),
+        (shifted(lambda scores: scores.max(1, keepdim=True).values.detach()), "no"),
+        (shifted(lambda scores: scores.amax(1, keepdim=True)), "no"),
     ],
 )
 def test_a_sample_that_is_its_own_nearest_negative_is_told(loss: Loss, expected: str) -> None:

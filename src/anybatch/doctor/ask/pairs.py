@@ -123,6 +123,7 @@ _FILLER = 1e4  # what is put in the place of pairs that are not to be picked is 
 _ASLEEP, _AWAKE = 0.05, 0.3  # of the entries of a hinge that are not 0
 _NEAREST = {"min": -1, "amin": -1, "max": 1, "amax": 1, "topk": 1, "kthvalue": -1, "cross_entropy": 1}
 _SAME = 1e-5  # the same of what is computed twice
+_NOTHING = 1e-3  # of a slope: rounding
 _EVEN = 1e-3
 """A share of the spread of a matrix by which the entries of its diagonal may differ, as distances near zero do."""
 
@@ -131,8 +132,16 @@ _EVEN = 1e-3
 def own_negative(step: Step) -> Iterator[Probed]:
     """Whether the nearest one of each row, in a matrix of all pairs of rows, is always the row itself."""
     for operation in step.used(*_NEAREST):
-        if _takes_itself(operation, step.values):
+        if _takes_itself(operation, step.values) and _is_felt(step, operation):
             yield said(operation, op=operation.name)
+
+
+def _is_felt(step: Step, operation: Operation) -> bool:
+    """Whether the loss has a gradient by what is picked, or uses its place; a softmax is shifted by it for nothing."""
+    if set(operation.outs[1:]) & step.needed:
+        return True
+    picked, whole = step.slopes(operation.outs[0], operation.given[0])
+    return picked is not None and whole is not None and float(picked.abs().max()) > _NOTHING * float(whole.abs().max())
 
 
 @asks("easiest")
