@@ -217,3 +217,28 @@ def of_a_bag(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_farthest_negatives_are_told_where_the_nearest_ones_are_left_together(loss: Loss, expected: str) -> None:
     assert answer(lambda: steps(nn.Linear(6, 8), loss), "easiest") == expected
+
+
+def supervised(same: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(made, dim=1)
+        scores = (z @ z.T / 0.1).masked_fill(SAME, -1e9).log_softmax(1)
+        return -(scores * (same(y).float().expand(ROWS, ROWS) * ~SAME)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("same", "expected"),
+    [
+        (lambda y: torch.eq(y, y.t()), "yes"),
+        (lambda y: y.view(-1, 1) == y.view(-1, 1).T, "no"),
+        (lambda y: y[:, None] == y, "no"),
+        (lambda y: y == y.clone().flip(0), "no"),
+        (lambda y: y.float() == y.float(), "no"),  # where a number is not NaN
+    ],
+)
+def test_labels_that_are_compared_with_themselves_one_by_one_are_told(
+    same: Callable[[torch.Tensor], torch.Tensor], expected: str
+) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 8), supervised(same)), "itself") == expected

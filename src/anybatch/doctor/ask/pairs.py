@@ -16,6 +16,7 @@ from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 
 _COMPARING = DISTANCES | {"kl_div"}
+_EQUAL, _TURNING = frozenset({"eq", "__eq__"}), frozenset({"T", "mT", "t", "transpose", "contiguous"})
 _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
@@ -41,6 +42,7 @@ def of_itself(step: Step) -> Iterator[Probed]:
             or (kind == "cross_entropy" and len(sides) > 1 and _is_of_pairs_of_one(*sides))
             or (kind == "div" and bool((found[0] == 1).all()) and _are_twins(step, given))
             or (kind in _JOINING and len(given) == 2 and _are_twins(step, given))
+            or (kind in _EQUAL and len(given) == 2 and _is_own_list(step, given))
         )
         if is_one:
             yield _itself(operation)
@@ -63,6 +65,15 @@ def of_itself(step: Step) -> Iterator[Probed]:
 
 def _itself(operation: Operation) -> Probed:
     return said(operation, op=operation.name.strip("_"))
+
+
+def _is_own_list(step: Step, given: list[Slot]) -> bool:
+    """Whether labels are compared with themselves one by one, and not each with all others: a list has no columns."""
+    one = step.values[given[0]]
+    if one.dim() != 1 or one.is_floating_point() or one.dtype == torch.bool or len(one.unique()) < 2:
+        return False
+    sources = [{slot, *(maker.given[0] for maker in step.path(slot) if maker.name in _TURNING)} for slot in given]
+    return one.shape == step.values[given[1]].shape and bool(sources[0] & sources[1])
 
 
 def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
