@@ -45,7 +45,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "numbering": {"name": "Ratings.ids", "moved": 110, "shared": 120, "key": "alien", "trained": 3, "read": 17},
     "pooled channels": {"op": "max", "channels": 64, "places": 128},
     "mixed groups": {"op": "mean", "size": 5, "groups": 5, "first": [0, 5, 10, 15, 20], "other": [0, 1, 2, 3, 4]},
-    "hardly noised": {"share": 0.26},
+    "hardly noised": {"share": 0.26, "start": 99.0},
     "copied": {"batches": 40, "away": 0.5},
     "class weights": {"most_targets": 60, "most_weight": 8, "least_targets": 4, "least_weight": 1},
     "rates": {"op": "softplus"},

@@ -132,7 +132,7 @@ def test_the_noise_that_sampling_begins_with_is_that_of_the_training(
         (lambda t: 1 - 0.1 * t, lambda net: begun(net, torch.randn), "yes"),  # of a single step, and not of all to it
         (lambda t: 1 - 0.1 * t, lambda net: None, "no"),  # it may be made for data with a little noise
         (cosine, lambda net: begun(net, torch.randn), "no"),
-        (lambda t: cosine(1 - t), lambda net: begun(net, torch.randn), "no"),
+        (lambda t: cosine(1 - t), lambda net: begun(net, torch.randn), "yes"),  # at the wrong end
     ],
 )
 def test_inputs_with_little_of_the_noise_that_sampling_begins_with_are_told(

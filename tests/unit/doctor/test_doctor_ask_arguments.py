@@ -380,6 +380,7 @@ def of_nodes(pick: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[to
         (lambda made, y, mask: (made[mask.nonzero()[:, 0]], y[mask]), "no"),
         (lambda made, y, mask: (made[mask, :], y[mask]), "no"),
         (lambda made, y, mask: (made[:-1], y[1:]), "no"),  # the next one in time
+        (lambda made, y, mask: (made[mask.nonzero()[:, 0]], y[mask.nonzero()[:, 0] - 1]), "no"),  # of neighbours
         (lambda made, y, mask: (made, y[torch.randperm(60)]), "no"),
     ],
 )

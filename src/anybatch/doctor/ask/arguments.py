@@ -1,5 +1,6 @@
 """What a loss function is given: rates where it takes their logarithms, weights of classes, targets that are noise."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ _ENOUGH_NOISE = 100  # numbers
 _WIDE = 8  # numbers in a row: fewer targets of data may well be normal, and go with the inputs along no line
 _SIGMAS = 4
 _TRACE = 0.12  # a correlation
-_MOSTLY_NOISE = 0.7  # of the noisiest inputs
+_MOSTLY_NOISE, _END = 0.7, 0.1  # of the noisiest inputs, and of the range of times
 _NOWHERE = Slot(-1)
 _NOTHING = 1e-3  # of the power of the noise
 _LEAST_TIMES = 4
@@ -157,33 +158,38 @@ def drowned(step: Step) -> Iterator[Probed]:
 
 @asks("hardly noised")
 def hardly_noised(step: Step) -> Iterator[Probed]:
-    """Whether a net predicts noise of which it is given little at all times, and is sampled from nothing but noise."""
-    if not any(one.noise for one in step.kept.sampling.loops.values()):
-        return
-    for number, operation in enumerate(step.operations):
+    """Whether a net predicts noise of which it is given little at the times at which sampling is nothing but noise."""
+    starts = [one.calls[0][0] for one in step.kept.sampling.loops.values() if one.noise and one.calls]
+    for number, operation in enumerate(step.operations) if starts else ():
         compares = operation.name in DISTANCES or operation.kind == "sub"
         for target, predicted in _both(operation.given) if compares else ():
             noise, given = step.leaves.get(target), step.made_of(predicted, number) & step.inputs
             if noise is None or noise.dim() < 2 or noise.numel() < _ENOUGH_NOISE or not is_normal(noise):
                 continue
             inputs = [one for one in given if step.leaves[one].shape == noise.shape]
-            times = [one for one in given if step.leaves[one].numel() == len(noise) >= _LEAST_TIMES]
-            for one, time in ((one, time) for one in inputs for time in times):
+            times = [one for one in given if step.leaves[one].numel() == len(noise)]
+            for one, time, start in itertools.product(inputs, times, starts):
                 found = list(_both_steps(step, target, one, time))
-                shares = [_share_of(found, end) for end in (slice(None, None), slice(None, None, -1))]
-                if _traces(found) and all(most < _MOSTLY_NOISE for _, most in shares):
-                    yield said(operation, share=max(share for share, _ in shares))
+                late = [_nearest(each, start) for each in found]
+                if not _is_end(found[0][2], start) or not _traces(found):
+                    continue
+                share, count = _shared(late)
+                if share + _SIGMAS / count**0.5 < _MOSTLY_NOISE:
+                    yield said(operation, share=share, start=start)
 
 
-def _share_of(found: list[list[torch.Tensor]], way: slice) -> tuple[float, float]:
-    """How much of its input is the noise in the quarter of the rows with the first times, and how much it may be."""
-    pairs = []
-    for noise, given, times in found:
-        rows = times.flatten().argsort().tolist()[way][: max(1, len(noise) // 4)]
-        pairs.append((noise[rows], given[rows]))
-    one, other = (torch.cat([spread(pair[side]) for pair in pairs]) for side in (0, 1))
-    share = abs(_correlation(one, other))
-    return share, share + _SIGMAS / len(one) ** 0.5
+def _is_end(times: torch.Tensor, start: float) -> bool:
+    """Whether a time is about the first or the last one, of several."""
+    low, high = float(times.min()), float(times.max())
+    near = _END * (high - low)
+    return len(times.unique()) >= _LEAST_TIMES and min(abs(start - low), abs(start - high)) <= near
+
+
+def _nearest(found: list[torch.Tensor], start: float) -> list[torch.Tensor]:
+    """The quarter of the rows of noise and inputs whose times are nearest to one."""
+    noise, given, times = found
+    rows = (times.flatten().double() - start).abs().argsort()[: max(1, len(noise) // 4)]
+    return [noise[rows], given[rows]]
 
 
 def _power(one: torch.Tensor) -> float:
@@ -225,10 +231,15 @@ def _both_steps(step: Step, *wanted: Slot) -> Iterator[list[torch.Tensor]]:
 
 def _traces(pairs: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether two tensors go with each other: surely, or clearly and not quite by chance."""
+    share, count = _shared(pairs)
+    errors = share * count**0.5
+    return errors >= _SIGMAS or (errors >= _SIGMAS / 2 and share >= _TRACE)
+
+
+def _shared(pairs: Sequence[Sequence[torch.Tensor]]) -> tuple[float, int]:
+    """The size of the correlation of two tensors, and of how many numbers it is."""
     one, other = (torch.cat([spread(pair[side]) for pair in pairs]) for side in (0, 1))
-    shared = abs(_correlation(one, other))
-    errors = shared * len(one) ** 0.5
-    return errors >= _SIGMAS or (errors >= _SIGMAS / 2 and shared >= _TRACE)
+    return abs(_correlation(one, other)), len(one)
 
 
 def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
@@ -330,15 +341,15 @@ def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 def picked_apart(step: Step) -> Iterator[Probed]:
     """Whether what a net makes of some rows is compared with the targets of others, of as many for each.
 
-    As of the nodes of a graph. Pieces that are cut off at their ends may be meant as a shift in time.
+    As of nodes of a graph, of which one side is picked by their numbers or a mask, and the other one cut off.
     """
     for operation in step.used(*OF_CLASSES, *DISTANCES, "binary_cross_entropy", "binary_cross_entropy_with_logits"):
         given = operation.given[:2]
         if len(given) < 2 or [step.values[one].requires_grad for one in given] != [True, False]:
             continue
         picks = [pick for one in given if (pick := _picked(step, one)) is not None]
-        if len(picks) < 2 or picks[0][0] != picks[1][0] or not any(by_index for _, _, by_index in picks):
-            continue
+        if len(picks) < 2 or picks[0][0] != picks[1][0] or picks[0][2] == picks[1][2]:
+            continue  # by two indices, as those of the ends of edges
         mine, others = (rows for _, rows, _ in picks)
         if len(mine) == len(others) and len((mine - others).unique()) > 1:
             apart = int((mine != others).sum())
