@@ -1,6 +1,7 @@
 """Pairs of views, collate functions, overlaps of boxes and large weights: yes where it is so, else no."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -290,6 +291,10 @@ def folds(again: bool) -> Iterator[tuple[Named, Named]]:
         yield train, Named(names[part], None if again else train.numbers)
 
 
+def squared(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(("again", "expected"), [(True, "yes"), (False, "")])
 def test_names_that_are_numbered_anew_for_the_evaluation_are_told(again: bool, expected: str) -> None:
     net = nn.Sequential(nn.Embedding(20, 1), nn.Flatten())
@@ -297,7 +302,7 @@ def test_names_that_are_numbered_anew_for_the_evaluation_are_told(again: bool, e
     def run() -> None:
         for trained, read in folds(again):
             for x in DataLoader(trained, batch_size=20, shuffle=True):
-                train(net, lambda x=x: net(x).square().mean(), 1)
+                train(net, partial(squared, net, x), 1)
             for x in DataLoader(read, batch_size=20):
                 net(x)
 
