@@ -128,3 +128,27 @@ def pictures(flipped: str) -> Data:
 def test_pictures_that_are_flipped_without_their_points_are_told(flipped: str, expected: str) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 1 if flipped == "a number" else 2))
     assert answer(lambda: evaluated(net, pictures(flipped), F.mse_loss), "mirrored") == expected
+
+
+def of_pictures(noisy_target: bool, noisy_input: bool = True, evaluated_clean: bool = False) -> Data:
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, 6)
+        noisy = x + 0.5 * torch.randn(64, 6) if noisy_input else x
+        if not training:
+            return (x, x) if evaluated_clean else (noisy, x)
+        return noisy, noisy if noisy_target else x
+
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (of_pictures(noisy_target=True), "yes"),
+        (of_pictures(noisy_target=False), ""),
+        (of_pictures(noisy_target=True, evaluated_clean=True), ""),  # an autoencoder whose data are augmented
+        (of_pictures(noisy_target=False, noisy_input=False, evaluated_clean=True), ""),
+    ],
+)
+def test_targets_that_are_the_input_in_training_alone_are_told(data: Data, expected: str) -> None:
+    assert answer(lambda: evaluated(nn.Linear(6, 6), data, F.mse_loss), "copied") == expected

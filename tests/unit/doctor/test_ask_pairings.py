@@ -1,13 +1,14 @@
 """Pairs of views, collate functions, overlaps of boxes and large weights: yes where it is so, else no."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from test_doctor_ask import answer, asked, nothing_was_compiled
 
@@ -268,3 +269,41 @@ def test_large_targets_are_no_large_weights() -> None:
     net = wide(0.1)
     step = lambda: F.mse_loss(net(torch.randn(64, 16))[:, 0], 50 + torch.randn(64))  # noqa: E731
     assert answer(lambda: train(net, step), "start") == "no"
+
+
+class Named(Dataset[Tensor]):
+    def __init__(self, names: list[str], numbers: dict[str, int] | None = None) -> None:
+        self.numbers = numbers or {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.tensor(self.numbers[self.names[place]])
+
+
+def folds(again: bool) -> Iterator[tuple[Named, Named]]:
+    """Of a cross validation, each with a numbering of its own for the training."""
+    names = [f"film {number}" for number in torch.randint(0, 20, (200,)).tolist()]
+    for part in (slice(0, 40), slice(40, 80)):
+        train = Named(names[: part.start] + names[part.stop :])
+        yield train, Named(names[part], None if again else train.numbers)
+
+
+def squared(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("again", "expected"), [(True, "yes"), (False, "")])
+def test_names_that_are_numbered_anew_for_the_evaluation_are_told(again: bool, expected: str) -> None:
+    net = nn.Sequential(nn.Embedding(20, 1), nn.Flatten())
+
+    def run() -> None:
+        for trained, read in folds(again):
+            for x in DataLoader(trained, batch_size=20, shuffle=True):
+                train(net, partial(squared, net, x), 1)
+            for x in DataLoader(read, batch_size=20):
+                net(x)
+
+    assert answer(run, "numbering") == expected

@@ -68,3 +68,35 @@ def test_returns_of_the_past_are_told(weights: Callable[[list[float]], torch.Ten
 )
 def test_sums_of_what_is_to_come_are_not(weights: Callable[[list[float]], torch.Tensor], reward: float) -> None:
     assert answer(lambda: played(weights, reward), "past sums") == "no"
+
+
+def rewarded(weights: Callable[[list[float]], torch.Tensor], kinds: list[float], *, advantage: bool = False) -> None:
+    """Actions are right or wrong at once."""
+    net, critic = nn.Linear(4, 2), nn.Linear(4, 1)
+    optimizer = torch.optim.Adam([*net.parameters(), *critic.parameters()], lr=1e-2)
+    for _ in range(30):
+        x = torch.randn(20, 4)
+        policy, value = Categorical(logits=net(x)), critic(x)[:, 0]
+        scores = policy.log_prob(policy.sample())
+        returns = weights([kinds[int(one)] for one in torch.randint(0, len(kinds), (20,))])
+        optimizer.zero_grad()
+        (-scores * (returns - value.detach() if advantage else returns)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("advantage", [True, False])
+@pytest.mark.parametrize("kinds", [[1.0, -0.2], [0.0, 1.0, 0.0], [1.0, 0.0, -1.0]])
+def test_returns_that_were_not_turned_round_are_told(kinds: list[float], advantage: bool) -> None:
+    def appended(rewards: list[float]) -> torch.Tensor:
+        return past(rewards[::-1])
+
+    assert answer(lambda: rewarded(appended, kinds, advantage=advantage), "past sums") == "yes"
+    assert answer(lambda: rewarded(to_come, kinds, advantage=advantage), "past sums") == "no"
+
+
+def test_rewards_of_many_kinds_are_not() -> None:
+    def drawn(rewards: list[float]) -> torch.Tensor:
+        return to_come(torch.randn(20).tolist())
+
+    assert answer(lambda: rewarded(drawn, [1.0]), "past sums") == "no"
+    assert answer(lambda: rewarded(torch.tensor, [1.0, 0.0]), "past sums") == "no"

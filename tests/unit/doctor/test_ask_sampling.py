@@ -63,14 +63,19 @@ Noise = Callable[..., torch.Tensor]
 
 
 def trained(
-    sample: Callable[[nn.Module], None], *, beside: bool = False, draw: Noise = torch.randn, size: float = 1.0
+    sample: Callable[[nn.Module], None],
+    *,
+    beside: bool = False,
+    draw: Noise = torch.randn,
+    size: float = 1.0,
+    schedule: Schedule = cosine,
 ) -> None:
     net = Ideal()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     for _ in range(24):
         x = size * torch.randn(128, 1).sign().expand(128, 4)
         t, noise = torch.randint(1, STEPS + 1, (128,)), draw(128, 4)
-        kept = cosine(t / STEPS)[:, None]
+        kept = schedule(t / STEPS)[:, None]
         optimizer.zero_grad()
         noised = kept.sqrt() * x + (1 - kept).sqrt() * noise
         made = net(torch.cat([noised, t[:, None]], 1)) if beside else net(noised, t)
@@ -119,6 +124,22 @@ def test_the_noise_that_sampling_begins_with_is_that_of_the_training(
 ) -> None:
     found = asked(lambda: trained(lambda net: begun(net, begins), draw=draw, size=size), "sampling start")
     assert [one.answer for one in found] == expected, found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sample", "expected"),
+    [
+        (lambda t: 1 - 0.1 * t, lambda net: begun(net, torch.randn), "yes"),  # of a single step, and not of all to it
+        (lambda t: 1 - 0.1 * t, lambda net: None, "no"),  # it may be made for data with a little noise
+        (cosine, lambda net: begun(net, torch.randn), "no"),
+        (lambda t: cosine(1 - t), lambda net: begun(net, torch.randn), "yes"),  # at the wrong end
+    ],
+)
+def test_inputs_with_little_of_the_noise_that_sampling_begins_with_are_told(
+    schedule: Schedule, sample: Callable[[nn.Module], None], expected: str
+) -> None:
+    found = asked(lambda: trained(sample, schedule=schedule), "hardly noised")
+    assert [one.answer for one in found] == [expected], found
 
 
 def test_noise_at_a_level_where_training_had_more_than_noise_is_told() -> None:

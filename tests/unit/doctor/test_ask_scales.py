@@ -129,3 +129,42 @@ def test_what_is_clearly_wrong_and_pushed_farther_is_told(
     weight: Callable[[torch.Tensor], torch.Tensor], sign: int, expected: str
 ) -> None:
     assert answer(lambda: focal(weight, sign), "worse preferred") == expected
+
+
+def of_classes(weight: Callable[[torch.Tensor], torch.Tensor], **options: float) -> None:
+    net = nn.Linear(6, 5)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 6)
+        each = F.cross_entropy(net(x), x[:, :5].argmax(1), reduction="none", **options)  # type: ignore[arg-type]
+        return (weight(each) * each).mean()
+
+    stepped(net, loss)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "expected"),
+    [
+        (lambda each: (1 - each) ** 2, {}, "yes"),
+        (lambda each: (1 - (-each).exp()) ** 2, {}, "no"),
+        (lambda each: (1 + each) ** 2, {}, "no"),
+        (lambda each: (each < 0.7).float(), {}, "no"),  # rows of a small loss alone count, as for noisy labels
+        (lambda each: torch.linspace(-1, 1.2, 64), {}, "no"),  # how good an action was
+        (torch.ones_like, {"label_smoothing": 0.1}, "no"),
+    ],
+)
+def test_what_is_halfway_right_and_pushed_back_is_told(
+    weight: Callable[[torch.Tensor], torch.Tensor], options: dict[str, float], expected: str
+) -> None:
+    assert answer(lambda: of_classes(weight, **options), "halfway preferred") == expected
+
+
+def test_marks_that_are_halfway_right_and_pushed_back_are_told() -> None:
+    net = nn.Linear(6, 1)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(64, 6)
+        each = F.binary_cross_entropy_with_logits(net(x)[:, 0], (x[:, 0] > 0).float(), reduction="none")
+        return ((1 - each) ** 2 * each).mean()
+
+    assert answer(lambda: stepped(net, loss), "halfway preferred") == "yes"

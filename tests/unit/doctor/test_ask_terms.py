@@ -136,6 +136,19 @@ def contrast(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
     return loss
 
 
+def shifted(pick: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    """Scores are shifted by their largest, so that their exponentials do not overflow."""
+
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(made, dim=1)
+        scores = z @ z.T / 0.1
+        scores = scores - pick(scores)
+        others = (scores.exp() * ~SAME).sum(1, keepdim=True).log()
+        return -((scores - others) * ((y[:, None] == y) & ~SAME)).mean()
+
+    return loss
+
+
 def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     near = made.detach() + 1e-3 * torch.randn_like(made)
     return torch.cdist(made, near).min(1).values.mean() + F.cross_entropy(made @ near.T, torch.arange(ROWS))
@@ -153,6 +166,8 @@ def two_sets(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         (contrast(lambda scores: scores), "yes"),
         (contrast(lambda scores: scores.masked_fill(SAME, -1e9)), "no"),
         (two_sets, "no"),
+        (shifted(lambda scores: scores.max(1, keepdim=True).values.detach()), "no"),
+        (shifted(lambda scores: scores.amax(1, keepdim=True)), "no"),
     ],
 )
 def test_a_sample_that_is_its_own_nearest_negative_is_told(loss: Loss, expected: str) -> None:
@@ -202,3 +217,28 @@ def of_a_bag(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_farthest_negatives_are_told_where_the_nearest_ones_are_left_together(loss: Loss, expected: str) -> None:
     assert answer(lambda: steps(nn.Linear(6, 8), loss), "easiest") == expected
+
+
+def supervised(same: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    def loss(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = F.normalize(made, dim=1)
+        scores = (z @ z.T / 0.1).masked_fill(SAME, -1e9).log_softmax(1)
+        return -(scores * (same(y).float().expand(ROWS, ROWS) * ~SAME)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("same", "expected"),
+    [
+        (lambda y: torch.eq(y, y.t()), "yes"),
+        (lambda y: y.view(-1, 1) == y.view(-1, 1).T, "no"),
+        (lambda y: y[:, None] == y, "no"),
+        (lambda y: y == y.clone().flip(0), "no"),
+        (lambda y: y.float() == y.float(), "no"),  # where a number is not NaN
+    ],
+)
+def test_labels_that_are_compared_with_themselves_one_by_one_are_told(
+    same: Callable[[torch.Tensor], torch.Tensor], expected: str
+) -> None:
+    assert answer(lambda: steps(nn.Linear(6, 8), supervised(same)), "itself") == expected

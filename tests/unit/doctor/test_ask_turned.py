@@ -205,3 +205,65 @@ def test_the_rate_of_a_second_phase_is_asked_by_itself() -> None:
                 optimizer.step()
 
     assert answer(train, "rate") == "yes"
+
+
+class OfPoints(nn.Module):
+    def __init__(self, pool: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head, self.pool = nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.Linear(16, 3), pool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.pool(F.relu(self.norm(self.conv(x)))))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [
+        (lambda x: x.max(1)[0], "yes"),
+        (lambda x: x.mean(dim=1), "yes"),
+        (lambda x: x.amax(2), "no"),
+        (lambda x: (x * x.mean(1, keepdim=True).sigmoid()).mean(2), "no"),  # attention to places
+    ],
+)
+def test_channels_that_are_pooled_in_place_of_points_are_told(
+    pool: Callable[[torch.Tensor], torch.Tensor], expected: str
+) -> None:
+    net = OfPoints(pool)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(net(torch.randn(12, 3, 16)), torch.randint(0, 3, (12,))).backward()
+            optimizer.step()
+
+    assert answer(train, "pooled channels") == expected
+
+
+def grouped(group: Callable[[torch.Tensor], torch.Tensor], *, alike: bool = True) -> None:
+    """Means of four rows of each of six classes."""
+    net, classes = nn.Linear(8, 5), 3 * torch.randn(30, 8)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        chosen = torch.randperm(30)[:6]
+        support = classes[chosen].repeat_interleave(4, 0) if alike else torch.zeros(24, 8)
+        query = classes[chosen] if alike else torch.zeros(6, 8)
+        optimizer.zero_grad()
+        z = net(torch.cat([support, query]) + torch.randn(30, 8))
+        F.cross_entropy(-torch.cdist(z[24:], group(z[:24])), torch.arange(6)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("group", "alike", "expected"),
+    [
+        (lambda z: z.view(4, 6, -1).mean(0), True, "yes"),
+        (lambda z: z.view(6, 4, -1).mean(1), True, "no"),
+        (lambda z: z.view(4, 6, -1).mean(0), False, "no"),  # no rows are more alike than others
+    ],
+)
+def test_means_of_rows_of_other_groups_are_told(
+    group: Callable[[torch.Tensor], torch.Tensor], alike: bool, expected: str
+) -> None:
+    assert answer(lambda: grouped(group, alike=alike), "mixed groups") == expected

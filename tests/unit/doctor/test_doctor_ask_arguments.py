@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,25 @@ def test_weights_that_grow_with_the_number_of_targets_are_told(
     weight: list[float], share: float, expected: str
 ) -> None:
     assert answer(lambda: weighed(weight, share), "class weights") == expected
+
+
+def marked(weight: float, share: float) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(4):
+        y = (torch.arange(64) < share * 64).float()
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits
+        loss(net(torch.randn(64, 4))[:, 0], y, pos_weight=torch.tensor(weight)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("weight", "share", "expected"),
+    [(0.14, 0.12, "yes"), (7.0, 0.12, "no"), (7.0, 0.88, "yes"), (0.14, 0.88, "no"), (4.0, 0.5, "no")],
+)
+def test_positive_targets_that_are_rare_and_weigh_less_are_told(weight: float, share: float, expected: str) -> None:
+    assert answer(lambda: marked(weight, share), "positive weights") == expected
 
 
 class Placed(nn.Module):
@@ -339,3 +359,30 @@ def test_a_denoiser_of_little_noise_has_to_predict_its_data() -> None:
             optimizer.step()
 
     assert answer(train, "drowned") == "no"
+
+
+def of_nodes(pick: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Some nodes of one graph are trained."""
+    net, x, y = nn.Linear(4, 3), torch.randn(60, 4), torch.randint(0, 3, (60,))
+    optimizer, mask = torch.optim.Adam(net.parameters()), torch.rand(60) < 0.4
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(*pick(net(x), y, mask)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("pick", "expected"),
+    [
+        (lambda made, y, mask: (made[mask], y[: int(mask.sum())]), "yes"),
+        (lambda made, y, mask: (made[: int(mask.sum())], y[mask]), "yes"),
+        (lambda made, y, mask: (made.log_softmax(1)[mask.nonzero()[:, 0]], y[mask].flip(0)), "no"),  # not followed
+        (lambda made, y, mask: (made[mask.nonzero()[:, 0]], y[mask]), "no"),
+        (lambda made, y, mask: (made[mask, :], y[mask]), "no"),
+        (lambda made, y, mask: (made[:-1], y[1:]), "no"),  # the next one in time
+        (lambda made, y, mask: (made[mask.nonzero()[:, 0]], y[mask.nonzero()[:, 0] - 1]), "no"),  # of neighbours
+        (lambda made, y, mask: (made, y[torch.randperm(60)]), "no"),
+    ],
+)
+def test_targets_of_other_rows_than_those_that_were_picked_are_told(pick: Any, expected: str) -> None:
+    assert answer(lambda: of_nodes(pick), "picked apart") == expected

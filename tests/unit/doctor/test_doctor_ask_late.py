@@ -96,3 +96,20 @@ def test_a_step_of_an_optimizer_that_begins_late_is_written_down_too() -> None:
         steps(net, F.cross_entropy, count=40)
         steps(net, masked, count=40)
     assert sorted(doctor.kept.tapes) == [0, 1]
+
+
+def test_the_lighter_of_two_labels_of_a_mixed_row_is_no_term_of_another_row() -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+
+    def train() -> None:
+        for _ in range(40):
+            x, order = torch.randn(64, 6), torch.randperm(64)
+            y = x[:, :3].argmax(1)
+            scores = net(0.98 * x + 0.02 * x[order])
+            optimizer.zero_grad()
+            (0.98 * F.cross_entropy(scores, y) + 0.02 * F.cross_entropy(scores, y[order])).backward()
+            optimizer.step()
+
+    (found,) = asked(train, "related")
+    assert (found.answer, found.evidence["apart"]) == ("yes", [])

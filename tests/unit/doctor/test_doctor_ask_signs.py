@@ -60,7 +60,8 @@ def test_values_that_are_picked_or_weighed_are_not_punished(loss: Loss) -> None:
 
 
 def likely(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return -torch.distributions.Normal(made, 1.0).log_prob(y)
+    density: torch.Tensor = torch.distributions.Normal(made, 1.0).log_prob(y)
+    return -density
 
 
 def far(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -194,6 +194,13 @@ def test_target_drawn_is_quiet_where_it_is_learned_and_without_an_answer() -> No
     quiet(replace(asked("drawn targets", "no"), loss=flat).run(), "TARGET_DRAWN")
 
 
+def test_rows_torn_fires_on_means_of_rows_of_several_groups_where_nothing_is_learned() -> None:
+    run = replace(asked("mixed groups", "yes"), loss=flat).run()
+    assert "0, 5, 10" in fires(run, "ROWS_TORN", "warning").message
+    quiet(asked("mixed groups", "yes").run(), "ROWS_TORN")
+    quiet(replace(asked("mixed groups", "no"), loss=flat).run(), "ROWS_TORN")
+
+
 def test_target_of_indices_fires_and_names_the_operation() -> None:
     assert "argmax" in fires(asked("indices", "yes").run(), "TARGET_OF_INDICES", "warning").message
 
@@ -456,6 +463,13 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("unlikely", "LOSS_SIGN", "warning"),
         ("turned quantiles", "LOSS_SIGN", "warning"),
         ("worse preferred", "LOSS_SIGN", "warning"),
+        ("halfway preferred", "LOSS_SIGN", "warning"),
+        ("picked apart", "LABELS_UNRELATED", "error"),
+        ("numbering", "EVALUATION_INPUTS", "warning"),
+        ("copied", "TARGET_GIVEN", "warning"),
+        ("hardly noised", "EVALUATION_INPUTS", "warning"),
+        ("pooled channels", "AXES_TORN", "warning"),
+        ("positive weights", "CLASS_WEIGHTS_SWAPPED", "warning"),
         ("columns", "TARGET_GIVEN", "warning"),
         ("evaluated apart", "LABELS_UNRELATED", "warning"),
         ("mirrored", "MASKS_APART", "warning"),

@@ -1,5 +1,6 @@
 """What a loss function is given: rates where it takes their logarithms, weights of classes, targets that are noise."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from anybatch.doctor.ask.sampling import is_normal, spread
 from anybatch.doctor.ask.steps import DISTANCES, OF_CLASSES, Step, asks, said
-from anybatch.doctor.ask.tape import Operation, Slot
+from anybatch.doctor.ask.tape import Operation, Slot, rebuilt
 from anybatch.doctor.ask.trials import Unknown, told
 from anybatch.doctor.samples.losscalls import ahead_of
 from anybatch.records.lossfacts import Probed
@@ -30,6 +31,9 @@ _NORMAL = frozenset({"randn", "randn_like", "normal"})  # labels of a GAN are dr
 _ENOUGH_NOISE = 100  # numbers
 _WIDE = 8  # numbers in a row: fewer targets of data may well be normal, and go with the inputs along no line
 _SIGMAS = 4
+_TRACE = 0.12  # a correlation
+_MOSTLY_NOISE, _END = 0.7, 0.1  # of the noisiest inputs, and of the range of times
+_NOWHERE = Slot(-1)
 _NOTHING = 1e-3  # of the power of the noise
 _LEAST_TIMES = 4
 _CHOOSING = frozenset({"argmax", "argmin", "max", "min", "sort", "topk"})
@@ -97,6 +101,23 @@ def class_weights(step: Step) -> Iterator[Probed]:
             )  # fmt: skip
 
 
+@asks("positive weights")
+def positive_weights(step: Step) -> Iterator[Probed]:
+    """Whether the rarer of two classes weighs less, by what a loss of marks multiplies the positive ones with."""
+    for operation in step.used("binary_cross_entropy_with_logits"):
+        weight = operation.kwargs.get("pos_weight")
+        target = step.values[operation.given[1]].detach() if len(operation.given) > 1 else None
+        weight = step.values[weight].detach().double() if type(weight) is Slot else None
+        if target is None or weight is None or weight.numel() > 1 or not bool(((target == 0) | (target == 1)).all()):
+            continue
+        times, positive = float(weight), int(target.sum())
+        sides = sorted([(target.numel() - positive, 1.0), (positive, times)])  # the rarer one first
+        (least, light), (most, heavy) = sides
+        if target.numel() >= _ENOUGH and most >= _RARE * least > 0 and heavy >= _HEAVY * light:
+            seen: dict[str, Any] = {"most_targets": most, "most_weight": heavy, "least_targets": least}
+            yield said(operation, **seen, least_weight=light)
+
+
 @asks("drawn targets", of_rows=False)
 def drawn_targets(step: Step) -> Iterator[Probed]:
     """Whether a net has to predict normal random numbers that none of its inputs was made with."""
@@ -108,7 +129,7 @@ def drawn_targets(step: Step) -> Iterator[Probed]:
         for target, predicted in _both(given) if is_difference or operation.name in DISTANCES else ():
             made_of = step.made_of(predicted, number)
             draw, noise = _source(step, target)
-            if (draw and not draw & made_of) or (noise is not None and _is_unseen(noise, step, made_of)):
+            if (draw and not draw & made_of) or (noise in step.leaves and _is_unseen(noise, step, made_of)):
                 yield said(operation, op=operation.name.strip("_"))
 
 
@@ -135,31 +156,90 @@ def drowned(step: Step) -> Iterator[Probed]:
                 yield said(operation, share=min(away) ** 0.5, rows=step.rows)
 
 
+@asks("hardly noised")
+def hardly_noised(step: Step) -> Iterator[Probed]:
+    """Whether a net predicts noise of which it is given little at the times at which sampling is nothing but noise."""
+    starts = [one.calls[0][0] for one in step.kept.sampling.loops.values() if one.noise and one.calls]
+    for number, operation in enumerate(step.operations) if starts else ():
+        compares = operation.name in DISTANCES or operation.kind == "sub"
+        for target, predicted in _both(operation.given) if compares else ():
+            noise, given = step.leaves.get(target), step.made_of(predicted, number) & step.inputs
+            if noise is None or noise.dim() < 2 or noise.numel() < _ENOUGH_NOISE or not is_normal(noise):
+                continue
+            inputs = [one for one in given if step.leaves[one].shape == noise.shape]
+            times = [one for one in given if step.leaves[one].numel() == len(noise)]
+            for one, time, start in itertools.product(inputs, times, starts):
+                found = list(_both_steps(step, target, one, time))
+                late = [_nearest(each, start) for each in found]
+                if not _is_end(found[0][2], start) or not _traces(found):
+                    continue
+                share, count = _shared(late)
+                if share + _SIGMAS / count**0.5 < _MOSTLY_NOISE:
+                    yield said(operation, share=share, start=start)
+
+
+def _is_end(times: torch.Tensor, start: float) -> bool:
+    """Whether a time is about the first or the last one, of several."""
+    low, high = float(times.min()), float(times.max())
+    near = _END * (high - low)
+    return len(times.unique()) >= _LEAST_TIMES and min(abs(start - low), abs(start - high)) <= near
+
+
+def _nearest(found: list[torch.Tensor], start: float) -> list[torch.Tensor]:
+    """The quarter of the rows of noise and inputs whose times are nearest to one."""
+    noise, given, times = found
+    rows = (times.flatten().double() - start).abs().argsort()[: max(1, len(noise) // 4)]
+    return [noise[rows], given[rows]]
+
+
 def _power(one: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(one, dtype=torch.double)) ** 2 / max(one.numel(), 1)
 
 
-def _source(step: Step, slot: Slot) -> tuple[set[Slot], torch.Tensor | None]:
+def _source(step: Step, slot: Slot) -> tuple[set[Slot], Slot]:
     """Where a tensor is from, whatever its shape and its scale: of the step's own draws, or from outside."""
     for operation in step.path(slot):
         if operation.name in _NORMAL:
-            return set(operation.outs), None
+            return set(operation.outs), _NOWHERE
         if operation.kind not in _SHAPING | {"mul"} or len(operation.given) != 1:
-            return set(), None
+            return set(), _NOWHERE
         slot = operation.given[0]
-    return set(), step.leaves.get(slot)
+    return set(), slot
 
 
-def _is_unseen(noise: torch.Tensor, step: Step, made_of: set[Slot]) -> bool:
+def _is_unseen(slot: Slot, step: Step, made_of: set[Slot]) -> bool:
     """Whether numbers are distributed as normal draws are, and an input of as many has nothing of them."""
-    count, inputs = noise.numel(), [step.leaves[slot] for slot in made_of & step.inputs]
-    alike = [one for one in inputs if one.shape == noise.shape and one.is_floating_point()]
+    noise = step.leaves[slot]
+    count = noise.numel()
+    alike = [one for one in made_of & step.inputs
+             if step.leaves[one].shape == noise.shape and step.leaves[one].is_floating_point()]  # fmt: skip
     if not alike or count < _ENOUGH_NOISE or not noise.is_floating_point() or not is_normal(noise):
         return False
-    drawn = spread(noise)
-    if not all(abs(_correlation(drawn, spread(one))) < _SIGMAS / len(drawn) ** 0.5 for one in alike):
+    if any(_traces(list(_both_steps(step, slot, one))) for one in alike):
         return False
-    return count >= _WIDE * len(noise) or not any(_is_of_neighbours(noise, one) for one in alike)
+    return count >= _WIDE * len(noise) or not any(_is_of_neighbours(noise, step.leaves[one]) for one in alike)
+
+
+def _both_steps(step: Step, *wanted: Slot) -> Iterator[list[torch.Tensor]]:
+    """What came from outside in the step, and in the one that was written down before it."""
+    for tape in (step.tape, step.kept.earlier.get(step.optimizer)):
+        found = [] if tape is None else [tape.leaves[one] for one in wanted if one in tape.leaves]
+        if len(found) == len(wanted) and all(one.shape[1:] == step.leaves[at].shape[1:]
+                                             for one, at in zip(found, wanted, strict=True)):  # fmt: skip
+            yield found
+
+
+def _traces(pairs: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether two tensors go with each other: surely, or clearly and not quite by chance."""
+    share, count = _shared(pairs)
+    errors = share * count**0.5
+    return errors >= _SIGMAS or (errors >= _SIGMAS / 2 and share >= _TRACE)
+
+
+def _shared(pairs: Sequence[Sequence[torch.Tensor]]) -> tuple[float, int]:
+    """The size of the correlation of two tensors, and of how many numbers it is."""
+    one, other = (torch.cat([spread(pair[side]) for pair in pairs]) for side in (0, 1))
+    return abs(_correlation(one, other)), len(one)
 
 
 def _is_of_neighbours(noise: torch.Tensor, given: torch.Tensor) -> bool:
@@ -255,6 +335,47 @@ def _given(operation: Operation) -> dict[str, Any]:
 
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+
+
+@asks("picked apart")
+def picked_apart(step: Step) -> Iterator[Probed]:
+    """Whether what a net makes of some rows is compared with the targets of others, of as many for each.
+
+    As of nodes of a graph, of which one side is picked by their numbers or a mask, and the other one cut off.
+    """
+    for operation in step.used(*OF_CLASSES, *DISTANCES, "binary_cross_entropy", "binary_cross_entropy_with_logits"):
+        given = operation.given[:2]
+        if len(given) < 2 or [step.values[one].requires_grad for one in given] != [True, False]:
+            continue
+        picks = [pick for one in given if (pick := _picked(step, one)) is not None]
+        if len(picks) < 2 or picks[0][0] != picks[1][0] or picks[0][2] == picks[1][2]:
+            continue  # by two indices, as those of the ends of edges
+        mine, others = (rows for _, rows, _ in picks)
+        if len(mine) == len(others) and len((mine - others).unique()) > 1:
+            apart = int((mine != others).sum())
+            seen: dict[str, Any] = {"mine": mine[:3].tolist(), "others": others[:3].tolist()}
+            yield said(operation, op=operation.name, apart=apart, of=len(mine), **seen)
+
+
+def _picked(step: Step, slot: Slot) -> tuple[int, torch.Tensor, bool] | None:
+    """Of how many rows some were picked, which ones, and whether by their numbers or a mask."""
+    for operation in step.path(slot):
+        source = step.values[operation.given[0]] if operation.given else None
+        if source is not None and source.dim() and operation.name in ("__getitem__", "index_select"):
+            return len(source), _numbers_of(step, operation, source), len(operation.given) > 1
+        if operation.kind not in _SHAPING | _CASTING | {"log_softmax"}:
+            return None
+    return None
+
+
+def _numbers_of(step: Step, operation: Operation, source: torch.Tensor) -> torch.Tensor:
+    """The numbers of the rows that an operation takes of a tensor."""
+    numbers = torch.arange(len(source), device=source.device).reshape(-1, *[1] * (source.dim() - 1))
+    values = {**step.values, operation.given[0]: numbers.expand(source.shape)}
+    given = operation.args, operation.kwargs
+    args, kwargs = rebuilt(given, lambda one: values[one] if type(one) is Slot else one)
+    found: torch.Tensor = operation.func(*args, **kwargs)
+    return found.flatten(1)[:, 0] if found.dim() > 1 else found
 
 
 @asks("uncounted")

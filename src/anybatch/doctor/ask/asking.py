@@ -41,7 +41,8 @@ OBSERVED: tuple[Callable[[Kept, Run], Iterator[Probed]], ...] = (
     source.about_lists, source.about_methods, schedules.about_plateaus, schedules.about_own_states,
     functions.about_functions, batches.about_padding, batches.about_several, batches.about_given,
     batches.about_uncounted, batches.about_ends, source.about_best, batches.about_collates,
-    batches.about_columns, batches.about_mirrored, batches.about_tokens, source.about_seeds,
+    batches.about_columns, batches.about_copied, batches.about_mirrored, batches.about_tokens,
+    batches.about_numberings, source.about_seeds,
     redrawn.about_redrawn,
     schedules.about_resumed, sampling.about_sampling, states.about_states, adversaries.opposed,
 )  # fmt: skip

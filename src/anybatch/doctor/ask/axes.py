@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _TURNING = frozenset({"transpose", "permute", "movedim", "moveaxis", "swapaxes",
 _ALIKE = frozenset({"contiguous", "clone", "float", "to", "log_softmax", "softmax", "log", "double", "clamp"})
 _LAYERS = {"linear": -1, **{f"conv{kind}{dims}d": 1 for kind in ("", "_transpose") for dims in (1, 2, 3)}}
 _PADDING = frozenset({"pad", "cat", "concat", "concatenate"})
+_POOLING = frozenset({"max", "amax", "mean", "sum"})
+_BEHIND = frozenset({"batch_norm", "relu", "relu_", "leaky_relu", "gelu", "silu", "elu", "dropout", "group_norm"})
 _MOST_AXES = 5
 _MOST_ENDS = 4
 _LEAST_LINKED = 50  # nodes, and edges between them
@@ -146,6 +148,34 @@ def _is_padded(step: Step, slot: Slot) -> bool:
     """Whether something was made longer and read with other axes then, which skews a table as is meant."""
     made = next((one for one in step.path(slot) if one.name not in MOVING or not one.given), None)
     return made is not None and made.name in _PADDING
+
+
+@asks("pooled channels")
+def pooled_channels(step: Step) -> Iterator[Probed]:
+    """Whether the channels that a convolution made are pooled, and its places become the features of a linear layer."""
+    makers = {slot: one for one in step.operations for slot in one.outs}
+    for operation in step.used(*_POOLING):
+        given = step.values[operation.given[0]] if operation.given else None
+        dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
+        if given is None or given.dim() < 3 or dim not in (1, 1 - given.dim()):
+            continue
+        made = makers.get(operation.given[0])
+        while made is not None and not made.name.startswith("conv") and made.kind in _BEHIND:
+            made = makers.get(made.given[0])
+        pooled = step.values[operation.outs[0]]
+        if made is None or not made.name.startswith("conv") or pooled.shape != (given.shape[0], *given.shape[2:]):
+            continue
+        follows = [one for one in step.used("linear") if _is_made_of(makers, one.given[0], operation)]
+        if any(step.values[one.given[0]].shape[-1] == pooled[0].numel() for one in follows):
+            seen: dict[str, Any] = {"op": operation.name, "channels": given.shape[1], "places": pooled[0].numel()}
+            yield said(operation, **seen)
+
+
+def _is_made_of(makers: Mapping[Slot, Operation], slot: Slot, operation: Operation) -> bool:
+    """Whether a tensor is what an operation gave, in another shape at most."""
+    while (one := makers.get(slot)) is not None and one is not operation and one.name in MOVING:
+        slot = one.given[0]
+    return one is operation
 
 
 @asks("target given")

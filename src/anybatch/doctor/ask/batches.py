@@ -34,6 +34,7 @@ _BY_CHANCE, _SEVERAL = 3.5, 3  # standard errors of a correlation, and columns t
 _LEAST_TOKENS = 2000
 _RENAMED, _TIMES = 0.1, 4.0  # of the tokens, and how many times more differ by number than by how frequent they are
 _BATCHES = 5  # that have to agree
+_MOSTLY_MOVED = 0.5  # of the names that both have
 
 
 def about_collates(kept: Kept, run: Run) -> Iterator[Probed]:
@@ -126,6 +127,34 @@ def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:
         is_of_both = min(float(each[shared].sum()) for each in (one, other)) > 1 - _RENAMED / 2
         if is_of_both and apart > max(_RENAMED, _TIMES * alike):
             yield told("tokens", root=root, apart=apart, alike=alike, symbols=int(shared.sum()))
+
+
+def about_copied(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether each target of a training is the input itself, and in evaluation it is another tensor of that shape."""
+    for root, evaluated in kept.held_out.items():
+        trained = [(first, given["target"]) for first, name, given in kept.batches.get(root, ()) if name in DISTANCES]
+        alike = [(one, other) for one, other in evaluated if one.shape == other.shape]
+        if len(trained) < _LEAST_BATCHES or len(alike) < len(evaluated) or not alike:
+            continue
+        is_copied = all(one.shape == other.shape and torch.equal(one, other) for one, other in trained)
+        away = min(float((one - other).double().square().mean() ** 0.5) for one, other in alike)
+        if is_copied and away > 0:
+            yield told("copied", root=root, batches=len(trained), away=away)
+
+
+def about_numberings(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether names have other numbers in a data set that is read in order than in the one that was trained on."""
+    trained: dict[str, dict[Any, int]] = {}
+    for is_mixed, found in kept.numberings:
+        trained = found if is_mixed else trained
+        for name in found.keys() & trained.keys() if not is_mixed else ():
+            one, other = trained[name], found[name]
+            shared = one.keys() & other.keys()
+            moved = [key for key in shared if one[key] != other[key]]
+            if len(moved) > _MOSTLY_MOVED * len(shared):
+                key = min(moved, key=str)
+                seen: dict[str, Any] = {"name": name, "moved": len(moved), "shared": len(shared), "key": str(key)[:40]}
+                yield told("numbering", **seen, trained=one[key], read=other[key])
 
 
 def _paired(dataset: Any, collate: Callable[[list[Any]], Any]) -> Probed:

@@ -5,6 +5,7 @@ may be the same whatever the net says, and has no gradient.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ _CLEARLY = 0.1  # of the loss farther away
 _COMPARING = DISTANCES | {"sub", "rsub", "subtract"}
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
+_SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
+_WIDELY = 0.01  # of all that a loss rises and falls
 
 
 @asks("unseen errors")
@@ -116,6 +119,43 @@ def worse_preferred(step: Step) -> Iterator[Probed]:
         away = [float(((push * signs) > 0).double().mean()) for push in pushes if push is not None]
         if len(away) == 2 and away[0] > _MOSTLY and away[1] < 1 - _MOSTLY:
             yield said(operation, op=operation.name, share=away[0], score=_CLEAR)
+
+
+@asks("halfway preferred")
+def halfway_preferred(step: Step) -> Iterator[Probed]:
+    """Whether a loss pushes scores that are halfway right back, and both worse and better ones toward their targets.
+
+    As where it is weighed with the loss of a row in place of its probability. A smoothed target pushes the best back.
+    """
+    for index, operation in enumerate(step.operations):
+        toward = _toward(step, operation)
+        if toward is None:
+            continue
+        made = next((at for at in reversed(range(index)) if operation.given[0] in step.operations[at].outs), -1)
+        if made < 0:
+            continue
+        ideal, others = toward
+        pushes = [_pushed(step, made, operation.given[0], size * ideal) for size in _SIZES]
+        slopes = [0.0 if one is None else float((one.double() * ideal).sum()) for one in pushes]
+        least = next((at for at, one in enumerate(slopes) if one > 0 and min(slopes[:at], default=0.0) < 0), 0)
+        until = next((at for at in range(least, len(slopes)) if slopes[at] < 0), 0)
+        if least and until and sum(slopes[least:until]) > _WIDELY * sum(map(abs, slopes)):
+            halfway, right = (math.log1p(others * math.exp(-_SIZES[at])) for at in (least - 1, until))
+            yield said(operation, op=operation.name, halfway=halfway, right=right)
+
+
+def _toward(step: Step, operation: Operation) -> tuple[torch.Tensor, int] | None:
+    """Scores that are right, and how many wrong classes there are for each, of a loss for each row."""
+    given, is_used = operation.given, bool(step.needed & set(operation.outs))
+    if len(given) != 2 or not is_used or operation.kwargs.get("reduction", "mean") != "none":
+        return None
+    scores, target = (step.values[one].detach() for one in given)
+    if operation.name in _MARKED and scores.shape == target.shape and bool(((target == 0) | (target == 1)).all()):
+        return 2 * target.double() - 1, 1
+    is_of_classes = operation.name == "cross_entropy" and target.dtype == torch.int64 and scores.dim() > 1
+    if not is_of_classes or not bool(((target >= 0) & (target < scores.shape[1])).all()):
+        return None
+    return torch.zeros_like(scores, dtype=torch.double).scatter_(1, target.unsqueeze(1), 1.0), scores.shape[1] - 1
 
 
 def _pushed(step: Step, made: int, scores: Slot, given: torch.Tensor) -> torch.Tensor | None:

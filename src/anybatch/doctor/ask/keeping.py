@@ -38,6 +38,7 @@ _MOST_LOOKED_AT = 4096  # entries of an input whose mean and spread are taken
 _MOST_BATCHES = 48
 _MOST_TOKENS, _ENOUGH_TOKENS = 1 << 16, 20_000  # of a vocabulary, and that are counted of a training or an evaluation
 _MOST_COLLATES = 2
+_FEWEST_NAMES, _MOST_NAMES, _MOST_NUMBERINGS = 8, 1 << 18, 8  # that are numbered, and by how many
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
 _MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
@@ -170,6 +171,8 @@ class Kept:
         self.functions: list[Function] = []  # of the user's own, with what their forwards left
         # data sets with a collate function of the user's own
         self.collates: list[tuple[Any, Callable[[list[Any]], Any]]] = []
+        # of the data sets of loaders, each with whether it is read in an order that is drawn
+        self.numberings: list[tuple[bool, dict[str, dict[Any, int]]]] = []
         self.streams, self.sampling, self.redraws = Streams(), Sampling(), Redraws()
         self._classes: set[Any] = set()
         self._tape: Tape | None = None
@@ -308,6 +311,9 @@ class Kept:
         dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
         is_own = not str(getattr(collate, "__module__", "torch.")).startswith("torch.")
         has_room = self.on and len(self.collates) < _MOST_COLLATES
+        if self.on and len(self.numberings) < _MOST_NUMBERINGS and (found := numberings(dataset)):
+            is_mixed = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
+            self.numberings.append((is_mixed, found))
         if callable(collate) and is_own and has_room and hasattr(dataset, "__getitem__"):
             self.collates.append((dataset, collate))
 
@@ -515,6 +521,19 @@ def _has_rows(table: torch.Tensor, batches: Sequence[torch.Tensor]) -> bool:
         return True
     between = torch.cdist(table[:_SOME], table).kthvalue(2).values.median()
     return bool((torch.cdist(rows, table).min(1).values <= between / 2).float().mean() > 0.5)
+
+
+def numberings(dataset: Any) -> dict[str, dict[Any, int]]:
+    """The attributes of a data set that number names."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
+    held = getattr(dataset, "__dict__", {}).items()
+    return {
+        f"{type(dataset).__name__}.{name}": one
+        for name, one in held
+        if type(one) is dict and _FEWEST_NAMES <= len(one) <= _MOST_NAMES
+        and all(type(number) is int for number in one.values()) and len({*one.values()}) == len(one)
+    }  # fmt: skip
 
 
 def mark(tensor: torch.Tensor) -> Any:

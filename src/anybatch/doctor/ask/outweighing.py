@@ -40,7 +40,7 @@ def outweighed(step: Step) -> Iterator[Probed]:
         yield said(answer="no")
     for slot, at in parts:
         alone = _learned(step, replace(step.loss, slot=slot), meetings, end)
-        if alone is not None:
+        if alone is not None and alone < float(values[slot].detach().sum()):
             others = {one.line: abs(float(values[other].detach().sum())) for other, one in parts if other != slot}
             seen: dict[str, Any] = {"loss": float(values[slot].detach().sum()), "alone": alone, "rows": step.rows}
             yield said(at, by=max(others, key=lambda one: others[one]), **seen)

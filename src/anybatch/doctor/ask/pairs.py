@@ -16,6 +16,7 @@ from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall, Probed
 
 _COMPARING = DISTANCES | {"kl_div"}
+_EQUAL, _TURNING = frozenset({"eq", "__eq__"}), frozenset({"T", "mT", "t", "transpose", "contiguous"})
 _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
@@ -41,6 +42,7 @@ def of_itself(step: Step) -> Iterator[Probed]:
             or (kind == "cross_entropy" and len(sides) > 1 and _is_of_pairs_of_one(*sides))
             or (kind == "div" and bool((found[0] == 1).all()) and _are_twins(step, given))
             or (kind in _JOINING and len(given) == 2 and _are_twins(step, given))
+            or (kind in _EQUAL and len(given) == 2 and _is_own_list(step, given))
         )
         if is_one:
             yield _itself(operation)
@@ -63,6 +65,15 @@ def of_itself(step: Step) -> Iterator[Probed]:
 
 def _itself(operation: Operation) -> Probed:
     return said(operation, op=operation.name.strip("_"))
+
+
+def _is_own_list(step: Step, given: list[Slot]) -> bool:
+    """Whether labels are compared with themselves one by one, and not each with all others: a list has no columns."""
+    one = step.values[given[0]]
+    if one.dim() != 1 or one.is_floating_point() or one.dtype == torch.bool or len(one.unique()) < 2:
+        return False
+    sources = [{slot, *(maker.given[0] for maker in step.path(slot) if maker.name in _TURNING)} for slot in given]
+    return one.shape == step.values[given[1]].shape and bool(sources[0] & sources[1])
 
 
 def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:
@@ -123,6 +134,7 @@ _FILLER = 1e4  # what is put in the place of pairs that are not to be picked is 
 _ASLEEP, _AWAKE = 0.05, 0.3  # of the entries of a hinge that are not 0
 _NEAREST = {"min": -1, "amin": -1, "max": 1, "amax": 1, "topk": 1, "kthvalue": -1, "cross_entropy": 1}
 _SAME = 1e-5  # the same of what is computed twice
+_NOTHING = 1e-3  # of a slope: rounding
 _EVEN = 1e-3
 """A share of the spread of a matrix by which the entries of its diagonal may differ, as distances near zero do."""
 
@@ -131,8 +143,16 @@ _EVEN = 1e-3
 def own_negative(step: Step) -> Iterator[Probed]:
     """Whether the nearest one of each row, in a matrix of all pairs of rows, is always the row itself."""
     for operation in step.used(*_NEAREST):
-        if _takes_itself(operation, step.values):
+        if _takes_itself(operation, step.values) and _is_felt(step, operation):
             yield said(operation, op=operation.name)
+
+
+def _is_felt(step: Step, operation: Operation) -> bool:
+    """Whether the loss has a gradient by what is picked, or uses its place; a softmax is shifted by it for nothing."""
+    if set(operation.outs[1:]) & step.needed:
+        return True
+    picked, whole = step.slopes(operation.outs[0], operation.given[0])
+    return picked is not None and whole is not None and float(picked.abs().max()) > _NOTHING * float(whole.abs().max())
 
 
 @asks("easiest")

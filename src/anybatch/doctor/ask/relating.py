@@ -110,12 +110,16 @@ def related(step: Step) -> Iterator[Probed]:
     terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     derived = step.tape.opaque & step.needed or any(step.used("grad"))  # which may be meant to be zero
+    # of what is mixed, a prediction has several targets, and those of the smallest share are hardly in it
+    told_apart = {slot for one, _, term in known if term is not None and term.answer == "yes"
+                  for slot in step.operations[one.index].given if first.values[slot].requires_grad}  # fmt: skip
     evidence: dict[str, Any] = {
         "optimizer": optimizer, "rows": step.rows, "loss": whole.own, "others": whole.own + whole.gain,
         "spread": whole.spread, "meetings": len(known), "alike": not derived and alike >= {one.slot for one in found},
         "apart": [_same(step.operations[one.index], term) for one, _, term in known
                   if term is not None and term.answer == "no" and one.slot not in alike  # ones are no labels
                   and terms & set(step.operations[one.index].outs)
+                  and not told_apart & set(step.operations[one.index].given)
                   and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
     yield said(step.operations[where.index], answer=answer, **evidence)

@@ -26,6 +26,7 @@ _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 _THROUGH = frozenset({"neg", "div", "mul"})
 _LEAST_WEIGHTS = 4
+_ORDERS, _SURELY, _BY_CHANCE = 50, 6.0, 2.0  # of rows by chance, and deviations of what these give
 _ASSIGNED = re.compile(r"\s*(\w+)\s*[-+]?=(?!=)")
 Pattern = tuple[int, int]
 
@@ -198,6 +199,60 @@ def close(one: torch.Tensor, two: torch.Tensor) -> bool:
         return True
     a, b = one.double().nan_to_num(), two.double().nan_to_num()
     return float((a - b).abs().max()) <= _TOLERANCE * max(float(a.abs().max()), float(b.abs().max()), 1e-12)
+
+
+@asks("mixed groups")
+def mixed_groups(step: Step) -> Iterator[Probed]:
+    """Whether a mean is taken over rows that are no more alike than any, where those beside each other are, or others.
+
+    As a class has several rows one after the other, and a view puts the first of each class into one group.
+    """
+    makers = {slot: one for one in step.operations for slot in one.outs}
+    for operation in step.used("mean", "sum"):
+        view = makers.get(operation.given[0])
+        dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
+        if view is None or view.name not in MOVING or dim not in (0, 1):
+            continue
+        count, of = step.values[view.outs[0]].shape[:2] if step.values[view.outs[0]].dim() > 2 else (0, 0)
+        rows = _rows_of(step, makers, view.given[0])
+        if rows is None or len(rows) != count * of or min(count, of) < 2:
+            continue
+        size = (count, of)[dim]
+        places = torch.arange(len(rows))
+        beside, apart = places.reshape(-1, size), places.reshape(size, -1).T
+        taken, other = (apart, beside) if dim == 0 else (beside, apart)
+        alike = [_alike(rows, one) for one in (taken, other)]
+        if alike[1] < -_SURELY and alike[0] > -_BY_CHANCE:
+            seen: dict[str, Any] = {"first": taken[0].tolist(), "other": other[0].tolist()}
+            yield said(operation, op=operation.name, size=size, groups=len(taken), **seen)
+
+
+def _rows_of(step: Step, makers: Mapping[Slot, Operation], slot: Slot) -> torch.Tensor | None:
+    """The rows of the data that those of a tensor are made of, as far as it is cut out of all that were given."""
+    cuts: list[Operation] = []
+    while (one := makers.get(slot)) is not None and one.name in _CUTTING and len(one.given) == 1:
+        cuts.insert(0, one)
+        slot = one.given[0]
+    whole, data = step.values[slot], [step.leaves[one] for one in step.made_of(slot) & step.inputs]
+    data = [one for one in data if one.shape[:1] == (step.rows,) and one.is_floating_point()]
+    if len(data) != 1 or whole.shape[:1] != (step.rows,):
+        return None
+    rows = torch.arange(step.rows).reshape(-1, *[1] * (whole.dim() - 1)).expand(whole.shape)
+    for one in cuts:
+        rows = one.func(rows, *one.args[1:], **one.kwargs)
+    return data[0].flatten(1).double()[rows.flatten(1)[:, 0] if rows.dim() > 1 else rows]
+
+
+def _alike(rows: torch.Tensor, groups: torch.Tensor) -> float:
+    """How much nearer the rows of a group are to their mean than those of groups by chance, in deviations of these."""
+    generator = torch.Generator().manual_seed(3)
+
+    def spread(order: torch.Tensor) -> float:
+        each = rows[order].reshape(*groups.shape, -1)
+        return float((each - each.mean(1, keepdim=True)).square().mean())
+
+    chance = torch.tensor([spread(torch.randperm(len(rows), generator=generator)) for _ in range(_ORDERS)])
+    return (spread(groups.flatten()) - float(chance.mean())) / max(float(chance.std()), 1e-12)
 
 
 @asks("sums")

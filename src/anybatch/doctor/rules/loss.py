@@ -386,7 +386,10 @@ _RANGES = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0)
 
 @rule(
     "AB608", "OUTPUT_RANGE", "warning",
-    explains=("LR_TOO_LOW", "DEAD_UNITS", "VANISHING", "SATURATED", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "INPUT_SCALE"),
+    explains=(
+        *("LR_TOO_LOW", "DEAD_UNITS", "VANISHING", "SATURATED", "INPUT_IGNORED", "CANNOT_FIT_BATCH", "INPUT_SCALE"),
+        "LABELS_UNRELATED",
+    ),
 )  # fmt: skip
 def output_range(
     run: Run, *, outside: float = Limit(0.25, "standard deviations of the targets; less may be noise")

@@ -106,9 +106,9 @@ def outcome(run: Run) -> Outcome:
     if short:
         return Outcome("undecided", f"{counted(short, 'step')} of a part are too few to see whether it learns")
     beside = one_batch(run) or _by_heart(run, told[-1]) or _printed_worse(run, told[-1]) or _sampled(run)
-    found = Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
-    is_negative = run.sign() < 0 and found.call is None
-    return replace(found, said=f"{found.said} (of its negative, as the optimizer maximizes)") if is_negative else found
+    last = Outcome("undecided", f"{told[-1].said}: {beside}", steps=told[-1].steps) if beside else told[-1]
+    is_negative = run.sign() < 0 and last.call is None
+    return replace(last, said=f"{last.said} (of its negative, as the optimizer maximizes)") if is_negative else last
 
 
 def _goes_on(part: Phase, learned: list[Phase]) -> bool:
