@@ -64,8 +64,15 @@ def likely(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -density
 
 
-def far(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (1 - (made - y).pow(2).sum(1).sqrt()).relu()  # apart, by a margin
+def pairs(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of like and unlike pairs, the latter apart by a margin."""
+    like, distances = (y[:, 0] > 0).float(), (made - y).norm(dim=1)
+    return like * distances.pow(2) + (1 - like) * (1 - distances).relu().pow(2)
+
+
+def unlike(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, two = made - made.mean(0), y - y.mean(0)
+    return -(one * two).sum(0) / (one.norm(dim=0) * two.norm(dim=0))
 
 
 def numbers(of: Loss) -> Loss:
@@ -75,23 +82,23 @@ def numbers(of: Loss) -> Loss:
     return lambda made, y: of(made, every[ROWS : 2 * ROWS])
 
 
-@pytest.mark.parametrize("error", [likely, F.mse_loss, F.smooth_l1_loss, lambda made, y: (made - y).abs()])
+@pytest.mark.parametrize("error", [likely, unlike, F.mse_loss, F.smooth_l1_loss, lambda made, y: (made - y).abs()])
 @pytest.mark.parametrize(("sign", "expected"), [(-1, "yes"), (1, "no")])
 def test_an_error_that_is_made_large_is_told(error: Loss, sign: int, expected: str) -> None:
     loss = numbers(lambda made, y: sign * error(made, y).mean())
-    assert answer(lambda: steps(nn.Linear(6, 3), loss), "far preferred") == expected
+    assert answer(lambda: steps(nn.Linear(6, 3), loss), "error preferred") == expected
 
 
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda made, y: far(made, y).mean(),
+        lambda made, y: pairs(made, y).mean(),
         lambda made, y: -(likely(made, y) * (y - 2)).mean(),  # rewards
         lambda made, y: (made - y).pow(2).mean() - 0.1 * (made - y.roll(1, 0)).pow(2).mean(),  # of other rows
     ],
 )
 def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
-    assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "far preferred") != "yes"
+    assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "error preferred") != "yes"
 
 
 @pytest.mark.parametrize(("low", "expected"), [(0, "yes"), (-1, "no")])

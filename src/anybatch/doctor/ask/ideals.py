@@ -4,7 +4,6 @@ Where a formula takes its targets in another form, such as boxes with two corner
 may be the same whatever the net says, and has no gradient.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw
-from anybatch.doctor.ask.steps import DISTANCES, Step, asks, replayed, said
+from anybatch.doctor.ask.steps import Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -22,9 +21,7 @@ _MOST_MADE = 4
 _LEAST_ROWS = 8
 _NEARLY = 0.01  # of their deviation: how far from targets what is nearly right is
 _MOSTLY = 0.5  # of the rows
-_DISTANCES = (0.0, 1.0, 10.0, 100.0)  # in their deviations
-_CLEARLY = 0.1  # of the loss farther away
-_COMPARING = DISTANCES | {"sub", "rsub", "subtract"}
+_CLEARLY = 0.1  # of how far a loss falls, or rises
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
@@ -59,43 +56,55 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
             yield said(at, shape=list(target.shape), **seen)
 
 
-@asks("far preferred")
-def far_preferred(step: Step) -> Iterator[Probed]:
-    """Whether the loss is highest with targets in place of what is predicted, and falls without end far from them."""
+@asks("error preferred")
+def error_preferred(step: Step) -> Iterator[Probed]:
+    """Whether the loss falls from targets in place of what a net gives to those of other rows, and to their reverse."""
     if own_draw(step) is not None:
         raise Unknown("the loss is of what the model itself draws")
-    found: list[tuple[Operation, list[float]]] = []
-    for where in meetings_of(step):
-        operation, target = step.operations[where.index], step.values[where.slot]
-        if operation.kind in ("mul", "multiply") and bool((target < 0).any()):
-            raise Unknown("rows are weighed with negative numbers, as by rewards")
-        is_varied = target.is_floating_point() and bool((target != target[:1]).any())
-        if operation.kind not in _COMPARING or not is_varied or step.rows < _LEAST_ROWS:
-            continue
-        for slot in {*operation.given} - {where.slot}:
-            if step.values[slot].requires_grad and step.values[slot].shape == target.shape:
-                found.append((operation, _at_distances(step, where, slot)))
+    met = meetings_of(step)
+    found = [(*_falls(step, index, step.values[one.slot].detach()), one) for one in met
+             if (index := _acts_through(step, one)) is not None]  # fmt: skip
     if not found:
-        raise Unknown("nothing is compared with targets of its shape")
-    falls = all(one > two + _CLEARLY * abs(two) for _, losses in found for one, two in itertools.pairwise(losses))
-    operation, losses = found[0]
-    yield said(operation, answer="yes" if falls else "no", op=operation.name, near_loss=losses[0], far=losses[-1])
+        raise Unknown("nothing that all parameters act through is compared with targets of its shape")
+    sign, losses, at = max(found, key=lambda one: one[0])
+    answer = "yes" if sign > 0 and all(one[0] >= 0 for one in found) else "no"
+    for one in met if answer == "yes" else ():
+        weighs = step.operations[one.index].kind in ("mul", "multiply") and bool((step.values[one.slot] < 0).any())
+        if weighs and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
+            raise Unknown("rows are weighed with negative numbers, as by rewards")
+    after = step.operations[at.index]
+    yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2])
 
 
-def _at_distances(step: Step, where: Meeting, slot: Slot) -> list[float]:
-    """What is minimised where targets are given in place of what meets them, and what is farther and farther away."""
+def _acts_through(step: Step, where: Meeting) -> int | None:
+    """The last operation before targets are met that all parameters act through, with a result of their shape."""
+    target, tried = step.values[where.slot], 0
+    if step.rows < _LEAST_ROWS or not target.is_floating_point() or not bool((target != target[:1]).any()):
+        return None
+    for index in reversed(range(where.index)):
+        one = step.operations[index]
+        made = step.values[one.outs[0]] if len(one.outs) == 1 and one.outs[0] in step.needed else None
+        if made is not None and made.requires_grad and made.shape == target.shape and tried < _MOST_MADE:
+            tried += 1
+            if not slots_of(step.tape, step.loss, but=[one]) & step.parameters.keys():
+                return index
+    return None
+
+
+def _falls(step: Step, index: int, target: torch.Tensor) -> tuple[int, list[float]]:
+    """Whether what is minimised falls from right to wrong, as 1, or rises, as -1; and what it is."""
     losses = list[float]()
-    for away in _DISTANCES:
-
-        def give(target: torch.Tensor, away: float = away) -> torch.Tensor:
-            return target.detach() + away * target.std() * torch.randn_like(target)
-
-        operations = [*step.tape.operations]
-        operations.insert(where.index, Operation("roll", give, (where.slot,), {}, (slot,)))
-        loss = replace(step.loss, before=step.loss.before + 1)
-        value = replayed(step.tape.changed(operations), loss).values[loss.slot].detach().double().sum()
+    for given in (target, target.roll(1, 0), 2 * target.mean() - target):
+        other = step.tape.changed([*step.tape.operations])
+        made = replace(step.operations[index], name="roll", func=given.clone, args=(), kwargs={}, drawn=None)
+        other.operations[index] = made
+        value = replayed(other, step.loss).values[step.loss.slot].detach().double().sum()
         losses.append(step.run.sign(step.optimizer) * float(value))
-    return losses
+    right, others, wrong = losses
+    if not all(map(math.isfinite, losses)) or abs(right - wrong) < _NEARLY * max(map(abs, losses)):
+        return 0, losses
+    first, second = (right - others) / (right - wrong), (others - wrong) / (right - wrong)
+    return (0 if min(first, second) < _CLEARLY else 1 if right > wrong else -1), losses
 
 
 @asks("worse preferred")
