@@ -66,13 +66,13 @@ def likely(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def pairs(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Of like and unlike pairs, the latter apart by a margin."""
-    like, distances = (y[:, 0] > 0).float(), (made - y).norm(dim=1)
+    like, distances = (y[:, 0] > 0).float(), (made - y).pow(2).sum(1).sqrt()
     return like * distances.pow(2) + (1 - like) * (1 - distances).relu().pow(2)
 
 
 def unlike(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     one, two = made - made.mean(0), y - y.mean(0)
-    return -(one * two).sum(0) / (one.norm(dim=0) * two.norm(dim=0))
+    return -(one * two).sum(0) / (one.pow(2).sum(0) * two.pow(2).sum(0)).sqrt()
 
 
 def numbers(of: Loss) -> Loss:
