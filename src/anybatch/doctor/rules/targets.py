@@ -9,7 +9,7 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome, still_falls
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed, Walk
@@ -74,9 +74,10 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
 
 
 def _is_slow(run: Run, optimizer: int) -> bool:
-    """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
+    """Whether it still learns, or a copy learns a batch better at another rate: nothing may be learned as yet."""
     asked = [one.evidence for answer in ("yes", "no") for one in answers(run, "rate", answer)]
-    return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
+    is_slow = any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
+    return is_slow or still_falls(run, optimizer)
 
 
 def _at_last(run: Run, place: Place) -> float:
