@@ -1,7 +1,8 @@
 """Rules on what targets hold: labels without relation, and constant targets."""
 
+import math
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, stdev
 
 from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import Found, Limit, rule
@@ -9,7 +10,7 @@ from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import adversarial
 from anybatch.doctor.views.naming import by_line, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome, still_falls
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, ENOUGH_TARGETS, outcome
 from anybatch.records.events import Epoch, Stepped
 from anybatch.records.findings import Place
 from anybatch.records.lossfacts import LossCall, Probed, Walk
@@ -74,18 +75,24 @@ def _terms_apart(run: Run, flat: float) -> Iterator[Found]:
 
 
 def _is_slow(run: Run, optimizer: int) -> bool:
-    """Whether it still learns, or a copy learns a batch better at another rate: nothing may be learned as yet."""
+    """Whether a copy learns a batch better at another rate, so that nothing may be learned as yet."""
     asked = [one.evidence for answer in ("yes", "no") for one in answers(run, "rate", answer)]
-    is_slow = any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
-    return is_slow or still_falls(run, optimizer)
+    return any(one["other_lr"] != one["lr"] for one in asked if one["optimizer"] == optimizer)
 
 
 def _at_last(run: Run, place: Place) -> float:
-    """The loss of a line at the end of the run, as a share of that of a constant guess; 0 where it is not known."""
+    """The loss of a line at the end of the run, as a share of that of a constant guess.
+
+    0 where it is not known, or where it still falls, so that more may be learned.
+    """
     calls = [one for one in run.of(LossCall) if (one.file, one.line) == (place.file, place.line)]
-    late = [one.value for one in calls[-(len(calls) // 3) :] if one.value is not None]
-    guesses = [one.guess for one in calls if one.guess]
-    return fmean(late) / fmean(guesses) if guesses and len(late) >= _LOOKS else 0.0
+    values, guesses = [one.value for one in calls if one.value is not None], [one.guess for one in calls if one.guess]
+    third = len(values) // 3
+    if not guesses or third < _LOOKS:
+        return 0.0
+    before, late = values[-2 * third : -third], values[-third:]
+    falls = fmean(before) - fmean(late) > 2 * stdev(late) / math.sqrt(third)
+    return 0.0 if falls else fmean(late) / fmean(guesses)
 
 
 def _at_first(run: Run) -> float:

@@ -220,7 +220,7 @@ def _doubted(run: Run, part: Phase, found: Outcome) -> Outcome:
         or scored
         or found.steps < ENOUGH_STEPS
         or rows < ENOUGH_TARGETS
-        or still_falls(run, next(iter(part.optimizers), None))
+        or _still_falls(run, part)
     ):
         return Outcome("undecided", said, steps=found.steps)
     return Outcome("not learning", said, last=found.last, steps=found.steps, unrelated=same)
@@ -244,9 +244,8 @@ def _unrelated(run: Run, part: Phase, probe: str) -> Probed | None:
     return mine[0] if mine and all(one.answer == "no" for one in mine) else None
 
 
-def still_falls(run: Run, optimizer: int | None) -> bool:
-    """Whether the loss of an optimizer fell in the last third of its steps, or these are too few to tell."""
-    went = course(run, optimizer)
+def _still_falls(run: Run, part: Phase) -> bool:
+    went = course(run, next(iter(part.optimizers), None))
     third = len(went.finite) // 3
     if third < 5:
         return True
