@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ class Accumulation:
             accumulation.reset(token)
 
     def _refuse_parameters_on_meta(self, error: RuntimeError) -> None:
-        for module in modules_behind(self._model, self._loss_fn) if "meta" in str(error) else ():
+        for module in modules_behind(self._model, self._loss_fn) if re.search(r"\bmeta\b", str(error)) else ():
             names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
             if names:
                 raise LossError(

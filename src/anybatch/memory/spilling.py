@@ -3,15 +3,18 @@
 On the CPU they lie in a file, else in host memory. A recording counts them as if they were still there.
 """
 
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from anybatch.accelerators import free_bytes
 from anybatch.memory.meter import Allocation, Recording
 from anybatch.memory.offloading import is_plain
 from anybatch.tensors.dispatch import without_modes
@@ -37,24 +40,22 @@ class Spilling:
         self._recording, self._gradients = recording, gradients
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._copies: dict[int, weakref.ref[_Copy]] = {}
-        self._handles: list[Any] = []
         recording.foresees = True
 
     def __enter__(self) -> None:
-        self._file = tempfile.TemporaryFile()
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._adding_to(allocation))
-            for parameter, allocation in self._gradients
-        ]
-        self._hooks.__enter__()
+        with ExitStack() as stack:
+            self._file = stack.enter_context(tempfile.TemporaryFile())
+            self._room = min(shutil.disk_usage(tempfile.gettempdir()).free, free_bytes(torch.device("cpu"))) // 2
+            for parameter, allocation in self._gradients:
+                handle = parameter.register_post_accumulate_grad_hook(self._adding_to(allocation))
+                stack.callback(handle.remove)
+            stack.enter_context(self._hooks)
+            self._stack = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-        for handle in self._handles:
-            handle.remove()
-        self._file.close()
+        self._stack.__exit__(kind, error, trace)
 
     def _adding_to(self, earlier: Allocation) -> Callable[[torch.Tensor], None]:
         def add(parameter: torch.Tensor) -> None:
@@ -71,6 +72,9 @@ class Spilling:
             known = self._copies.get(storage._cdata)
             copy = None if known is None else known()
             if copy is None or not copy.is_of(storage, tensor._version):
+                self._room -= storage.nbytes()
+                if self._room < 0:  # a file may lie in host memory, and others need both
+                    raise OSError("there is no room for what is saved")
                 copy = _Copy(storage, tensor._version, held, self._recording, self._file)
                 self._copies[storage._cdata] = weakref.ref(copy)
                 self._recording.hold(held, copy, is_here=False)

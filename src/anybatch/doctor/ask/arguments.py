@@ -110,6 +110,8 @@ def positive_weights(step: Step) -> Iterator[Probed]:
         weight = step.values[weight].detach().double() if type(weight) is Slot else None
         if target is None or weight is None or weight.numel() > 1 or not bool(((target == 0) | (target == 1)).all()):
             continue
+        if target.numel() != len(target):
+            continue  # as of places in a few pictures, of which one may be full of what is rare
         times, positive = float(weight), int(target.sum())
         sides = sorted([(target.numel() - positive, 1.0), (positive, times)])  # the rarer one first
         (least, light), (most, heavy) = sides

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, said
+from anybatch.doctor.ask.steps import DISTANCES, MOVING, OF_CLASSES, PRODUCTS, Step, asks, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot, rebuilt
 from anybatch.doctor.ask.trials import Unknown
 from anybatch.records.lossfacts import Probed
@@ -153,29 +153,28 @@ def _is_padded(step: Step, slot: Slot) -> bool:
 @asks("pooled channels")
 def pooled_channels(step: Step) -> Iterator[Probed]:
     """Whether the channels that a convolution made are pooled, and its places become the features of a linear layer."""
-    makers = {slot: one for one in step.operations for slot in one.outs}
     for operation in step.used(*_POOLING):
         given = step.values[operation.given[0]] if operation.given else None
         dim = operation.kwargs.get("dim", operation.args[1] if len(operation.args) > 1 else None)
-        if given is None or given.dim() < 3 or dim not in (1, 1 - given.dim()):
+        if given is None or given.dim() < 3 or given.shape[1] == 1 or dim not in (1, 1 - given.dim()):
             continue
-        made = makers.get(operation.given[0])
-        while made is not None and not made.name.startswith("conv") and made.kind in _BEHIND:
-            made = makers.get(made.given[0])
+        behind = (
+            one for one in step.path(operation.given[0]) if one.name.startswith("conv") or one.kind not in _BEHIND
+        )
+        made = next(behind, None)
         pooled = step.values[operation.outs[0]]
         if made is None or not made.name.startswith("conv") or pooled.shape != (given.shape[0], *given.shape[2:]):
             continue
-        follows = [one for one in step.used("linear") if _is_made_of(makers, one.given[0], operation)]
-        if any(step.values[one.given[0]].shape[-1] == pooled[0].numel() for one in follows):
+        follows = [one for one in step.used("linear") if _is_made_of(step, one.given[0], operation)]
+        is_beside = made.outs[0] in slots_of(step.tape, step.loss, but=[operation])
+        if not is_beside and any(step.values[one.given[0]].shape[-1] == pooled[0].numel() for one in follows):
             seen: dict[str, Any] = {"op": operation.name, "channels": given.shape[1], "places": pooled[0].numel()}
             yield said(operation, **seen)
 
 
-def _is_made_of(makers: Mapping[Slot, Operation], slot: Slot, operation: Operation) -> bool:
+def _is_made_of(step: Step, slot: Slot, operation: Operation) -> bool:
     """Whether a tensor is what an operation gave, in another shape at most."""
-    while (one := makers.get(slot)) is not None and one is not operation and one.name in MOVING:
-        slot = one.given[0]
-    return one is operation
+    return next((one for one in step.path(slot) if one is operation or one.name not in MOVING), None) is operation
 
 
 @asks("target given")

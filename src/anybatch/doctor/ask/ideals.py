@@ -69,8 +69,7 @@ def error_preferred(step: Step) -> Iterator[Probed]:
     sign, losses, at = max(found, key=lambda one: one[0])
     answer = "yes" if sign > 0 and all(one[0] >= 0 for one in found) else "no"
     for one in met if answer == "yes" else ():
-        weighs = step.operations[one.index].kind in ("mul", "multiply") and bool((step.values[one.slot] < 0).any())
-        if weighs and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
+        if bool((step.values[one.slot] < 0).any()) and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
             raise Unknown("rows are weighed with negative numbers, as by rewards")
     after = step.operations[at.index]
     yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2])

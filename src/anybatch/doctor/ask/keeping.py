@@ -529,10 +529,11 @@ def numberings(dataset: Any) -> dict[str, dict[Any, int]]:
         dataset = dataset.dataset
     held = getattr(dataset, "__dict__", {}).items()
     return {
-        f"{type(dataset).__name__}.{name}": one
+        f"{type(dataset).__name__}.{name}": dict(one)
         for name, one in held
         if type(one) is dict and _FEWEST_NAMES <= len(one) <= _MOST_NAMES
-        and all(type(number) is int for number in one.values()) and len({*one.values()}) == len(one)
+        and all(type(key) is str and type(number) is int for key, number in one.items())
+        and {*one.values()} == {*range(min(one.values()), min(one.values()) + len(one))}
     }  # fmt: skip
 
 

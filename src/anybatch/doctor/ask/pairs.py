@@ -72,8 +72,11 @@ def _is_own_list(step: Step, given: list[Slot]) -> bool:
     one = step.values[given[0]]
     if one.dim() != 1 or one.is_floating_point() or one.dtype == torch.bool or len(one.unique()) < 2:
         return False
-    sources = [{slot, *(maker.given[0] for maker in step.path(slot) if maker.name in _TURNING)} for slot in given]
-    return one.shape == step.values[given[1]].shape and bool(sources[0] & sources[1])
+    sources = [
+        {slot, *(each.given[0] for each in itertools.takewhile(lambda one: one.name in _TURNING, step.path(slot)))}
+        for slot in given
+    ]
+    return torch.equal(one, step.values[given[1]]) and bool(sources[0] & sources[1])
 
 
 def _is_itself(operation: Operation, sides: list[torch.Tensor]) -> bool:

@@ -214,7 +214,7 @@ def mixed_groups(step: Step) -> Iterator[Probed]:
         if view is None or view.name not in MOVING or dim not in (0, 1):
             continue
         count, of = step.values[view.outs[0]].shape[:2] if step.values[view.outs[0]].dim() > 2 else (0, 0)
-        rows = _rows_of(step, makers, view.given[0])
+        rows = _rows_of(step, view.given[0])
         if rows is None or len(rows) != count * of or min(count, of) < 2:
             continue
         size = (count, of)[dim]
@@ -227,10 +227,10 @@ def mixed_groups(step: Step) -> Iterator[Probed]:
             yield said(operation, op=operation.name, size=size, groups=len(taken), **seen)
 
 
-def _rows_of(step: Step, makers: Mapping[Slot, Operation], slot: Slot) -> torch.Tensor | None:
+def _rows_of(step: Step, slot: Slot) -> torch.Tensor | None:
     """The rows of the data that those of a tensor are made of, as far as it is cut out of all that were given."""
     cuts: list[Operation] = []
-    while (one := makers.get(slot)) is not None and one.name in _CUTTING and len(one.given) == 1:
+    for one in itertools.takewhile(lambda one: one.name in _CUTTING and len(one.given) == 1, step.path(slot)):
         cuts.insert(0, one)
         slot = one.given[0]
     whole, data = step.values[slot], [step.leaves[one] for one in step.made_of(slot) & step.inputs]

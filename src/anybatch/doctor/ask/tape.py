@@ -38,7 +38,7 @@ _KINDS = {
     **{f"__{one}__": one for one in ("add", "sub", "mul", "pow", "matmul", "abs", "neg", "ne")},
     **{f"__r{one}__": one for one in ("add", "mul")},
 }  # fmt: skip
-_TAKING = frozenset({"__getitem__", "index_select", "narrow"})
+_TAKING = frozenset({"__getitem__", "index_select"})
 
 
 class Slot(int):
@@ -144,20 +144,21 @@ class Tape(SafeMode):
         if name in _SIZES or name in _NOT_KEPT:
             self.sizes |= name in _SIZES
             return None
-        if name in _TAKING and self._is_batch_taken(list(tensors_in((args, kwargs)))):
+        if name in _TAKING and not kwargs and self._is_batch_taken(args):
             return None
         return Operation(name, func, rebuilt(args, self._encoded), rebuilt(kwargs, self._encoded))
 
-    def _is_batch_taken(self, given: list[torch.Tensor]) -> bool:
-        """Whether rows of data are taken, as targets are from those of all samples; the batch of them is a leaf."""
-        data = given[0] if given else None
-        return (
-            data is not None
-            and data.dim() > 0
-            and data.shape[0] > self.rows > 0
-            and all(self._slot_of(one) is None and not one.requires_grad for one in given)
-            and id(data) not in self.held
-        )
+    def _is_batch_taken(self, args: Any) -> bool:
+        """Whether a batch is taken from data, as targets are from those of all samples; what is taken is a leaf."""
+        given, index = list(tensors_in(args)), args[-1]
+        if len(args) < 2 or not isinstance(args[0], torch.Tensor) or not args[0].dim():
+            return False
+        if isinstance(index, slice) and len(args) == 2:
+            count = len(range(*index.indices(len(args[0])))) if index.start else -1  # the first ones may be of a table
+        else:
+            count = len(index) if isinstance(index, list) or (isinstance(index, torch.Tensor) and index.dim()) else -1
+        is_new = all(self._slot_of(one) is None and not one.requires_grad for one in given)
+        return count == self.rows < len(args[0]) and is_new and id(args[0]) not in self.held
 
     @unseen
     def after(self, operation: Operation, result: Any) -> None:

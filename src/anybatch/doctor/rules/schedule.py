@@ -139,7 +139,7 @@ def sched_too_often(
 def _over(one: _Schedule, per_epoch: int, steps: float) -> str:
     """Why the schedule does not fit the run, empty if it does."""
     rates, half = [max(step.lrs) for step in one.steps], len(one.steps) / 2
-    fallen = _fallen(rates, 0.01)
+    fallen = _fallen(rates, 0.01) or None  # not one that was never up
     for_epochs = one.facts.cls in ("StepLR", "MultiStepLR", "ExponentialLR", "ReduceLROnPlateau")
     limit = max(per_epoch, half) if for_epochs else min(per_epoch, len(rates)) if per_epoch > 1 else half
     counted = per_epoch > 1 or for_epochs
