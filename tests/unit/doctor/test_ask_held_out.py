@@ -152,3 +152,8 @@ def of_pictures(noisy_target: bool, noisy_input: bool = True, evaluated_clean: b
 )
 def test_targets_that_are_the_input_in_training_alone_are_told(data: Data, expected: str) -> None:
     assert answer(lambda: evaluated(nn.Linear(6, 6), data, F.mse_loss), "copied") == expected
+
+
+def test_a_model_that_changes_its_input_itself_may_have_it_as_its_target() -> None:
+    net = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 6))
+    assert answer(lambda: evaluated(net, of_pictures(noisy_target=True), F.mse_loss), "copied") == ""

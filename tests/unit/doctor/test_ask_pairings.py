@@ -275,6 +275,7 @@ class Named(Dataset[Tensor]):
     def __init__(self, names: list[str], numbers: dict[str, int] | None = None) -> None:
         self.numbers = numbers or {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.names = names
+        self.counts = {f"film {number}": 10 * number + len(names) for number in range(20)}  # which number no names
 
     def __len__(self) -> int:
         return len(self.names)

@@ -235,6 +235,7 @@ def supervised(same: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
         (lambda y: y.view(-1, 1) == y.view(-1, 1).T, "no"),
         (lambda y: y[:, None] == y, "no"),
         (lambda y: y == y.clone().flip(0), "no"),
+        (lambda y: torch.eq(*torch.stack([y, y.flip(0)], 1).t()), "no"),  # two columns of one table
         (lambda y: y.float() == y.float(), "no"),  # where a number is not NaN
     ],
 )

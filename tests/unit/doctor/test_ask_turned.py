@@ -208,28 +208,31 @@ def test_the_rate_of_a_second_phase_is_asked_by_itself() -> None:
 
 
 class OfPoints(nn.Module):
-    def __init__(self, pool: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, pool: Callable[[torch.Tensor], torch.Tensor], channels: int = 16) -> None:
         super().__init__()
-        self.conv, self.norm, self.head, self.pool = nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.Linear(16, 3), pool
+        self.conv, self.norm = nn.Conv1d(3, channels, 1), nn.BatchNorm1d(channels)
+        self.head, self.pool = nn.Linear(16, 3), pool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(self.pool(F.relu(self.norm(self.conv(x)))))
+        scores: torch.Tensor = self.head(self.pool(F.relu(self.norm(self.conv(x)), inplace=True)))
         return scores
 
 
 @pytest.mark.parametrize(
-    ("pool", "expected"),
+    ("pool", "channels", "expected"),
     [
-        (lambda x: x.max(1)[0], "yes"),
-        (lambda x: x.mean(dim=1), "yes"),
-        (lambda x: x.amax(2), "no"),
-        (lambda x: (x * x.mean(1, keepdim=True).sigmoid()).mean(2), "no"),  # attention to places
+        (lambda x: x.max(1)[0], 16, "yes"),
+        (lambda x: x.mean(dim=1).flatten(1), 16, "yes"),  # which gives the same tensor
+        (lambda x: x.amax(2), 16, "no"),
+        (lambda x: (x * x.mean(1, keepdim=True).sigmoid()).mean(2), 16, "no"),  # attention to places
+        (lambda x: x.mean(2) + x.mean(1), 16, "no"),  # the channels come in beside it
+        (lambda x: x.mean(1), 1, "no"),
     ],
 )
 def test_channels_that_are_pooled_in_place_of_points_are_told(
-    pool: Callable[[torch.Tensor], torch.Tensor], expected: str
+    pool: Callable[[torch.Tensor], torch.Tensor], channels: int, expected: str
 ) -> None:
-    net = OfPoints(pool)
+    net = OfPoints(pool, channels)
     optimizer = torch.optim.Adam(net.parameters())
 
     def train() -> None:

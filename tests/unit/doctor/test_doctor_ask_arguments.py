@@ -171,6 +171,21 @@ def test_positive_targets_that_are_rare_and_weigh_less_are_told(weight: float, s
     assert answer(lambda: marked(weight, share), "positive weights") == expected
 
 
+def test_a_picture_that_is_full_of_what_is_rare_says_nothing_of_a_weight() -> None:
+    net = nn.Conv2d(1, 1, 3, padding=1)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def train() -> None:
+        for _ in range(4):
+            full = (torch.arange(64) < 56).float().view(1, 1, 8, 8).repeat(4, 1, 1, 1)
+            optimizer.zero_grad()
+            scores = net(torch.randn(4, 1, 8, 8))
+            F.binary_cross_entropy_with_logits(scores, full, pos_weight=torch.tensor(9.0)).backward()
+            optimizer.step()
+
+    assert answer(train, "positive weights") == "no"
+
+
 class Placed(nn.Module):
     """Tokens with a table of places, cut along the batch or along the tokens."""
 

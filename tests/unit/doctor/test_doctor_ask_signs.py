@@ -75,6 +75,10 @@ def unlike(made: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -(one * two).sum(0) / (one.pow(2).sum(0) * two.pow(2).sum(0)).sqrt()
 
 
+RETURNS = -torch.linspace(1, 2, ROWS)
+"""Of actions that were taken."""
+
+
 def numbers(of: Loss) -> Loss:
     """A loss with numbers as targets, which are taken from those of all samples where they are needed."""
     generator = torch.Generator().manual_seed(0)
@@ -94,11 +98,23 @@ def test_an_error_that_is_made_large_is_told(error: Loss, sign: int, expected: s
     [
         lambda made, y: pairs(made, y).mean(),
         lambda made, y: -(likely(made, y) * (y - 2)).mean(),  # rewards
+        lambda made, y: likely(made, y).sum(1) @ RETURNS / ROWS,
+        lambda made, y: likely(made, y).sum(1).dot(RETURNS) / ROWS,
         lambda made, y: (made - y).pow(2).mean() - 0.1 * (made - y.roll(1, 0)).pow(2).mean(),  # of other rows
     ],
 )
 def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "error preferred") != "yes"
+
+
+def test_the_first_rows_of_a_table_are_no_targets_of_the_rows() -> None:
+    table = torch.randn(8 * ROWS, 3)
+    loss = lambda made, y: (made + table[:ROWS] - torch.eye(3)[y]).pow(2).mean()  # noqa: E731
+    with Doctor() as doctor:
+        steps(nn.Linear(6, 3), loss)
+    assert doctor.kept is not None
+    sizes = [len(leaf) for tape in doctor.kept.tapes.values() for leaf in tape.leaves.values() if leaf.dim() > 1]
+    assert 8 * ROWS in sizes
 
 
 @pytest.mark.parametrize(("low", "expected"), [(0, "yes"), (-1, "no")])
