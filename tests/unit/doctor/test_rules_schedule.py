@@ -289,6 +289,10 @@ STEP_LR = SchedulerFacts(
 LOADER = Epoch(loader=0, batches=60, rows=480, batch_size=8, shuffled=True)
 
 
+def test_sched_too_often_is_quiet_where_the_rate_is_zero_throughout() -> None:
+    silent(Training(lr=lambda step: 0.0, loss=lambda step: 2.3, scheduler=STEP_LR).run(), "SCHED_TOO_OFTEN")
+
+
 def test_sched_too_often_fires_where_an_epoch_ends_the_schedule() -> None:
     run = Training(
         lr=lambda step: 0.1 ** (3 + step // 3), loss=lambda step: 2.3, scheduler=STEP_LR, before=(LOADER,)
