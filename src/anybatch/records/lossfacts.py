@@ -144,6 +144,7 @@ class Evaluated(Placed):
     right: float = 0.0  # the share in which the class of the target has the highest score
     # the share in which the class has it that has it in most rows of this target, if no two targets share one
     renamed: float = 0.0
+    shapes: tuple[tuple[int, ...], ...] = ()  # of predictions and targets in the first call; none for classes
     # of the first call of a regression: mean and standard deviation of the predictions, and those of the targets
     scales: tuple[float, ...] = ()
     names: tuple[tuple[int, int], ...] = ()  # some targets, and the class that has it in most of their rows

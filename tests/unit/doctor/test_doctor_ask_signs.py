@@ -101,6 +101,7 @@ def test_an_error_that_is_made_large_is_told(error: Loss, sign: int, expected: s
         lambda made, y: likely(made, y).sum(1) @ RETURNS / ROWS,
         lambda made, y: likely(made, y).sum(1).dot(RETURNS) / ROWS,
         lambda made, y: (made - y).pow(2).mean() - 0.1 * (made - y.roll(1, 0)).pow(2).mean(),  # of other rows
+        lambda made, y: (made + y).pow(2).mean(),  # the reverse is what is aimed at, as of noise in a score
     ],
 )
 def test_what_should_be_apart_is_not_told(loss: Loss) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from anybatch import Doctor
 from anybatch.records.events import Stepped
-from anybatch.records.lossfacts import Probed, Walk
+from anybatch.records.lossfacts import Evaluated, Probed, Walk
 from anybatch.records.runs import Run
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import GroupFacts, ModuleFacts, OptimizerFacts, Root
@@ -115,8 +115,11 @@ def test_double_activation_is_a_hint_for_log_probabilities() -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "targets", "fix"),
-    [((32, 1), (32,), "squeeze(-1), y"), ((32,), (32, 1), "y.squeeze(-1)"), ((8, 1, 4), (8, 4), "reshape(8, 1, 4)")],
-)
+    [
+        ((32, 1), (32,), "squeeze(-1), y"), ((32,), (32, 1), "y.squeeze(-1)"), ((8, 1, 4), (8, 4), "reshape(8, 1, 4)"),
+        ((32, 1), (32, 32), "unsqueeze(-1)"), ((32,), (32, 32), "squeeze(-1)"),  # rewards and values made them
+    ],
+)  # fmt: skip
 def test_loss_broadcast_fires(inputs: tuple[int, ...], targets: tuple[int, ...], fix: str) -> None:
     run = Training(call=call("mse_loss", input_shape=inputs, target_shape=targets)).run()
     assert fix in fires(run, "LOSS_BROADCAST", "error").fix
@@ -124,11 +127,23 @@ def test_loss_broadcast_fires(inputs: tuple[int, ...], targets: tuple[int, ...],
 
 @pytest.mark.parametrize(
     ("inputs", "targets"),
-    [((32, 1), (32, 1)), ((1, 1), (1,)), ((32, 1), (1,)), ((32, 10), (10,)), ((32, 4), (32, 1)), ((32, 4), ())],
-)
+    [
+        ((32, 1), (32, 1)), ((1, 1), (1,)), ((32, 1), (1,)), ((32, 10), (10,)), ((32, 4), (32, 1)), ((32, 4), ()),
+        ((32, 1), (32, 4)), ((32, 32), (32, 32)), ((1, 1), (32, 32)),
+    ],
+)  # fmt: skip
 def test_loss_broadcast_is_quiet(inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     silent(Training(call=call("mse_loss", input_shape=inputs, target_shape=targets)).run(), "LOSS_BROADCAST")
-    silent(Training().run(), "LOSS_BROADCAST")
+    evaluated = Training(after=(Evaluated(function="mse_loss", shapes=(inputs, targets)),))
+    silent(evaluated.run(), "LOSS_BROADCAST")
+
+
+def test_loss_broadcast_fires_in_an_evaluation() -> None:
+    one = Evaluated(function="mse_loss", shapes=((32,), (32, 1)), file="train.py", line=7)
+    found = fires(Training(after=(one,)).run(), "LOSS_BROADCAST", "warning")
+    assert found.place.line == 7
+    assert "y.squeeze(-1)" in found.fix
+    silent(Training(after=(Evaluated(function="cross_entropy"),)).run(), "LOSS_BROADCAST")
 
 
 def by_hand(spread: tuple[int, ...], *, every: int = 1) -> Training:

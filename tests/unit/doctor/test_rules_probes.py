@@ -31,6 +31,12 @@ def test_batch_mixing_is_quiet_for_sets_graphs_and_time() -> None:
     quiet(time.run(), "BATCH_MIXING")
 
 
+def test_batch_mixing_is_no_note_where_an_evaluation_has_more_rows() -> None:
+    mixed = probed("batch", "yes")
+    mixed.every = lambda step: [sample(shape=(400, 8))] if step == 9 else []
+    fires(mixed.run(), "BATCH_MIXING", "warning")
+
+
 def test_time_leak_fires_in_a_model_of_the_next_token() -> None:
     assert "causal" in fires(probed("time", "yes", module="attention").run(), "TIME_LEAK", "error").fix
 

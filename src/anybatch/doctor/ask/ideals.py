@@ -93,15 +93,18 @@ def _acts_through(step: Step, where: Meeting) -> int | None:
 def _falls(step: Step, index: int, target: torch.Tensor) -> tuple[int, list[float]]:
     """Whether what is minimised falls from right to wrong, as 1, or rises, as -1; and what it is."""
     losses = list[float]()
-    for given in (target, target.roll(1, 0), 2 * target.mean() - target):
+    mean = target.mean()
+    for given in (target, target.roll(1, 0), 2 * mean - target, 3 * mean - 2 * target):
         other = step.tape.changed([*step.tape.operations])
         made = replace(step.operations[index], name="roll", func=given.clone, args=(), kwargs={}, drawn=None)
         other.operations[index] = made
         value = replayed(other, step.loss).values[step.loss.slot].detach().double().sum()
         losses.append(step.run.sign(step.optimizer) * float(value))
-    right, others, wrong = losses
-    if not all(map(math.isfinite, losses)) or abs(right - wrong) < _NEARLY * max(map(abs, losses)):
+    right, others, wrong, beyond = losses
+    if not all(map(math.isfinite, losses)) or abs(right - wrong) < _NEARLY * max(map(abs, losses[:3])):
         return 0, losses
+    if right > wrong and beyond - wrong > _CLEARLY * (right - wrong):
+        return 0, losses  # the reverse is what it aims at, as with the score of noise
     first, second = (right - others) / (right - wrong), (others - wrong) / (right - wrong)
     return (0 if min(first, second) < _CLEARLY else 1 if right > wrong else -1), losses
 

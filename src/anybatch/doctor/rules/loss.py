@@ -13,7 +13,7 @@ from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.naming import by_line, qualified, root_variable
 from anybatch.doctor.views.windows import members
 from anybatch.records.events import Backward
-from anybatch.records.lossfacts import LossCall, Probed, Walk
+from anybatch.records.lossfacts import Evaluated, LossCall, Probed, Walk
 from anybatch.records.runs import Run
 
 _SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
@@ -165,33 +165,48 @@ def _log_twice(run: Run, call: LossCall) -> Found:
     explains=("LOSS_CONSTANT", "LR_TOO_LOW", "VANISHING", "INPUT_IGNORED", "LABEL_MISALIGNED", "CANNOT_FIT_BATCH"),
 )  # fmt: skip
 def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of something else")) -> Iterator[Found]:
-    """Losses whose result is larger than both of its arguments."""
+    """Losses whose result is larger than both of its arguments, or has each target for each row of predictions."""
     for calls in by_line(run).values():
-        wrong = [one for one in calls if _outer(one.input_shape, one.target_shape)]
-        if not wrong or wrong[0].classes:
-            continue
-        call = wrong[0]
-        inputs, targets, name = call.input_shape, call.target_shape, _model(run, call)
-        given = f"{name}(x), y.reshape({', '.join(map(str, inputs))})"
-        if len(inputs) == len(targets) + 1 and inputs[-1] == 1:
-            given = f"{name}(x).squeeze(-1), y"
-        elif len(targets) == len(inputs) + 1 and targets[-1] == 1:
-            given = f"{name}(x), y.squeeze(-1)"
-        shape = _joined(inputs, targets)
-        yield Found(
-            text=f"{call.function} compares predictions of shape {inputs} with targets of shape {targets}: every one "
-            f"with every other, {shape} in all.",
-            fix=f"{call.function}({given})",
-            cause=_BROADCAST,
-            since=call,
-            evidence={
-                "input_shape": list(inputs), "target_shape": list(targets), "result": list(shape), "calls": len(wrong),
-            },
-        )  # fmt: skip
-        return
-    yield from _by_hand(run, graphs)
+        wrong = [one for one in calls if not one.classes and _is_broadcast(one.input_shape, one.target_shape)]
+        if wrong:
+            call = wrong[0]
+            evidence = {"calls": len(wrong)}
+            yield _compared(call.function, _model(run, call), call.input_shape, call.target_shape, call, evidence)
+            return
+    found = list(_by_hand(run, graphs))
+    yield from found
+    for one in run.of(Evaluated) if not found else ():
+        if len(one.shapes) == 2 and _is_broadcast(*one.shapes):
+            yield replace(_compared(one.function, "model", *one.shapes, one, {}), severity="warning", cause=_MEASURED)
+            return
 
 
+def _compared(
+    function: str, name: str, inputs: tuple[int, ...], targets: tuple[int, ...], since: LossCall | Evaluated,
+    evidence: dict[str, Any],
+) -> Found:  # fmt: skip
+    given = f"{name}(x), y.reshape({', '.join(map(str, inputs))})"
+    if len(inputs) == len(targets) + 1 and inputs[-1] == 1:
+        given = f"{name}(x).squeeze(-1), y"
+    elif len(targets) == len(inputs) + 1 and targets[-1] == 1:
+        given = f"{name}(x), y.squeeze(-1)"
+    shape = _joined(inputs, targets)
+    fix = f"{function}({given})"
+    if shape == targets:
+        fix = f"targets of shape {inputs}: what they are made of is of {inputs} and of {inputs[:1]}, say; " + (
+            "unsqueeze(-1) what has one dim" if len(inputs) == 2 else "squeeze(-1) what has two"
+        )
+    return Found(
+        text=f"{function} compares predictions of shape {inputs} with targets of shape {targets}: every one with "
+        f"every other, {shape} in all.",
+        fix=fix,
+        cause=_BROADCAST,
+        since=since,
+        evidence={"input_shape": list(inputs), "target_shape": list(targets), "result": list(shape), **evidence},
+    )
+
+
+_MEASURED = "The shapes are broadcast in an evaluation: what it measures is no error of the predictions."
 _BROADCAST = "The shapes are broadcast, and the best such a model can do is to predict the mean of the targets."
 
 
@@ -239,9 +254,11 @@ def _joined(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(pair) for pair in pairs) if all(1 in pair or pair[0] == pair[1] for pair in pairs) else ()
 
 
-def _outer(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _is_broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether both are smaller than what they give, or targets are a square that the rows of predictions are one of."""
     joined = _joined(one, other)
-    return bool(joined) and math.prod(joined) > max(math.prod(one), math.prod(other))
+    is_square = one in {(*other[:-1], 1), other[:-1]} and len(other) == 2 and other[0] == other[1] > 1
+    return bool(joined) and (math.prod(joined) > max(math.prod(one), math.prod(other)) or is_square)
 
 
 _SOFTMAXES = ("Softmax", "LogSoftmax", "Softmin")

@@ -62,14 +62,14 @@ def _is_one_set(run: Run, probed: Probed) -> bool:
     ):
         return True
     inputs = [one for one in run.of(InputSample) if one.root == root and one.shape]
-    rows = max((one.shape[0] for one in inputs), default=0)
+    rows = {one.shape[0] for one in inputs}  # of a batch, and of what the model is evaluated with
     edges = any(
-        (one.dtype == "int64" and len(one.shape) == 2 and one.shape[0] == 2 != rows)
-        or (len(one.shape) == 2 and one.shape[0] == one.shape[1] == rows and len(inputs) > 1)
+        (one.dtype == "int64" and len(one.shape) == 2 and one.shape[0] == 2 != max(rows))
+        or (len(one.shape) == 2 and one.shape[0] == one.shape[1] == max(rows) and len(inputs) > 1)
         for one in inputs
     )
     pooled = [output for number, samples in latest(run) if number == root for _, output in outputs(samples)]
-    return edges or any(one.shape[:1] not in ((), (rows,)) for one in pooled)
+    return edges or any(one.shape and one.shape[0] not in rows - {1} for one in pooled)
 
 
 @rule("AB802", "TIME_LEAK", "error", explains=("CANNOT_FIT_BATCH",), needs=(Probed, LossCall))

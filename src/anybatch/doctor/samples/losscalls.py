@@ -260,7 +260,7 @@ class Calls:
         self._guesses = Guesses()
         self._evaluation: list[Any] = []  # name, line, how many losses, and their sum
         self._targets: Targets | None = None  # of that evaluation
-        self._scales: tuple[float, ...] = ()  # of its first call
+        self._first: dict[str, Any] = {}  # what its first call says of all
         self._evaluations = 0
 
     def attach(self) -> None:
@@ -329,7 +329,7 @@ class Calls:
             )
         else:
             self._evaluation = [name, user_place(3), 1, value, counts]
-            self._scales = _scales_of(name, first, others[0])
+            self._first = {"scales": _scales_of(name, first, others[0]), "shapes": _shapes_of(name, first, others[0])}
             self._targets = Targets(name) if self._evaluations < _LOOKED_AT else None
             self._evaluations += 1
         if self._targets is not None and not self._targets.add(first, others):
@@ -340,7 +340,7 @@ class Calls:
         if self._evaluation:
             (name, (file, line), count, total, counts), self._evaluation = self._evaluation, []
             known = self._targets.facts() if self._targets is not None else {}
-            known |= _renamed(counts) | {"scales": self._scales}
+            known |= _renamed(counts) | self._first
             known["better"] = known.get("better", False) or _tells_apart(counts)
             self._emit(Evaluated(function=name, value=float(total) / count, calls=count, file=file, line=line, **known))
 
@@ -459,6 +459,11 @@ def _scales_of(name: str, made: Any, target: Any) -> tuple[float, ...]:
         return ()
     found = (torch.std_mean(one.detach().double()) for one in both)
     return tuple(float(one) for std, mean in found for one in (mean, std))
+
+
+def _shapes_of(name: str, made: Any, target: Any) -> tuple[tuple[int, ...], ...]:
+    both = [one for one in (made, target) if isinstance(one, torch.Tensor) and name not in _OF_CLASSES]
+    return tuple(tuple(one.shape) for one in both)
 
 
 @unseen
