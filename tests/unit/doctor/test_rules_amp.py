@@ -94,11 +94,13 @@ def test_clip_always_on_fires_as_a_remark() -> None:
     assert one.evidence["median_norm"] == 500.0
 
 
-def held(update: float, last: float, *, cls: str = "SGD", lr: float = 0.1, steps: int = 25) -> RunBuilder:
+def held(
+    update: float, last: float, *, cls: str = "SGD", lr: float = 0.1, steps: int = 25, decay: float = 0.0
+) -> RunBuilder:
     """Gradients of norm 500 that are clipped to 1, and steps of some length."""
     built = RunBuilder()
     numbers = built.model()
-    built.optimizer(numbers, cls=cls, lr=lr)
+    built.optimizer(numbers, cls=cls, lr=lr, weight_decay=decay)
     for step in range(steps):
         built.clear()
         built.forward()
@@ -122,6 +124,16 @@ def test_clip_always_on_fires_as_a_warning_where_sgd_gets_nowhere() -> None:
         for cls, steps in (("SGD", 25), ("Adam", 25), ("SGD", 900))
     }
     assert severities == {("SGD", 25): "warning", ("Adam", 25): "info", ("SGD", 900): "info"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "decay", "severity"), [("Adam", 10.0, "warning"), ("Adam", 1e-5, "info"), ("AdamW", 10.0, "info")]
+)
+def test_clip_always_on_fires_as_a_warning_where_decay_is_longer_than_what_is_left(
+    cls: str, decay: float, severity: str
+) -> None:
+    (one,) = findings(held(1e-3, last=2.0, cls=cls, decay=decay), "CLIP_ALWAYS_ON")
+    assert one.severity == severity
 
 
 def test_a_rate_that_looks_too_low_follows_from_clipping() -> None:

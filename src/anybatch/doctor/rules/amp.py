@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from statistics import median_high
 
 from anybatch.doctor.rules.registry import NOWHERE, RUNS_AWAY, STANDS_STILL, Found, Limit, rule
-from anybatch.doctor.views.measures import ratio
+from anybatch.doctor.views.measures import entries, ratio
 from anybatch.doctor.views.naming import counted, names_of, near, root_variable
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
+from anybatch.doctor.views.outcomes import outcome
 from anybatch.doctor.views.windows import by_event, members, passes, stepping
 from anybatch.records.events import Backward, Clipped, Scaler, Stepped
 from anybatch.records.runs import Run
@@ -128,7 +129,7 @@ def _made_up_for(bad: list[Clipped], useful: list[Clipped]) -> bool:
 
 @rule(
     "AB403", "CLIP_ALWAYS_ON", "info", needs=(Clipped,),
-    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION"),
+    explains=("LR_TOO_LOW", "LOSS_CONSTANT", "UPDATE_LOST_PRECISION", "DECAY_DOMINATES"),
 )  # fmt: skip
 def clip_always_on(
     run: Run, *, calls: float = Limit(20, "the first gradients of a run are long"),
@@ -144,11 +145,7 @@ def clip_always_on(
     if len(found) < calls or len(hard) <= share * len(found):
         return
     first, middle = hard[0][0], median_high(norm for _, norm in hard)
-    longest = _longest_step(run, first)
-    rest = "" if longest is None else (
-        f" The steps that are left change the weights by {longest:.2g} of their length at most (0.001 is usual), and "
-        "the loss does not fall."
-    )  # fmt: skip
+    rest, harm = _harm(run, first)
     yield Found(
         text=f"{_call(first)}{near(first)} shortens {len(hard)} of {len(found)} gradients to less than a hundredth: "
         f"their norm is {middle:.4g}, the limit {first.limit:g}.{rest}",
@@ -157,9 +154,8 @@ def clip_always_on(
         since=first,
         step=hard[-1][0],
         optimizer=_first(first),
-        evidence={"median_norm": middle, "limit": first.limit, "calls": len(found), "clipped": len(hard)}
-        | ({} if longest is None else {"update_ratio": longest}),
-        severity="" if longest is None else "warning",
+        evidence={"median_norm": middle, "limit": first.limit, "calls": len(found), "clipped": len(hard)} | harm,
+        severity="warning" if harm else "",
     )
 
 
@@ -170,16 +166,26 @@ _SHORT, _NOWHERE = 1e-4, 0.05
 """The same for SGD, whose step is as long as the gradient that is left, if all steps together reach nowhere."""
 
 
-def _longest_step(run: Run, clip: Clipped) -> float | None:
-    """The longest step, as a share of the weights, where all are far too short and the loss does not fall."""
+def _harm(run: Run, clip: Clipped) -> tuple[str, dict[str, float]]:
+    """How a loss that does not fall comes of what is left: steps are far too short, or the decay outweighs it."""
     for one in (OptimizerView(run, number) for number in clip.optimizers):
         known = [value for norms in one.samples if (value := ratio(run, norms)) is not None]
-        if not one.losses.stands or len(known) < 5 or max(known) <= 0:
+        if len(known) < 5 or max(known) <= 0:
             continue
         is_scaled = one.facts.cls.lower() in ("sgd", "asgd")  # others undo what clipping does
-        if max(known) < (_SHORT if is_scaled and max(known) * len(one.steps) < _NOWHERE else _TOO_SHORT):
-            return max(known)
-    return None
+        least = _SHORT if is_scaled and max(known) * len(one.steps) < _NOWHERE else _TOO_SHORT
+        if one.losses.stands and max(known) < least:
+            rest = f" The steps that are left change the weights by {max(known):.2g} of their length at most (0.001 is "
+            return f"{rest}usual), and the loss does not fall.", {"update_ratio": max(known)}
+        decay = max((group.weight_decay for _, group in one.groups.values()), default=0.0)
+        times = decay * math.hypot(*(each.weight for each in entries(run, one.samples[-1]))) / clip.limit
+        is_apart = "adamw" in one.facts.cls.lower()  # which decays weights apart from the gradient
+        if times > 1 and not is_apart and not one.losses.converged and outcome(run).word != "learning":
+            rest = (
+                f" The weight decay of {one} is {times:.2g} times as long as what is left, and the loss does not fall."
+            )
+            return rest, {"decay_over_gradient": times}
+    return "", {}
 
 
 @rule("AB404", "GRAD_UNDERFLOW", "warning", explains=STANDS_STILL, needs=(Norms,))

@@ -11,7 +11,6 @@ from anybatch.doctor.views.measures import Entry, entries, ratio
 from anybatch.doctor.views.naming import module_code, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, measured
 from anybatch.doctor.views.outcomes import outcome
-from anybatch.records.events import Backward
 from anybatch.records.runs import Run, grouped
 from anybatch.records.samples import Norms
 from anybatch.records.tables import ParameterFacts
@@ -193,7 +192,7 @@ def decay_dominates(
             f"while the loss {'is' if falls else 'stays'} at {losses.last:.3g}.",
             fix=f"for group in {one}.param_groups: group['weight_decay'] = {1e-2 if decoupled else 1e-4:g}",
             cause="The optimizer minimises the length of the weights instead of the loss.",
-            since=next(run.of(Backward), one.samples[0]),
+            since=one.samples[0],
             where=one.facts,
             step=one.samples[0],
             optimizer=one.number,
