@@ -247,11 +247,11 @@ def test_one_batch_of_more_data_is_not_said_to_be_learned(script: Callable[[], N
     assert (found.word, "the same 32 samples" in found.said) == ("undecided", True)
 
 
-def with_test(net: nn.Module, mine: Pair, others: Pair, steps: int, every: int) -> None:
+def with_test(net: nn.Module, mine: Pair, others: Pair, steps: int, every: int, *, grad: bool = False) -> None:
     for _ in range(steps // every):
         train(net, lambda step: mine, every)
         net.eval()
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             F.cross_entropy(net(others[0]), others[1])
 
 
@@ -269,11 +269,11 @@ def test_what_is_all_there_is_may_be_learned(script: Callable[[], None]) -> None
     assert outcome(of(script)).word == "learning"
 
 
-@pytest.mark.parametrize("inside", [6, 256])  # some of it, and nearly all
-def test_what_no_evaluation_shows_is_learned_by_heart(inside: int) -> None:
+@pytest.mark.parametrize(("inside", "grad"), [(6, False), (256, False), (256, True)])  # some of it, and nearly all
+def test_what_no_evaluation_shows_is_learned_by_heart(inside: int, grad: bool) -> None:
     torch.manual_seed(3)
     mine, others = ((torch.randn(128, 8), torch.randint(0, 5, (128,))) for _ in range(2))
-    run = of(lambda: with_test(small(inside=inside), mine, others, 200, 50))
+    run = of(lambda: with_test(small(inside=inside), mine, others, 200, 50, grad=grad))
     found = outcome(run)
     assert (found.word, "its training data alone" in found.said) == ("undecided", True)
     assert not any(one.better for one in run.of(Evaluated))

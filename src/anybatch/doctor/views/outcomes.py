@@ -123,6 +123,11 @@ def _by_heart(run: Run, found: Outcome) -> str:
     A net that is too sure of itself has large losses though it knows much: then its classes are mostly right.
     """
     mine = [one for one in run.of(Evaluated) if found.call is not None and one.function == found.call.function]
+    mine += [
+        Evaluated(at=one.at, function=one.function, value=one.value or 0.0, guess=one.guess, items=one.items)
+        for one in run.of(LossCall)
+        if found.call is not None and one.function == found.call.function and (one.file, one.line) in evaluating(run)
+    ]
     guesses = [one for one in mine if one.guess is not None and one.items >= _ENOUGH_EVALUATED]
     if not guesses or not 0 <= found.last < (1 - _SOMETHING) * found.guess or any(one.better for one in mine):
         return ""
@@ -318,12 +323,28 @@ def _terms(run: Run, part: Phase) -> Iterator[Outcome | None]:
     """For each line with a loss function whose best constant guess is known, how it compares with it at the end."""
 
     def is_known(one: LossCall) -> bool:  # a sum over targets that were not counted is no mean
-        return part.start <= one.at <= part.end and one.value is not None and (one.reduction != "sum" or one.items > 0)
+        is_its = part.start <= one.at <= part.end and (one.file, one.line) not in evaluating(run)
+        return is_its and one.value is not None and (one.reduction != "sum" or one.items > 0)
 
     calls = by_line(run, is_known)
     for same in calls.values():
         if math.isfinite(same[-1].value or 0.0):
             yield _compared([one for one in same if math.isfinite(one.value or 0.0)])
+
+
+@remembered
+def evaluating(run: Run) -> frozenset[tuple[str, int]]:
+    """Lines with losses of models in evaluation mode, with a graph that nothing needs, where others are trained."""
+    modes: dict[int, bool] = {}
+    trained: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    for one in run.of(Forward, LossCall):
+        if isinstance(one, Forward):
+            modes[one.root] = one.training
+        elif isinstance(one, LossCall):
+            trained[one.file, one.line].append(modes.get(one.root, True))
+    if not any(sum(found) * 2 > len(found) for found in trained.values()):
+        return frozenset()
+    return frozenset(line for line, found in trained.items() if sum(found) * 2 <= len(found))
 
 
 def _compared(calls: list[LossCall]) -> Outcome | None:
