@@ -313,6 +313,12 @@ def test_loss_sign_fires_on_a_loss_that_ran_to_an_absurd_depth_and_stays_there(d
         silent(training.run(), "LOSS_SIGN")
 
 
+def test_loss_sign_fires_on_a_likelihood_that_is_made_small() -> None:
+    training = Training(steps=200, loss=lambda step: -4 * 1.2**step, call=None)
+    assert "nothing bounds it" in fires(training.run(), "LOSS_SIGN", "warning").message
+    silent(Training(steps=200, loss=lambda step: -4 * 1.05**step, call=None).run(), "LOSS_SIGN")  # rewards that grow
+
+
 def test_loss_sign_fires_on_a_loss_that_fell_faster_and_faster_until_it_met_a_bound() -> None:
     training = Training(steps=200, loss=lambda step: 1 - min(1.2**step, 9e3), call=None)
     assert "falls faster and faster" in fires(training.run(), "LOSS_SIGN", "warning").message

@@ -187,12 +187,12 @@ def _unbounded(run: Run, faster: float, absurd: float) -> Iterator[Found]:
     """A loss that falls without end, since a term of it that should be small is made as large as it can be."""
     went = course(run)
     values = went.finite
-    if len(values) < 20 or went.diverged or went.first < -1:
+    if len(values) < 20 or went.diverged:
         return
     sums = [0.0, *itertools.accumulate(values)]
     deep, count, speeds_up = -max(1.0, abs(went.first)), len(values), False
     first, *_, last = _quarters(sums, count)
-    while count >= 20 and not speeds_up:  # until it met a bound, as that of saturated units
+    while count >= 20 and not speeds_up and went.first >= -1:  # until it met a bound, as that of saturated units
         means = _quarters(sums, count)
         falls = [before - after for before, after in itertools.pairwise(means)]
         speeds_up = 0 < falls[0] < falls[1] < falls[2] and max(means[-1], last) <= faster * deep
