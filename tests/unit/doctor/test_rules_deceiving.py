@@ -407,3 +407,26 @@ def test_one_on_what_a_fixed_teacher_says_does() -> None:
 
 def test_so_does_one_on_data_beside_an_average_of_the_weights() -> None:
     assert outcome(with_a_copy(lambda _, x: x[:, :2] - x[:, 2:4])).word == "learning"
+
+
+@pytest.mark.parametrize(
+    ("at", "steps", "state", "expected"), [(0, 6, 0.0, 1), (-1, 6, 0.0, 0), (0, 1, 0.0, 1), (0, 1, 1.0, 0)]
+)
+def test_recurrent_weights_that_no_step_follows_are_told(at: int, steps: int, state: float, expected: int) -> None:
+    """One that is given a state is trained by it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made, _ = self.rnn(x[:, None].expand(-1, steps, -1), torch.full((1, len(x), 16), state))
+            result: torch.Tensor = self.out(made[:, at])
+            return result
+
+    run = of(lambda: train(Net(), lambda step: (X[:64], Y[:64]), 30))
+    if expected:
+        assert "rnn.weight_hh_l0" in fires(run, "GRAPH_CUT", "warning").message
+    else:
+        silent(run, "GRAPH_CUT")

@@ -13,6 +13,8 @@ from anybatch.doctor.views.measures import COPIES, followed, unused_names
 from anybatch.doctor.views.naming import (
     at_line,
     counted,
+    first_call,
+    module_code,
     module_facts,
     names_of,
     near,
@@ -206,6 +208,9 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
     zero = [one for one, grads in seen.items() if one in own and len(grads) >= least and not any(grads)]
     others = any(one in optimized(run) and all(grads) for one, grads in seen.items())
     back = next((one for one in run.of(Backward) if one.function == "backward"), None)
+    once = [one for one in zero if "weight_hh_l" in run.parameters[one].name.rpartition(".")[2]]
+    if not ops and once and others and back is not None:
+        yield _of_one_step(run, once, len(seen[once[0]]), back)
     if not ops or not zero or not (others or len(zero) == len(seen)) or back is None:
         return
     names, op = names_of(run, zero), ops[0]
@@ -226,6 +231,24 @@ def _zero_gradients(run: Run, least: int = 5) -> Iterator[Found]:
         parameters=zero,
         evidence={"parameters": len(names), "op": op, "backwards": len(passes(run))},
         severity="info" if same is not None and learned_well(run) else "",
+    )
+
+
+def _of_one_step(run: Run, once: list[int], samples: int, back: Backward) -> Found:
+    names, one = names_of(run, once), run.parameters[once[0]]
+    layer = module_code(run, one.root, one.module)
+    return Found(
+        text=f"The {names:gradient|gradients} of {names} {names:is|are} exactly zero in all "
+        f"{counted(samples, 'sample')}: of {layer} only a first step, from a state of zeros, counts in the loss.",
+        fix="use the output of the last step, out[:, -1] with batch_first=True and out[-1] without; and give the layer "
+        "sequences, not one step at a time",
+        cause="Weights between one step and the next are not trained where there is no next step.",
+        since=back,
+        where=first_call(run, one.root),
+        parameters=once,
+        module=(one.root, one.module),
+        evidence={"parameters": len(names), "samples": samples},
+        severity="warning",
     )
 
 
