@@ -138,6 +138,40 @@ def test_a_determinant_with_the_other_sign_is_told_and_one_with_its_own_is_not(n
     assert answer(lambda: density(1, normal=normal), "turned volume") == "no"
 
 
+def flow(kind: str) -> None:
+    """Two couplings, of which the other half is moved by what it gives."""
+    layers = [Halved(1), Halved(1)]
+    optimizer = torch.optim.Adam(nn.ModuleList(layers).parameters(), lr=1e-2)
+    for _ in range(8):
+        x = torch.randn(ROWS, 6) * 2
+        claimed = torch.zeros(ROWS)
+        for one in layers:
+            x, stretch = one(x.flip(1))
+            claimed = stretch if kind == "the last layer only" else claimed + stretch
+        if kind == "a scale of what it scales":
+            scale = torch.tanh(3 * layers[0].net(x[:, :3]))
+            x, claimed = x * scale.exp(), claimed + scale.sum(1)
+        if kind == "in other units":
+            claimed = claimed - 3.0
+        mixed = x + 0.01 * x.mean(0) if kind == "rows that are mixed" else x
+        loss = (0.5 * mixed.pow(2).sum(1) - claimed).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["the last layer only", "a scale of what it scales"])
+def test_flow_volume_fires_where_it_is_not_that_of_the_map(kind: str) -> None:
+    assert answer(lambda: flow(kind), "false volume") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("all layers", "no"), ("in other units", "no"), ("rows that are mixed", "unknown")]
+)
+def test_flow_volume_is_quiet_where_it_is_and_where_rows_depend_on_others(kind: str, expected: str) -> None:
+    assert answer(lambda: flow(kind), "false volume") == expected
+
+
 class Signs(torch.autograd.Function):
     """Signs whose gradient is that of what is within, or beyond, a limit."""
 

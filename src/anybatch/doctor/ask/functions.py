@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ _REVERSING = re.compile(r"revers|(?<![a-z])grl|grl(?![a-z])|gradrev|flip", re.I)
 _PIECES = frozenset({"__getitem__", "select", "unbind", "split", "chunk"})
 _CLOSE = 1e-4
 _MOST_ENTRIES, _LITTLE = 64, 0.05  # of a row, and of the logarithm of a volume
+_OFF = 0.2  # of the deviation of that over rows
 _MOVING = frozenset({"add", "sub", "addcmul", "addcdiv", "subtract"})
 _SUMS = frozenset({"add", "sub", "rsub", "subtract", *DISTANCES})
 
@@ -336,27 +337,65 @@ def turned_volume(step: Step) -> Iterator[Probed]:
 
     Less the squares of what a normal density is taken of, minus a log-likelihood is minus that and a constant.
     """
+    made, factor, stretched, values = _flow(step)
+    own, stretch = values[made].detach().double(), float(stretched.sum())
+    rest, constant = float(values[step.loss.slot].sum()) / factor - float(own.pow(2).sum()) / 2, math.log(math.tau) / 2
+    off = min((abs(rest - known - stretch), known) for known in (0.0, constant * own.numel()))
+    wrong = abs(stretch) > _LITTLE * len(own) and off[0] < _LITTLE * abs(stretch)
+    place = next(one for one in reversed(step.operations) if step.loss.slot in one.outs)
+    yield said(place, answer="yes" if wrong else "no", loss=factor * (rest + float(own.pow(2).sum()) / 2),
+               turned=factor * (float(own.pow(2).sum()) / 2 + off[1] - stretch))  # fmt: skip
+
+
+@asks("false volume")
+def false_volume(step: Step) -> Iterator[Probed]:
+    """Whether what a loss adds for how a flow stretches each row is not the logarithm of the determinant of its map.
+
+    Its slope is minus that of half the squares of what a normal density is taken of. A constant may be missing.
+    """
+    made, factor, stretched, values = _flow(step)
+    rows = [
+        one
+        for one in sorted(step.needed - step.parameters.keys())
+        if one in step.values and step.values[one].requires_grad and step.values[one].numel() == step.rows
+    ]
+    slopes = zip(rows, step.slopes(*rows), strict=True) if rows else ()
+    known = [one for one, slope in slopes if slope is not None
+             and float((slope.double() + factor).abs().max()) < _CLOSE * abs(factor)]  # fmt: skip
+    squares = values[made].detach().double().flatten(1).pow(2).sum(1) / 2
+    later = step.made_with(made)  # a log-likelihood has the squares, too
+    claims = [(step.values[one].detach().double().flatten() + squares * (one in later), one) for one in known]
+    if not claims or float(stretched.std()) < _CLOSE:
+        raise Unknown("nothing is added to each row of a normal density, or the map stretches all alike")
+    off, claimed, slot = min((float((one - stretched).std() / stretched.std()), float(one.mean()), slot)
+                             for one, slot in claims)  # fmt: skip
+    place = next(one for one in step.operations if slot in one.outs)
+    yield said(place, answer="yes" if off > _OFF else "no", off=off, claimed=claimed,
+               stretched=float(stretched.mean()))  # fmt: skip
+
+
+def _flow(step: Step) -> tuple[Slot, float, torch.Tensor, Mapping[Slot, torch.Tensor]]:
+    """What a normal density is taken of, how its squares count in the loss, the logarithms of determinants, values."""
     latent = _latent(step, _parameters_of(step))
-    shape = step.values[latent].shape
-    data = next((one for one in sorted(step.inputs & step.made_of(latent)) if step.leaves[one].shape == shape), None)
-    if data is None or shape[1:].numel() > _MOST_ENTRIES:
+    size = step.values[latent].numel()
+    data = next((one for one in sorted(step.inputs & step.made_of(latent))
+                 if len(step.leaves[one]) == step.rows and step.leaves[one].numel() == size), None)  # fmt: skip
+    if data is None or size > _MOST_ENTRIES * step.rows:
         raise Unknown("a flow of few entries was not seen")
     given = step.leaves[data]
     values = replayed(step.tape, step.loss, lambda one: one.clone().requires_grad_() if one is given else one).values
     made, (slope,) = values[latent], step.slopes(latent)
     if slope is None:
         raise Unknown("the loss does not depend on what the flow gives")
-    columns = made.reshape(len(made), -1).unbind(1)
+    columns = made.reshape(step.rows, -1).unbind(1)
+    if bool(torch.autograd.grad(columns[0][0], values[data], retain_graph=True)[0][1:].any()):
+        raise Unknown("what the flow gives for a row depends on others")
     rows = [torch.autograd.grad(one.sum(), values[data], retain_graph=True)[0] for one in columns]
-    stretch = float(torch.stack(rows, 1).flatten(2).double().slogdet().logabsdet.sum())
+    stretched = torch.stack(rows, 1).flatten(2).double().slogdet().logabsdet
+    if not bool(stretched.isfinite().all()):
+        raise Unknown("the map has no determinant")
     own = made.detach().double()
-    factor = float((slope * own).sum() / own.pow(2).sum())
-    rest, constant = float(values[step.loss.slot].sum()) / factor - float(own.pow(2).sum()) / 2, math.log(math.tau) / 2
-    off = min((abs(rest - known - stretch), known) for known in (0.0, constant * made.numel()))
-    wrong = abs(stretch) > _LITTLE * len(made) and off[0] < _LITTLE * abs(stretch)
-    place = next(one for one in reversed(step.operations) if step.loss.slot in one.outs)
-    yield said(place, answer="yes" if wrong else "no", loss=factor * (rest + float(own.pow(2).sum()) / 2),
-               turned=factor * (float(own.pow(2).sum()) / 2 + off[1] - stretch))  # fmt: skip
+    return latent, float((slope * own).sum() / own.pow(2).sum()), stretched, values
 
 
 def _latent(step: Step, of: dict[Slot, frozenset[Slot]]) -> Slot:
