@@ -161,14 +161,14 @@ def flow(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["the last layer only", "a scale of what it scales"])
-def test_flow_volume_fires_where_it_is_not_that_of_the_map(kind: str) -> None:
+def test_a_volume_that_is_not_that_of_the_map_is_told(kind: str) -> None:
     assert answer(lambda: flow(kind), "false volume") == "yes"
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"), [("all layers", "no"), ("in other units", "no"), ("rows that are mixed", "unknown")]
 )
-def test_flow_volume_is_quiet_where_it_is_and_where_rows_depend_on_others(kind: str, expected: str) -> None:
+def test_a_volume_that_is_that_of_the_map_is_not_told(kind: str, expected: str) -> None:
     assert answer(lambda: flow(kind), "false volume") == expected
 
 
