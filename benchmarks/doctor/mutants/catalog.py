@@ -56,7 +56,6 @@ TO_COME = frozenset(
         "TERMINALS_BOOTSTRAPPED",
         "TERM_DOMINATES",
         "TERM_GROWS_WITH_BATCH",
-        "TERM_UNUSED",
         "TOO_FEW_DATA",
         "TOO_FEW_STEPS",
         "UPDATES_ROUNDED",

@@ -203,7 +203,7 @@ def square_forgotten(code: Code) -> Sites:
                 yield [code.replace(call, receiver(code, call))]
 
 
-@operator("term-of-the-loss-dropped", "loss", "TERM_UNUSED", "PARAM_UNUSED", "GRAPH_CUT", "OPT_PARAM_MISSING")
+@operator("term-of-the-loss-dropped", "loss", "FIELD_UNREAD", "PARAM_UNUSED", "GRAPH_CUT", "OPT_PARAM_MISSING")
 def term_dropped(code: Code) -> Sites:
     for value in code.loss_values():
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Sub):

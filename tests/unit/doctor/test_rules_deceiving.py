@@ -430,3 +430,34 @@ def test_recurrent_weights_that_no_step_follows_are_told(at: int, steps: int, st
         assert "rnn.weight_hh_l0" in fires(run, "GRAPH_CUT", "warning").message
     else:
         silent(run, "GRAPH_CUT")
+
+
+def left_out() -> None:
+    net = small()
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(30):
+        made = net(X[:64])
+        loss = F.cross_entropy(made, Y[:64])
+        penalty = 0.1 * made.pow(2).mean()  # noqa: F841
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def only_watched() -> None:
+    net, seen = small(), []
+    optimizer = torch.optim.Adam(net.parameters())
+    for step in range(30):
+        made = net(X[:64])
+        loss = F.cross_entropy(made, Y[:64])
+        size = made.pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 7:
+            seen.append(float(size))
+
+
+def test_a_term_that_no_loss_has_is_told_and_one_that_is_watched_is_not() -> None:
+    assert "penalty is computed" in fires(of(left_out, ask=True), "FIELD_UNREAD", "warning").message
+    silent(of(only_watched, ask=True), "FIELD_UNREAD")

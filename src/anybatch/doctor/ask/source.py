@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.doctor.ask.keeping import Kept, mark
+from anybatch.doctor.ask.steps import slots_of
+from anybatch.doctor.ask.tape import Slot
+from anybatch.doctor.samples.losscalls import LOSSES
 from anybatch.records.events import Backward
 from anybatch.records.lossfacts import Probed
 from anybatch.records.runs import Run
@@ -39,6 +42,7 @@ _LESS, _MORE = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)
 _LEAST_BACK = 3  # times that a generator went back
 _SEEDED = {"random.seed": "random", "np.random.seed": "np.random", "numpy.random.seed": "np.random",
            "torch.manual_seed": "torch", "torch.random.manual_seed": "torch"}  # fmt: skip
+_TERMS = frozenset({"mean", "sum", *LOSSES})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _REPEATED = (*_FUNCTIONS, ast.For, ast.While)
 
@@ -110,6 +114,35 @@ def unread(tree: ast.Module, lines: set[int]) -> Iterator[tuple[str, int]]:
                 (_ENDS.match(name) or (_ACTIONS.match(name) and is_of_values)) and _discounts(scope, literals=goes_back)
             ) or _MASKS.match(name):
                 yield name, line
+
+
+def about_terms(kept: Kept, run: Run) -> Iterator[Probed]:
+    """Whether a step computes a loss, or a mean, with a graph and gives it a name that nothing reads."""
+    for tape in kept.tapes.values():
+        needed = set[Slot]().union(*(slots_of(tape, one) for one in tape.losses))
+        idle = [one for one in tape.operations if one.grad and one.kind in _TERMS and not needed & set(one.outs)]
+        for file, line in dict.fromkeys((one.file, one.line) for one in idle):
+            for name in unread_at(tree, line) if (tree := tree_of(file)) is not None else ():
+                seen = {"name": name, "kind": "term"}
+                yield Probed(probe="unread field", root=-1, answer="yes", file=file, line=line, evidence=seen)
+
+
+def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
+    """Names that a line gives one value each, and that nothing reads.
+
+    Example:
+        >>> text = "def learn():\\n  a = x.mean()\\n  b = y.mean()\\n  c, d = two()\\n  return a"
+        >>> [list(unread_at(ast.parse(text), line)) for line in (2, 3, 4)]
+        [[], ['b'], []]
+    """
+    inside = [
+        one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
+    ]
+    scope = max(inside, key=lambda one: one.lineno, default=tree)
+    for one in walked(scope):
+        if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or 0):
+            names = [each.id for each in one.targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
+            yield from (name for name in names if name not in _read(scope))
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:
