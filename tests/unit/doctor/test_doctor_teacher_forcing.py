@@ -58,10 +58,11 @@ class Stepwise(Translator):
 
 
 def found(
-    given: str, source: str = "reversed", *, looks_ahead: bool = False, masked: bool = False, stepwise: bool = False
-) -> list[str]:
+    given: str, source: str = "reversed", *, looks_ahead: bool = False, masked: bool = False, stepwise: bool = False,
+    net: nn.Module | None = None,
+) -> list[str]:  # fmt: skip
     torch.manual_seed(0)
-    net = Stepwise() if stepwise else Translator(looks_ahead=looks_ahead)
+    net = net or (Stepwise() if stepwise else Translator(looks_ahead=looks_ahead))
     adam = torch.optim.Adam(net.parameters(), 1e-3)
     with Doctor() as doctor:
         for _ in range(12):
@@ -101,3 +102,29 @@ def test_one_that_sees_those_after_is_found() -> None:
 @pytest.mark.parametrize("source", ["reversed", "the targets"])
 def test_one_that_shifts_its_targets_itself_is_not(source: str) -> None:
     assert not {"LABEL_SHIFT", "TIME_LEAK"} & set(found("targets", source, stepwise=True))
+
+
+class Attending(nn.Module):
+    """Attention that is written by hand, or none: each token by itself, as a tagger may look at it."""
+
+    def __init__(self, *, looks_back: bool) -> None:
+        super().__init__()
+        self.embed, self.score, self.looks_back = nn.Embedding(SYMBOLS, 16), nn.Linear(16, SYMBOLS), looks_back
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, source: Any, mask: Any = None, decoder: Any = None, labels: Any = None) -> torch.Tensor:
+        """Gives scores."""
+        made: torch.Tensor = self.embed(decoder)
+        if self.looks_back:
+            ahead = torch.ones(LENGTH, LENGTH).triu(1).bool()
+            weights = (self.query(made) @ self.key(made).transpose(1, 2)).masked_fill(ahead, -torch.inf).softmax(-1)
+            made = made + weights @ made
+        scores: torch.Tensor = self.score(made)
+        return scores
+
+
+@pytest.mark.parametrize("looks_back", [True, False])
+def test_attention_by_hand_over_the_targets_is_found_and_a_tagger_is_not(looks_back: bool) -> None:
+    net = Attending(looks_back=looks_back)
+    assert (found("targets", net=net)[:1] == ["LABEL_SHIFT"]) == looks_back
+    assert "LABEL_SHIFT" not in found("those before", net=Attending(looks_back=True))

@@ -291,7 +291,11 @@ def leaking(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
     if all(verdicts):
         own = (_only_later(a, b, length, cut + 1, counted) for a, b in pairs_of(before, after))
         is_shifted = all(one is not False for one in own)  # by the model: no output depends on the token at its place
-        return told("time", root=root, answer="no", length=length, shifted=is_shifted)
+        earlier = torch.cat([rows[:, :cut].roll(1, 0).flip(1), rows[:, cut:]], 1)
+        earlier = earlier.T if call.time_first else earlier
+        behind = trial.forward(inputs.changed(lambda one: earlier if one is tokens else one))
+        looks_back = any(_reaches(a, b, length, cut) for a, b in pairs_of(before, behind))
+        return told("time", root=root, answer="no", length=length, shifted=is_shifted, back=looks_back)
     (_, first), (_, second) = trial.operations(inputs), trial.operations(changed)
     guilty = _first_early(first, second, length, cut)
     return told("time", guilty, root=root, length=length, position=cut, op="" if guilty is None else guilty.name)
@@ -354,6 +358,18 @@ def _only_later(
             ):
                 return True
     return known
+
+
+def _reaches(one: torch.Tensor, other: torch.Tensor, length: int, cut: int) -> bool:
+    """Whether something has changed from a position on."""
+    mask = difference(one, other)
+    for dim, size in enumerate(one.shape):
+        if size == length or (size and size % length == 0 and dim == 0):
+            others = tuple(each for each in range(mask.dim()) if each != dim)
+            places = (mask.any(dim=others) if others else mask).nonzero().flatten()
+            if bool((places % length >= cut).any()):
+                return True
+    return False
 
 
 def _first_early(first: Operations, second: Operations, length: int, cut: int) -> Operation | None:

@@ -377,16 +377,13 @@ def label_shift(run: Run, *, batches: float = Limit(3, _AGREE)) -> Iterator[Foun
     )
 
 
-_LOOK_BACK = ("attention", "recurrent", "conv")
-
-
 def _not_shifted(run: Run, batches: float) -> Iterator[Found]:
     """Targets that a model which looks back only is given as its inputs: it has nothing to predict."""
     for probed in answers(run, "time", "no"):
         calls = [one for one in run.of(LossCall) if one.root == probed.root and one.shift is not None]
         if len(calls) < batches or any(one.shift or one.classes < 2 for one in calls):
             continue
-        if not any(one.kind in _LOOK_BACK for one in run.roots[probed.root].modules) or probed.evidence.get("shifted"):
+        if not probed.evidence.get("back") or probed.evidence.get("shifted"):
             continue  # a tagger may look at each token alone, and a decoder may shift its tokens itself
         yield Found(
             text=f"The targets of {calls[0].function} are the tokens that the model is given at the same places: it "
