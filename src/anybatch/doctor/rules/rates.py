@@ -80,8 +80,8 @@ def lr_too_high(
         harm = next((found for look in _HARMS if (found := look(one, long)) is not None), None)
         if harm is None and heavy is not None and heavy.is_high:
             harm = swings
-        if harm is None and long.ratio > 1 and outcome(run).word == "not learning":  # longer than the weights are
-            harm = _Harm("nothing was learned")
+        if harm is None and long.ratio > 1:  # longer than the weights are
+            harm = _nothing_learned(one)
         if harm is not None:
             yield _of_momentum(one, heavy, long, harm) if heavy is not None else _too_high(one, long, harm)
         elif (
@@ -90,6 +90,17 @@ def lr_too_high(
             and any(grown_ratio(run, n) > hinted for n in one.samples if n.number <= early)
         ):
             yield _hint(one, long)
+
+
+def _nothing_learned(one: OptimizerView) -> _Harm | None:
+    """That a run learned nothing, or fell from where long steps threw it and ended above a constant guess."""
+    word = outcome(one.run).word
+    guess = next((call.guess for call in reversed([*one.run.of(LossCall)]) if call.guess), None)
+    if word == "not learning":
+        return _Harm("nothing was learned")
+    if word == "learning" or guess is None or not one.losses.finite or one.losses.last <= guess:
+        return None
+    return _Harm(f"the loss ends at {one.losses.last:.3g}, and a constant guess gives {guess:.3g}")
 
 
 def _other_rate(one: OptimizerView, steps: float) -> Probed | None:
