@@ -1,21 +1,12 @@
-"""A model for plans over ranks, and what a rank really holds and sends in a step."""
+"""A model for plans over ranks, and what a rank really holds in a step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 WIDTH, BLOCKS, ROWS = 129, 4, 64  # a width that no number of ranks divides
-NAMES = {
-    "all-reduce of gradients": ("all_reduce",),
-    "all-gather of messages": ("all_gather",),
-    "all-gather of parameters": ("all_gather_single", "all_gather_into_tensor"),
-    "reduce-scatter of gradients": ("reduce_scatter_single", "reduce_scatter_tensor"),
-}
 
 
 class Deep(torch.nn.Module):
@@ -46,41 +37,6 @@ def local(tensor: Any) -> torch.Tensor:
     """What lies here."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
-
-
-@contextmanager
-def payloads() -> Iterator[dict[str, tuple[int, int]]]:
-    """Counts the collectives in its block, with the bytes of the whole tensors."""
-    found: dict[str, tuple[int, int]] = {}
-    before = {place: getattr(dist, place) for places in NAMES.values() for place in places if hasattr(dist, place)}
-    depth = [0]
-
-    def counting(name: str, place: str) -> Any:
-        def call(*tensors: Any, **options: Any) -> Any:
-            given = [*tensors, *options.values()]
-            leaves = [t for one in given for t in (one if isinstance(one, list) else [one])]
-            sizes = [t.nbytes for t in leaves if isinstance(t, torch.Tensor)]
-            whole = sum(sizes[:-1]) if place == "all_gather" else max(sizes)
-            if not depth[0]:  # one of them calls the other by its old name
-                count, size = found.get(name, (0, 0))
-                found[name] = (count + 1, size + whole)
-            depth[0] += 1
-            try:
-                return before[place](*tensors, **options)
-            finally:
-                depth[0] -= 1
-
-        return call
-
-    for name, places in NAMES.items():
-        for place in places:
-            if place in before:
-                setattr(dist, place, counting(name, place))
-    try:
-        yield found
-    finally:
-        for place, function in before.items():
-            setattr(dist, place, function)
 
 
 class Peak(TorchDispatchMode):

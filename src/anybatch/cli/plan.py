@@ -60,7 +60,7 @@ def memory_of(ctx: click.Context, param: click.Parameter, value: str | None) -> 
     "--ranks",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Plan for N ranks, each with the script's batch: what each one holds and sends.",
+    help="Plan for N ranks, each with the script's batch: what each one does and holds.",
 )
 @click.option(
     "--shard",

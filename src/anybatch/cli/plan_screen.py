@@ -66,7 +66,6 @@ def _show_peak(plan: Plan, terminal: Terminal) -> None:
         terminal.words(plan.binding)
 
 
-_MOST_UNITS = 8
 _WAYS = {
     "ddp": "each with the whole model",
     "fsdp2": "each block and the whole under fully_shard",
@@ -85,24 +84,9 @@ def show_rank_plan(plan: RankPlan, console: Console, notes: Iterable[str] = ()) 
     )
     terminal.line()
     terminal.words(f"A step is over {plan.samples} samples: the batch of the script, {plan.plan.samples}, on each.")
-    terminal.words(
-        f"A rank takes up to {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget)}, and sends "
-        f"{format_bytes(plan.sent_bytes)} a step.",
-    )
+    terminal.words(f"A rank takes up to {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget)}.")
     for note in notes:
         terminal.words(note)
-    sections: tuple[tuple[str, tuple[str, ...], list[tuple[str, ...]]], ...] = (
-        ("What a rank holds at its peak", ("", "bytes", "share"),
-         [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]),
-        ("What goes over the network in a step", ("", "times", "whole", "sent by a rank"),
-         [(one.name, str(one.count), format_bytes(one.payload_bytes), format_bytes(one.sent_bytes))
-          for one in plan.traffic]),
-        ("What is gathered and reduced together", ("", "parameters", "on a rank"),
-         [(unit.name or "what is in no block", format_bytes(unit.whole_bytes), format_bytes(unit.rank_bytes))
-          for unit in plan.units[:_MOST_UNITS]]),
-    )  # fmt: skip
-    for title, header, rows in sections:
-        if rows:
-            terminal.heading(title)
-            terminal.table(TextTable(header, tuple(rows)))
-    terminal.rest(len(plan.units) - _MOST_UNITS, "--json")
+    terminal.heading("What a rank holds at its peak")
+    held = [(name, format_bytes(size), f"{size / max(plan.peak_bytes, 1):.0%}") for name, size in plan.at_peak.items()]
+    terminal.table(TextTable(("", "bytes", "share"), tuple(held)))

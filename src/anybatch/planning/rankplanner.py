@@ -11,26 +11,18 @@ import torch
 
 from anybatch.errors import BatchError, DoesNotFit
 from anybatch.loss.losses import LossFunction
-from anybatch.parallel.buckets import Buffers, buckets_of
-from anybatch.parallel.messages import BYTES_AT_ONCE
+from anybatch.parallel.buckets import Buffers
 from anybatch.planning.blocks import blocks_of
 from anybatch.planning.devices import budget_of
 from anybatch.planning.entrance import plan, subject_of
 from anybatch.planning.optimizer import trace_update
 from anybatch.planning.subjects import Subject
-from anybatch.records.rankplans import (
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    SHARDS,
-    WORK,
-    RankPlan,
-    Shard,
-    Traffic,
-    UnitShare,
-)
+from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from anybatch.records.rankplans import SHARDS, RankPlan, Shard
 from anybatch.units import format_bytes
+
+GATHERED = "gathered parameters and buffers"
+WORK = "activations, batch and the rest"
 
 
 def plan_over_ranks(
@@ -48,7 +40,7 @@ def plan_over_ranks(
         memory: the budget of each rank.
 
     Returns:
-        What each rank does, holds and sends.
+        What each rank does and holds.
 
     Raises:
         DoesNotFit: nothing does on a rank.
@@ -78,20 +70,18 @@ def plan_over_ranks(
         raise _too_large(ranks, shard, alone, budget, (), {**held, GATHERED: beside})
     work = max(made.peak_bytes - whole, 0)
     at_peak = {**held, WORK: work} if whole - spared + work >= alone else {**held, GATHERED: beside, WORK: 0}
-    shown = tuple(UnitShare(n, _bytes(ps), _bytes([_part(p, ranks) for p in ps])) for n, ps in units)
-    traffic = () if ranks == 1 else _traffic(trained, [ps for _, ps in units], ranks, made.micro_batches, is_kept)
-    return RankPlan(ranks, shard, made, budget, at_peak, shown, traffic)
+    return RankPlan(ranks, shard, made, budget, at_peak)
 
 
-def _units(subject: Subject) -> list[tuple[str, list[torch.Tensor]]]:
+def _units(subject: Subject) -> list[list[torch.Tensor]]:
     """What ``fully_shard`` makes where it is applied to each block and then to the whole; that one is first."""
     taken: set[int] = set()
-    units: list[tuple[str, list[torch.Tensor]]] = []
+    units: list[list[torch.Tensor]] = []
     for name in blocks_of(subject.model, subject.blocks):
-        units.append((name, [p for p in subject.model.get_submodule(name).parameters() if id(p) not in taken]))
-        taken.update(id(p) for p in units[-1][1])
+        units.append([p for p in subject.model.get_submodule(name).parameters() if id(p) not in taken])
+        taken.update(id(p) for p in units[-1])
     rest: list[torch.Tensor] = [p for p in subject.model.parameters() if id(p) not in taken]
-    return [(name, ps) for name, ps in [("", rest), *units] if ps]
+    return [unit for unit in (rest, *units) if unit]
 
 
 def _part(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -112,10 +102,10 @@ def _state_bytes(subject: Subject, parts: Mapping[int, torch.Tensor]) -> int:
 
 
 def _shares(
-    subject: Subject, units: Sequence[tuple[str, list[torch.Tensor]]], ranks: int, *, is_kept: bool
+    subject: Subject, units: Sequence[list[torch.Tensor]], ranks: int, *, is_kept: bool
 ) -> tuple[dict[str, int], int]:
     """What rank 0 holds, and what it holds in the place of what was gathered while there are no activations."""
-    in_parts = {id(p): _part(p, ranks) for _, parameters in units for p in parameters}
+    in_parts = {id(p): _part(p, ranks) for unit in units for p in unit}
     parts = [in_parts.get(id(p), p) for p in subject.parameters]
     trained = [p for p in subject.parameters if p.requires_grad]
     held = {PARAMETERS: _bytes(parts), GRADIENTS: _bytes([p for p in parts if p.requires_grad])}
@@ -123,8 +113,8 @@ def _shares(
     buffers = Buffers.bytes_for([torch.empty_like(p, device="meta") for p in trained])
     if not units:
         return held, buffers if ranks > 1 else 0
-    gathered = [ranks * _bytes([in_parts[id(p)] for p in ps]) for _, ps in units]
-    gradients = [_bytes([p for p in ps if p.requires_grad]) for _, ps in units]
+    gathered = [ranks * _bytes([in_parts[id(p)] for p in unit]) for unit in units]
+    gradients = [_bytes([p for p in unit if p.requires_grad]) for unit in units]
     if is_kept:  # units arrive one after the other, and gradients are summed in buffers
         held[GATHERED] = sum(gathered) + sum(gradients)
         return held, max(sum(gathered) + max(gathered), sum(gradients) + 2 * buffers)
@@ -133,26 +123,6 @@ def _shares(
     most = max(zip(gathered[1:], gradients[1:], strict=True))
     held[GATHERED] = gathered[0] + gradients[0] + 2 * most[0] + most[1] + 2 * max(gathered)
     return held, 0
-
-
-def _traffic(
-    trained: Sequence[torch.Tensor], units: Sequence[Sequence[torch.Tensor]], ranks: int, n: int, is_kept: bool
-) -> tuple[Traffic, ...]:
-    buckets = buckets_of([torch.empty_like(p, device="meta") for p in trained])
-    sizes = [ranks * _bytes([_part(p, ranks) for p in unit]) for unit in units]
-    reduced = [ranks * _bytes([_part(p, ranks) for p in unit if p.requires_grad]) for unit in units]
-    rounds = 2 if is_kept or not units else 2 + 3 * n * len(units)  # in a forward, a backward, and before it is reduced
-    found = [("all-gather of messages", rounds, rounds * BYTES_AT_ONCE * ranks, 1)]
-    if not units:
-        size = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
-        found.append(("all-reduce of gradients", len(buckets), size, 2))
-    elif is_kept:
-        found.append(("all-gather of parameters", len(units), sum(sizes), 1))
-        found.append(("reduce-scatter of gradients", len(buckets), sum(reduced), 1))
-    else:
-        found.append(("all-gather of parameters", n * (2 * len(units) - 1), n * (2 * sum(sizes) - sizes[0]), 1))
-        found.append(("reduce-scatter of gradients", n * sum(map(bool, reduced)), n * sum(reduced), 1))
-    return tuple(Traffic(name, count, size, times * size * (ranks - 1) // ranks) for name, count, size, times in found)
 
 
 def _too_large(

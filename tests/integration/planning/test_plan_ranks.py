@@ -1,4 +1,4 @@
-"""A plan over ranks, made on one process, against what real ranks hold and send."""
+"""A plan over ranks, made on one process, against what real ranks hold."""
 
 import json
 import os
@@ -17,10 +17,11 @@ from torch.distributed.fsdp import fully_shard
 import anybatch
 import forked_python
 from anybatch.cli.main import main
-from anybatch.errors import BatchError, DoesNotFit, PlanMismatch
+from anybatch.errors import BatchError, DoesNotFit
 from anybatch.planning.rankplanner import plan_over_ranks
-from anybatch.records.rankplans import GRADIENTS, OPTIMIZER, PARAMETERS, RankPlan
-from plan_ranks_models import BLOCKS, ROWS, Deep, Peak, local, loss_fn, payloads
+from anybatch.records.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from anybatch.records.rankplans import RankPlan
+from plan_ranks_models import ROWS, Deep, Peak, local, loss_fn
 from ranks_running import Case, run_cases
 from sharding_models import runs_on_cpu
 
@@ -47,7 +48,7 @@ def applied(shard: str, world: int) -> torch.nn.Module:
 
 
 def as_planned(rank: int, world: int, *, shard: str) -> None:
-    """Parameters, gradients, state and what is sent within 2 %; the peak is not above what was planned."""
+    """Parameters, gradients and state within 2 %; the peak is not above what was planned."""
     expected = RankPlan.from_dict(json.loads(Path(os.environ["PLANS"]).read_text(encoding="utf-8"))[shard])
     model = applied(shard, world)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -60,7 +61,7 @@ def as_planned(rank: int, world: int, *, shard: str) -> None:
     for _ in range(3):  # a thread of the group may hold what was sent for a moment longer: the least is the step's own
         for param in parameters:
             param.grad = None
-        with payloads() as sent, Peak([*parameters, *state, batch]) as peak:
+        with Peak([*parameters, *state, batch]) as peak:
             out = step(batch)
         peaks.append(peak.bytes)
     assert out.micro_batches == expected.plan.micro_batches
@@ -72,11 +73,6 @@ def as_planned(rank: int, world: int, *, shard: str) -> None:
     if rank == 0:  # has the largest parts
         for name, size in found.items():
             assert abs(size - expected.at_peak[name]) <= 0.02 * size, (name, size, expected.at_peak)
-    traffic = {one.name: (one.count, one.payload_bytes) for one in expected.traffic}
-    counts, expected_counts = ({name: one[0] for name, one in each.items()} for each in (sent, traffic))
-    assert counts == expected_counts, (counts, expected_counts)
-    for name, (_, size) in sent.items():
-        assert abs(size - traffic[name][1]) <= 0.02 * size, (name, size, traffic)
     assert 0.5 * expected.peak_bytes <= min(peaks) <= 1.02 * expected.peak_bytes, (peaks, expected.at_peak)
 
 
@@ -85,7 +81,7 @@ SHARDED: Mapping[str, Case] = {shard: partial(as_planned, shard=shard) for shard
 
 
 @pytest.mark.parametrize(("cases", "world"), [("COPIED", 2), pytest.param("SHARDED", 4, marks=runs_on_cpu)])
-def test_real_ranks_hold_and_send_what_was_planned(
+def test_real_ranks_hold_what_was_planned(
     cases: str, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = {shard: planned(world, shard).to_dict() for shard in globals()[cases]}
@@ -98,13 +94,7 @@ def test_real_ranks_hold_and_send_what_was_planned(
 def test_more_ranks_hold_less_and_larger_counts_are_arithmetic() -> None:
     peaks = [planned(ranks, "fsdp2", "16MiB").at_peak[OPTIMIZER] for ranks in (1, 2, 4, 8)]
     assert peaks == sorted(peaks, reverse=True)
-    many = planned(1024, "fsdp2", "24MiB")
-    assert many.samples == 1024 * ROWS
-    for unit in many.units:
-        assert unit.rank_bytes <= unit.whole_bytes
-    gathered = next(one for one in many.traffic if one.name == "all-gather of parameters")
-    assert gathered.sent_bytes == gathered.payload_bytes * 1023 // 1024
-    assert gathered.count == many.plan.micro_batches * (2 * BLOCKS + 1)
+    assert planned(1024, "fsdp2", "24MiB").samples == 1024 * ROWS
 
 
 def test_a_budget_that_holds_a_part_but_not_the_whole() -> None:
@@ -130,9 +120,6 @@ def test_the_peak_is_within_the_budget(shard: str) -> None:
 def test_records_are_read_again() -> None:
     found = planned(2, "fsdp2")
     assert RankPlan.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    for values in ({}, {**found.to_dict(), "version": 9}, {**found.to_dict(), "units": [{}]}):
-        with pytest.raises(PlanMismatch):
-            RankPlan.from_dict(values)
 
 
 @pytest.mark.parametrize(("ranks", "shard"), [(0, "ddp"), (True, "ddp"), (2, "zero")])
@@ -162,7 +149,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.returncode == 0, result.stderr
     plan = RankPlan.from_dict(json.loads(found.read_text(encoding="utf-8")))
     assert (plan.ranks, plan.shard, plan.samples) == (8, "fsdp2", 8 * ROWS)
-    for text in ("8 ranks", "reduce-scatter of gradients", "what is in no block", "optimizer state"):
+    for text in ("8 ranks", "gathered parameters and buffers", "optimizer state"):
         assert text in result.stdout
     result = forked_python.run([*command[:-1], "1MiB"], tmp_path)
     assert result.returncode == 1
