@@ -229,24 +229,6 @@ class Replay:
         return found
 
 
-class CopyReplay(Replay):
-    """The same on a device with a copy of the model, which sums no gradients and updates nothing.
-
-    How its allocator works is known from that of the device of the model.
-    """
-
-    def __init__(self, subject: Subject, held: Held, profile: Profile) -> None:
-        super().__init__(subject, Held((), 0, held.expandable), profile)
-        self._copied, self._sent, self._state, self._updates = [], [], [], []
-        roots = {id(one): one for root in subject.roots for one in (*root.parameters(), *root.buffers())}
-        self._model = [tensor.nbytes for tensor in roots.values()]
-
-    def _run(self, allocator: CachingAllocator) -> None:
-        for number, size in enumerate(self._model):
-            allocator.allocate(("model", number), size)
-        super()._run(allocator)
-
-
 def _moments(allocations: Sequence[Allocation], more: Iterable[tuple[int, bool, int]] = ()) -> list[tuple[bool, int]]:
     """Births and deaths in their order: what goes while an operation begins makes room for what it gives."""
     return [(is_birth, number) for _, is_birth, number in sorted([*_changes(allocations), *more])]

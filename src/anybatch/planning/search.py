@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from anybatch.accelerators import is_accelerator
 from anybatch.batch.batches import Part, Splittable
 from anybatch.errors import AnyBatchError
 from anybatch.memory.checkpointing import NotRecomputable
@@ -20,7 +19,7 @@ from anybatch.planning.knapsack import Choice, Option, Timeline, choose, front, 
 from anybatch.planning.microbatches import takes_memory
 from anybatch.planning.predictor import Predictor, TooLarge
 from anybatch.planning.recipe import Recipe, Splitting, splittings
-from anybatch.planning.reserved import CopyReplay, Held, Replay
+from anybatch.planning.reserved import Held, Replay
 from anybatch.planning.subjects import Subject
 from anybatch.planning.timing import CostRecording, Timed, Times, estimated_times, measured, measured_grid
 from anybatch.records.plans import Confidence, ModuleShare, PlanRow
@@ -262,12 +261,8 @@ class Search:
         return self._reserved(self.held, profile) <= self.limit
 
     def _reserved(self, held: Held, profile: Profile, last: Size | None = None) -> int:
-        """The bytes that an allocator has to be given, of several devices that with the most."""
-        found = Replay(self.subject, held, profile, last).needed(self.limit)
-        devices = self.subject.devices
-        if devices is not None and any(map(is_accelerator, [one.device for one in devices.placements[1:]])):
-            found = max(found, CopyReplay(self.subject, held, profile).needed(self.limit))
-        return found
+        """The bytes that an allocator has to be given; of several devices the first, which holds the most."""
+        return Replay(self.subject, held, profile, last).needed(self.limit)
 
     def _measured_small(self, splitting: Splitting) -> Timed:
         """The smallest micro-batch with every memory optimization, without the time of that."""
