@@ -256,7 +256,7 @@ def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[P
     if any(any(curve.values) for curve in series.graphs):
         caption = "The number of earlier steps whose graph was still alive."
         drawn += curve_picture("Graphs kept alive", series.graphs, axis, caption)
-    return drawn + curve_picture("Watched modules", series.watched, axis, "Norms of the modules given to watch.")
+    return drawn
 
 
 def curve_picture(
