@@ -242,7 +242,6 @@ class Doctor:
         self._printed.detach()
         self._forward.detach()
         self._samplers.detach()
-        self._optimizers.detach()
         self._recording.patches.restore()
         self._recording.active = False
         self._journal.flush()
