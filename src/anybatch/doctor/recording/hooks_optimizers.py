@@ -216,7 +216,7 @@ def _are_zero(optimizer: Any) -> bool | None:
     return not any(bool(one.detach().any()) for one in dense)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type]:
     for inner in cls.__subclasses__():
         yield inner
         yield from _subclasses(inner)
