@@ -28,7 +28,7 @@ BEHAVIOUR = {
     "doctor": ("doctor", "rules", "why"),
     "report": ("report",),
     "integrations": ("integrations",),
-    "demo": ("demo", "tour"),
+    "demo": ("demo",),
     "cli": ("cli",),
     "records": ("states", "plan_records", "report"),
     "step": ("train_step", "exactness", "light_steps", "retries"),

@@ -26,9 +26,8 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
 
 @cache
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
-    """Returns the path of every module of the package by its dotted name; the scripts of the tour are no modules."""
-    paths = (path for path in sorted(package.rglob("*.py")) if path.parent.name != "chapters")
-    return {module_name(path, package): path for path in paths}
+    """Returns the path of every module of the package by its dotted name."""
+    return {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
 
 
 @cache

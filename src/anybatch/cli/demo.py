@@ -1,25 +1,22 @@
-"""``anybatch demo``: trains a real model on files that are already there; ``--tour`` shows every part of anybatch."""
+"""``anybatch demo``: trains a real model on files that are already there."""
 
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 from rich.console import Console
 
 from anybatch.cli.demo_screen import Screen
 from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
-from anybatch.demo.touring import CHAPTERS, FOLDER, CommandRun, prepare, run
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
 from anybatch.units import format_bytes, format_seconds, parse_bytes
@@ -73,9 +70,6 @@ class Options:
 
 @click.command("demo", short_help="Run a self-contained demo on local files.")
 @click.option("--quick", is_flag=True, help="Finish in about 20 seconds.")
-@click.option(
-    "--tour", is_flag=True, help="Run six short examples instead: plan, step, losses, a sequence, a fault, a diagnosis."
-)
 @click.option("--seconds", type=click.FloatRange(min=1), help="How long to train.  [default: 120]")
 @click.option(
     "--updates", type=click.IntRange(min=1), help="Train for this many updates instead, which is reproducible."
@@ -98,44 +92,30 @@ class Options:
     callback=lambda ctx, param, value: _bytes_of(value),
     help="The simulated budget, such as 24MiB.  [default: a quarter of what the whole batch needs]",
 )
-@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html, or anybatch-tour.html]")
+@file_option("-o", "--output", help="The page to write.  [default: anybatch-demo.html]")
 @json_option("the findings")
 @click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
 @click.option("--samples", type=click.IntRange(min=2), hidden=True)
 @click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
-@click.pass_context
-def demo_command(ctx: click.Context, /, *, force: bool, tour: bool, output: Path | None, **values: object) -> None:
+def demo_command(*, force: bool, output: Path | None, **values: object) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
     compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML file shows the
     curves. Ctrl-C ends training early and keeps the result.
     """
-    output = output or Path("anybatch-tour.html" if tour else "anybatch-demo.html")
-    options = Options(output=output, **values)  # type: ignore[arg-type]
+    options = Options(output=output or Path("anybatch-demo.html"), **values)  # type: ignore[arg-type]
     _check_options(options, force=force)
     # JSON has standard output for itself.
     console = Console(stderr=str(options.json_path) == "-", highlight=False)
     screen = Screen(console)
     try:
-        if tour:
-            _check_tour(ctx)
-            show_tour(screen, options.output, options.json_path)
-        else:
-            _run(options, screen)
+        _run(options, screen)
     except KeyboardInterrupt:
         screen.say("Stopped. Nothing more was written.")
         sys.exit(INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
-
-
-def _check_tour(ctx: click.Context) -> None:
-    """Refuses options that the tour has no use for."""
-    for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        if given and parameter.name not in ("tour", "output", "json_path", "force"):
-            raise click.UsageError(f"got --tour and {parameter.opts[-1]}, which is of the other demo: leave one out")
 
 
 def _bytes_of(text: str | None) -> int | None:
@@ -251,46 +231,3 @@ def _versions() -> dict[str, str | int]:
 
     python, threads = platform.python_version(), torch.get_num_threads()
     return {"anybatch": __version__, "Python": python, "torch": str(torch.__version__), "threads": threads}
-
-
-_MOST_COLUMNS = 120
-
-
-def show_tour(screen: Screen, page: Path, json_path: Path | None) -> None:
-    """Runs all chapters."""
-    began = time.monotonic()
-    missing = missing_extra()
-    screen.words(f"The scripts of this tour are in {FOLDER}. It takes about a minute; Ctrl-C ends it.")
-    if missing:
-        screen.say(f"\n{missing}\nEverything else runs without it.")
-    stops = []
-    shown: set[str] = set()
-    with tempfile.TemporaryDirectory(prefix="anybatch-tour-", ignore_cleanup_errors=True) as name:
-        folder = Path(name).resolve()
-        prepare(folder)
-        for number, chapter in enumerate(CHAPTERS, 1):
-            screen.heading(f"{number}. {chapter.title}")
-            screen.words(chapter.text)
-            if chapter.script not in shown:
-                screen.line()
-                screen.code(chapter.code)
-            shown.add(chapter.script)
-            stops.append((chapter, [_run_command(screen, command, folder) for command in chapter.commands]))
-        if not missing:
-            from anybatch.demo.touring import tour_page
-
-            page.write_text(tour_page(stops, folder, time.monotonic() - began), encoding="utf-8")
-    if json_path is not None:
-        values = [{**asdict(chapter), "runs": [asdict(one) for one in runs]} for chapter, runs in stops]
-        write_json(json_path, {"version": 1, "kind": "anybatch tour", "chapters": values})
-    screen.finish(None if missing else page, None, time.monotonic() - began)
-
-
-def _run_command(screen: Screen, command: str, folder: Path) -> CommandRun:
-    screen.heading(f"$ {command}")
-    console = screen.console
-    columns = min(console.width, _MOST_COLUMNS)
-    done = run(command, folder, columns=columns, on_line=lambda line: console.print(line, markup=False, soft_wrap=True))
-    if done.code:
-        raise click.ClickException(f"{command} ended with {done.code}; expected 0. Its output is above.")
-    return done

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,7 @@ def doctor_command(target: Target, *, json_path: Path | None, force: bool, **giv
     MODULE runs a module.
 
     Standard output belongs to the script, and the report goes to standard error; with --json - the JSON takes standard
-    output, and the script's output goes to standard error. While the script runs, each finding is printed as one line,
-    and SIGUSR1 prints the report at once.
+    output, and the script's output goes to standard error. While the script runs, each finding is printed as one line.
 
     The exit code is the script's; 124 if --timeout stopped it, 3 if --stop-on did, 1 if --fail-on found something and
     the script itself ended well.
@@ -142,8 +141,7 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
     to_stdout = wishes.fix and wishes.patch is None and not wishes.wanted.takes_stdout
     quiet = to_stdout or wishes.wanted.takes_stdout
     watcher = Watcher(
-        record, ranks=several, policy=wishes.wanted.policy, stop_on=wishes.stop_on, is_quiet=wishes.wanted.quiet,
-        report=lambda tail: _report_now(tail.whole(), target, wishes),
+        record, ranks=several, policy=wishes.wanted.policy, stop_on=wishes.stop_on, is_quiet=wishes.wanted.quiet
     )  # fmt: skip
     finished = launch(target.command, folder, settings, wishes.timeout, quiet=quiet, look=watcher.look)
     try:
@@ -176,16 +174,6 @@ def _examine(target: Target, wishes: Wishes, folder: Path) -> tuple[Finished, bo
         with contextlib.suppress(OSError):
             click.echo(f"anybatch doctor: the report failed: {type(error).__name__}: {error}", err=True)
         return finished, wishes.fail_on is not None, watcher.stopped is not None
-
-
-def _report_now(run: Run, target: Target, wishes: Wishes) -> None:
-    """Writes the report of a run that goes on."""
-    from anybatch.doctor.diagnosing import diagnosis
-
-    note = "The run goes on; this is what was seen until now."
-    found = diagnosis(run, wishes.wanted.policy)
-    found = replace(found, script=target.name, arguments=target.arguments, notes=(note, *found.notes))
-    wishes.wanted.write(found, run, Console(stderr=True, highlight=False), wishes.output, is_last=False)
 
 
 def _fixed(
@@ -231,16 +219,15 @@ class Watcher:
     """Follows the record of a run, or those of its ranks, from outside the script's process."""
 
     def __init__(
-        self, record: Path, *, ranks: bool, policy: Policy, stop_on: Sequence[str], is_quiet: bool,
-        report: Callable[[Tail], None],
+        self, record: Path, *, ranks: bool, policy: Policy, stop_on: Sequence[str], is_quiet: bool
     ) -> None:  # fmt: skip
         self._record, self._ranks, self._policy = record, ranks, policy
-        self._stop_on, self._is_quiet, self._report = stop_on, is_quiet, report
+        self._stop_on, self._is_quiet = stop_on, is_quiet
         self._tails: dict[int, tuple[Tail, Judge]] = {}
         self._told: set[str] = set()
         self.stopped: Finding | None = None  # the finding that ended the run, ``None`` if there was none
 
-    def look(self, report_now: bool) -> bool:
+    def look(self) -> bool:
         """Reads what is new and prints new findings; whether the run has to end."""
         paths = records_of_ranks(self._record) if self._ranks else {0: self._record}
         for rank, path in paths.items():
@@ -249,8 +236,6 @@ class Watcher:
             step = tail.step if rank == min(paths) else 0  # of the others, what is not finite is looked at
             if judge.is_due(step, not_finite=tail.not_finite) and tail.ended is None:
                 self._tell(judge.news(tail.whole(), tail.step), f"rank {rank}, " if self._ranks else "")
-        if report_now and self._tails:
-            self._report(self._tails[min(self._tails)][0])
         return self.stopped is not None
 
     @property

@@ -133,7 +133,7 @@ def launch(
     *,
     quiet: bool = False,
     output: Path | None = None,
-    look: Callable[[bool], bool] | None = None,
+    look: Callable[[], bool] | None = None,
 ) -> Finished:
     """Runs a script with the doctor in it.
 
@@ -145,8 +145,7 @@ def launch(
         quiet: whether its standard output goes to standard error.
         output: the file for all its output, ``None`` for the terminal; with a file it has no input, and
             ``PYTHONHASHSEED`` is 0.
-        look: is called twice a second, with whether SIGUSR1 has come since; if it returns true, the script is
-            interrupted. ``None`` for nothing.
+        look: is called twice a second; if it returns true, the script is interrupted. ``None`` for nothing.
     """
     before = os.environ.get("PYTHONPATH")
     root = str(Path(__file__).resolve().parents[2])
@@ -175,7 +174,7 @@ def launch(
 
 
 def _wait_for_signals(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None = None
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[], bool] | None = None
 ) -> tuple[int, bool]:
     """Waits for the script, and hands on what other processes send; a terminal has sent it to both itself."""
     numbers = {getattr(signal, name) for name in _FORWARDED}
@@ -187,7 +186,7 @@ def _wait_for_signals(
             info = signal.sigtimedwait(numbers | {signal.SIGCHLD}, deadline.left())
             if info is None:
                 deadline.passed()
-            elif info.si_signo in numbers and info.si_code <= 0 and deadline.hands_on(info.si_signo):
+            elif info.si_signo in numbers and info.si_code <= 0:
                 process.send_signal(info.si_signo)
         while signal.sigtimedwait(numbers | {signal.SIGCHLD}, 0) is not None:
             pass  # what was meant for the script must not end its report
@@ -212,14 +211,14 @@ def _before_script(mask: Any) -> Callable[[], None]:
 
 
 def _wait_with_handlers(
-    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[bool], bool] | None = None
+    start: Callable[..., "subprocess.Popen[bytes]"], end: float | None, look: Callable[[], bool] | None = None
 ) -> tuple[int, bool]:
     """The same where signals can't be waited for: Ctrl-C is the terminal's to send, the others are handed on."""
     process = start(None)
     deadline = Deadline(process, end, look)
 
     def hand_on(number: int, frame: Any) -> None:
-        if number != signal.SIGINT and deadline.hands_on(number):
+        if number != signal.SIGINT:
             process.send_signal(number)
 
     numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
@@ -239,13 +238,13 @@ class Deadline:
     """Interrupts a process after its time limit or when ``look`` says so; kills it if it does not end then."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[bool], bool] | None = None
+        self, process: "subprocess.Popen[bytes]", end: float | None, look: Callable[[], bool] | None = None
     ) -> None:
         self._process = process
         self._end = end
         self._look = look
         self._next_look = time.monotonic() + _LOOKS
-        self._is_asked = self._is_interrupted = False
+        self._is_interrupted = False
         self._failures: set[str] = set()
         self.timed_out = False
 
@@ -255,18 +254,10 @@ class Deadline:
         ends = [*([] if self._end is None else [self._end]), *([] if self._look is None else [self._next_look])]
         return max(0.0, min([3600.0, *(end - now for end in ends)]))
 
-    def hands_on(self, number: int) -> bool:
-        """Whether to pass a signal on; SIGUSR1 asks for the report, and is passed on only if the script handles it."""
-        if self._look is None or number != getattr(signal, "SIGUSR1", None):
-            return True
-        self._is_asked, self._next_look = True, 0.0
-        return _has_handler(self._process.pid, number)
-
     def passed(self) -> None:
         """Calls ``look``, interrupts or kills the process, if it is time."""
         if self._look is not None and time.monotonic() >= self._next_look:
-            asked, self._is_asked = self._is_asked, False
-            if self._safely(self._look, asked) and not self._is_interrupted:
+            if self._safely(self._look) and not self._is_interrupted:
                 self._interrupt()
             self._next_look = time.monotonic() + _LOOKS
         if self._end is None or time.monotonic() < self._end:
@@ -278,10 +269,10 @@ class Deadline:
             self.timed_out = True
             self._interrupt()
 
-    def _safely(self, look: Callable[[bool], bool], asked: bool) -> bool:
+    def _safely(self, look: Callable[[], bool]) -> bool:
         """What a look says; one that fails is reported once, and the script goes on."""
         try:
-            return look(asked)
+            return look()
         except Exception as error:  # noqa: BLE001 - the script must not end with what looks at it
             text = f"anybatch doctor: a look at the run failed: {type(error).__name__}: {error}"
             if text not in self._failures:
@@ -294,16 +285,6 @@ class Deadline:
         self._process.send_signal(getattr(signal, "CTRL_C_EVENT", signal.SIGINT))
         self._is_interrupted = True
         self._end = time.monotonic() + _PATIENCE
-
-
-def _has_handler(pid: int, number: int) -> bool:
-    """Whether a process catches a signal, as far as this can be known."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def end_as(code: int) -> None:

@@ -70,13 +70,10 @@ class Outputs:
         """The terminal; on standard error where a format takes standard output."""
         return Console(stderr=self.takes_stdout, quiet=not self.is_shown, highlight=False)
 
-    def write(self, text_of: Callable[[str], str], *others: Callable[[], None], is_last: bool = True) -> None:
-        """Writes all formats except that of the terminal, then calls ``others``; a failure does not stop the rest.
-
-        The format on standard output is written at the last time only.
-        """
+    def write(self, text_of: Callable[[str], str], *others: Callable[[], None]) -> None:
+        """Writes all formats except that of the terminal, then calls ``others``; a failure does not stop the rest."""
         failed: list[OSError] = []
-        writes: list[Callable[[], None]] = [partial(self._write, one, text_of, is_last) for one in self._outputs]
+        writes: list[Callable[[], None]] = [partial(self._write, one, text_of) for one in self._outputs]
         for write in [*writes, *others]:
             try:
                 write()
@@ -86,10 +83,10 @@ class Outputs:
             raise failed[0]
 
     @staticmethod
-    def _write(output: Output, text_of: Callable[[str], str], is_last: bool) -> None:
+    def _write(output: Output, text_of: Callable[[str], str]) -> None:
         if output.path is not None:
             write_whole(output.path, text_of(output.name))
-        elif is_last:
+        else:
             click.echo(text_of(output.name), nl=False)
 
 
@@ -173,15 +170,10 @@ class Wanted:
         console: Console,
         page: Path | None = None,
         more: dict[str, Any] | None = None,
-        *,
-        is_last: bool = True,
     ) -> None:
-        """Writes a diagnosis in all formats, to the terminal, and as a page, with ``more`` values for JSON.
-
-        Before the run is over, formats are written only to files, and the terminal always gets the report.
-        """
+        """Writes a diagnosis in all formats, to the terminal, and as a page, with ``more`` values for JSON."""
         values = values_of(diagnosis, run) | (more or {})
-        is_shown = self._outputs.is_shown or not is_last
+        is_shown = self._outputs.is_shown
 
         def to_page() -> None:
             if page is not None:
@@ -199,7 +191,7 @@ class Wanted:
             if page is not None and not self.quiet:
                 console.print(f"\nPage  {page.absolute()}", markup=False, soft_wrap=True)
 
-        self._outputs.write(lambda name: text_of(name, values, diagnosis, run), to_page, to_terminal, is_last=is_last)
+        self._outputs.write(lambda name: text_of(name, values, diagnosis, run), to_page, to_terminal)
 
 
 def text_of(name: str, values: Mapping[str, Any], diagnosis: Diagnosis, run: Run) -> str:

@@ -242,7 +242,6 @@ class Doctor:
         self._printed.detach()
         self._forward.detach()
         self._samplers.detach()
-        self._optimizers.detach()
         self._recording.patches.restore()
         self._recording.active = False
         self._journal.flush()
@@ -393,14 +392,6 @@ class Doctor:
     def kept(self) -> Kept:
         """The objects kept for the questions after the run."""
         return self._samplers.kept
-
-    def watch(self, name: str) -> None:
-        """Records a module's output and its gradient in sampled steps.
-
-        Args:
-            name: the name of the module, such as ``"encoder.layer.3"``.
-        """
-        self._samplers.watcher.names.add(name)
 
     def save(self, path: str | Path) -> None:
         """Writes the record as lines of JSON.

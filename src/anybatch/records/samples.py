@@ -158,16 +158,6 @@ class Tied(Fact):
     differ: tuple[tuple[int, int], ...] = ()  # the pairs that differ now
 
 
-@fact("watched")
-class Watched(Fact):
-    """Norms of the output of a module that the user watches, and of its gradient."""
-
-    root: int  # the number of the root
-    module: str  # the qualified name of the module
-    output: float  # the norm of its output
-    gradient: float | None = None  # the norm of the gradient of the output; ``None`` without one
-
-
 @fact("drawn")
 class Drawn(Placed):
     """A module's input was drawn with ``sample()``, which has no gradient, although ``rsample()`` exists."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -13,10 +13,9 @@ from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
 from anybatch.records.paths import cut_off, wholes
 from anybatch.records.runs import Run, grouped
-from anybatch.report.tables import TextTable, number_text
+from anybatch.report.tables import TextTable, in_runs, number_text
 from anybatch.units import format_seconds
 
-_SHORTEST_ROW = 3
 _WHOLE = "(the model)"
 _MOST_ENTRIES = 8
 _MOST_TEXT = 400
@@ -245,25 +244,6 @@ def _yes_no(kind: int, shrinking: bool) -> tuple[str, str]:
     return ("shrinking" if shrinking else gradients), parameters
 
 
-def cells_lines(diagnosis: Diagnosis, most: int) -> tuple[TextTable, int]:
-    """The table of gradients and updates per module, conspicuous modules first, and how many are left out."""
-    order = sorted(diagnosis.cells, key=lambda cell: cell.frozen or (cell.cell == 1 and not cell.shrinking))
-    rows = tuple(
-        (
-            cell.module or _WHOLE,
-            *_yes_no(cell.cell, cell.shrinking),
-            _from_to(cell.first_gradient, cell.last_gradient),
-            _from_to(cell.first_ratio, cell.last_ratio),
-            f"{cell.numel:,}",
-            cell.why or ("frozen" if cell.frozen else ""),
-        )
-        for cell in order[:most]
-    )
-    header = ("module", "gradients", "parameters", "gradient norm", "update / weight", "elements", "why")
-    marked = (index for index, cell in enumerate(order[:most]) if _is_odd(cell))
-    return TextTable(header, rows, frozenset(marked)), max(0, len(order) - most)
-
-
 @dataclass(frozen=True, slots=True)
 class Square:
     """One of the four cells."""
@@ -298,47 +278,9 @@ def _is_odd(cell: Cell) -> bool:
     return cell.shrinking or (cell.cell in (2, 3, 4) and not cell.frozen)
 
 
-def _from_to(first: float | None, last: float | None) -> str:
-    if first is None and last is None:
-        return "-"
-    return number_text(first) if first == last else f"{number_text(first)} to {number_text(last)}"
-
-
 def modules_joined(names: Collection[str], among: Collection[str]) -> str:
     """Lists modules: all parts of a container, and runs of numbered modules, are shown as one entry.
 
     At most 12 entries are shown, the others are counted.
     """
-    return cut_off(list(_rows(wholes(names, among))))
-
-
-def _rows(texts: Sequence[str]) -> Iterator[str]:
-    """The texts; three or more with consecutive numbers become ``first to last``."""
-    start = 0
-    while start < len(texts):
-        end, place = start + 1, -1
-        while end < len(texts) and (next_place := _counted(texts[end - 1], texts[end])) >= 0:
-            if place not in (-1, next_place):
-                break
-            end, place = end + 1, next_place
-        if end - start < _SHORTEST_ROW:
-            yield texts[start]
-            start += 1
-        else:
-            first, counted, _ = texts[start].partition(" (")
-            last = texts[end - 1]
-            yield f"{first} to {last[:-1]} each)" if counted else f"{first} to {last}"
-            start = end
-
-
-def _counted(first: str, second: str) -> int:
-    """The index of the only differing piece of two names if it counts up by one; -1 otherwise."""
-    pieces, others = first.split("."), second.split(".")
-    if len(pieces) != len(others):
-        return -1
-    differing = [place for place, pair in enumerate(zip(pieces, others, strict=True)) if pair[0] != pair[1]]
-    if len(differing) != 1:
-        return -1
-    before, after = pieces[differing[0]], others[differing[0]]
-    counts = before.isdecimal() and after.isdecimal() and int(after) == int(before) + 1
-    return differing[0] if counts else -1
+    return cut_off(list(in_runs(wholes(names, among))))

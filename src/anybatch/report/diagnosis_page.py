@@ -19,7 +19,6 @@ from anybatch.report.tables import TextTable, clean, number_text
 from anybatch.units import format_bytes
 
 MOST_FINDINGS = 60
-MOST_CELLS = 200
 _COLUMNS_OF_NUMBERS = 6
 _FEWEST_MOMENTS = 2
 _MOST_MARKS = 3
@@ -53,7 +52,6 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
     series = series_of(run)
     grave, notes = words.grave_and_notes(diagnosis)
     crash, cost = words.crash_of(run), words.cost_of(diagnosis, run)
-    lines, left_out = words.cells_lines(diagnosis, MOST_CELLS)
     axis = axis_of_run(series)
     text = render_page(
         "diagnosis.html.j2",
@@ -69,9 +67,7 @@ def page(diagnosis: Diagnosis, run: Run) -> str:
         left_out=max(0, len(grave) - MOST_FINDINGS),
         notes=[_card(knot, run) for knot in notes[:MOST_FINDINGS]],
         step=_loop_of(step_of_loop(run, [knot.finding for knot in grave])),
-        squares=words.squares_of(diagnosis),
-        cells=lines,
-        cells_left_out=left_out,
+        squares=words.squares_of(diagnosis) if diagnosis.cells else {},
         flows=flow_pictures(series.flow, axis),
         flow_numbers=_flow_numbers(series.flow),
         pictures=_pictures(series, axis, [knot.finding for knot in grave]),
@@ -256,7 +252,7 @@ def _pictures(series: Series, axis: Axis, findings: Sequence[Finding]) -> list[P
     if any(any(curve.values) for curve in series.graphs):
         caption = "The number of earlier steps whose graph was still alive."
         drawn += curve_picture("Graphs kept alive", series.graphs, axis, caption)
-    return drawn + curve_picture("Watched modules", series.watched, axis, "Norms of the modules given to watch.")
+    return drawn
 
 
 def curve_picture(

@@ -11,7 +11,7 @@ from anybatch.records.memory import CATEGORIES, Timeline
 from anybatch.records.plans import Confidence, Plan, PlanRow
 from anybatch.report.pages import Picture, render_page, unit_of_bytes
 from anybatch.report.svg import bar_chart, dot_chart, stack_chart
-from anybatch.report.tables import TextTable
+from anybatch.report.tables import TextTable, in_runs
 from anybatch.units import format_bytes, format_seconds
 
 _CONFIDENCES: dict[Confidence, str] = {
@@ -35,7 +35,7 @@ def rows_of(plan: Plan) -> tuple[PlanRow, ...]:
 def facts_of(plan: Plan) -> tuple[tuple[str, str], ...]:
     """The memory optimizations and the costs of a plan, as pairs of a term and its text."""
     chosen = plan.chosen
-    facts = [(verb, names_text(names)) for verb, names in _blocks(chosen) if names]
+    facts = [(verb, ", ".join(in_runs(names))) for verb, names in _blocks(chosen) if names]
     if chosen.loss_chunks > 1:
         facts.append(("loss", f"of {chosen.head or 'the output layer'} in {chosen.loss_chunks} chunks"))
     if chosen.autocast:
@@ -117,17 +117,6 @@ def time_text(plan: Plan, seconds: float | None) -> str:
     if not plan.relative_time:
         return format_seconds(seconds)
     return f"{seconds / _reference(plan):.2f}x"
-
-
-def names_text(names: Sequence[str]) -> str:
-    """Joins names of blocks; three or more with consecutive numbers become ``first to last``."""
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
 
 
 def shares_of(plan: Plan) -> tuple[tuple[str, int, float], ...]:
@@ -326,11 +315,6 @@ def _reference(plan: Plan) -> float:
     """The time that relative times are divided by."""
     known = (row.seconds for row in (plan.chosen, *plan.alternatives) if row.seconds)
     return next(known, 1.0)
-
-
-def _follows(name: str, after: str) -> bool:
-    first, second = (re.fullmatch(r"(.*?)(\d+)", text) for text in (name, after))
-    return bool(first and second and first[1] == second[1] and int(second[2]) == int(first[2]) + 1)
 
 
 def _shares_picture(plan: Plan) -> Picture | None:

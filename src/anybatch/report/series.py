@@ -12,7 +12,7 @@ from anybatch.records.events import Backward, Clipped, Stepped
 from anybatch.records.lossfacts import Evaluated, LossCall
 from anybatch.records.reading import plain
 from anybatch.records.runs import Run, grouped
-from anybatch.records.samples import Activations, Memory, ModuleSample, Norms, Watched
+from anybatch.records.samples import Activations, Memory, ModuleSample, Norms
 from anybatch.report.flow import STD_OF_ZERO, Flow, flow_of, steps_of
 from anybatch.report.loop import Call, calls_of, root_name
 from anybatch.report.svg import Curve
@@ -75,7 +75,6 @@ class Series:
     clips: tuple[float, ...]  # the finite limits of gradient clipping by norm, at most 3
     memory: tuple[Curve, ...]  # in bytes
     graphs: tuple[Curve, ...]  # the number of earlier steps whose graph was still alive
-    watched: tuple[Curve, ...]  # norms of the outputs of watched modules, and of their gradients
     outputs: tuple[Output, ...]  # of at most 64 modules
     modules: int  # the number of modules with sampled outputs
     calls: tuple[Call, ...]  # the calls of the loop
@@ -103,7 +102,6 @@ def series_of(run: Run) -> Series:
         clips=tuple(dict.fromkeys(limit for limit in limits if math.isfinite(limit)))[:3],
         memory=_curves(_memory(run)),
         graphs=_curves({"losses of earlier steps": [(one.step, float(one.graphs)) for one in run.of(Memory)]}),
-        watched=_curves(_watched(run)),
         outputs=outputs,
         modules=modules,
         calls=calls_of(run),
@@ -189,15 +187,6 @@ def _memory(run: Run) -> dict[str, Points]:
     kinds = (("process", "resident"), ("device", "allocated"), ("device, peak so far", "peak"))
     found = {name: [(one.step, float(getattr(one, entry))) for one in run.of(Memory)] for name, entry in kinds}
     return {name: points for name, points in found.items() if any(value for _, value in points)}
-
-
-def _watched(run: Run) -> dict[str, Points]:
-    found: dict[str, Points] = {}
-    for one in run.of(Watched):
-        found.setdefault(f"{one.module}: output", []).append((one.step, one.output))
-        if one.gradient is not None:
-            found.setdefault(f"{one.module}: gradient", []).append((one.step, one.gradient))
-    return found
 
 
 def _ratios(run: Run) -> list[Ratio]:

@@ -1,7 +1,10 @@
 """Texts and tables of text, for the terminal and for a page."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+_SHORTEST_RUN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,40 @@ def _escaped(character: str) -> str:
     if character.isspace():
         return " "
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def in_runs(names: Sequence[str]) -> Iterator[str]:
+    """The names; three or more that differ in one number, which counts up, become ``first to last``.
+
+    Example:
+        >>> list(in_runs(["h.0.mlp", "h.1.mlp", "h.2.mlp", "head"]))
+        ['h.0.mlp to h.2.mlp', 'head']
+    """
+    start = 0
+    while start < len(names):
+        end, place = start + 1, -1
+        while end < len(names) and (next_place := _counted(names[end - 1], names[end])) >= 0:
+            if place not in (-1, next_place):
+                break
+            end, place = end + 1, next_place
+        if end - start < _SHORTEST_RUN:
+            yield names[start]
+            start += 1
+        else:
+            first, counted, _ = names[start].partition(" (")
+            last = names[end - 1]
+            yield f"{first} to {last[:-1]} each)" if counted else f"{first} to {last}"
+            start = end
+
+
+def _counted(first: str, second: str) -> int:
+    """The index of the only differing piece of two names if it counts up by one; -1 otherwise."""
+    pieces, others = first.split("."), second.split(".")
+    if len(pieces) != len(others):
+        return -1
+    differing = [place for place, pair in enumerate(zip(pieces, others, strict=True)) if pair[0] != pair[1]]
+    if len(differing) != 1:
+        return -1
+    before, after = pieces[differing[0]], others[differing[0]]
+    counts = before.isdecimal() and after.isdecimal() and int(after) == int(before) + 1
+    return differing[0] if counts else -1

@@ -1,23 +1,20 @@
 """The doctor while the script still runs: findings at once, ends for them, reports on demand."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from anybatch.records.events import Ended, Stepped
 from anybatch.records.runs import load_run
-from doctor_scripts import DOCTOR, Done, doctor, environment, forked_doctor
+from doctor_scripts import DOCTOR, doctor, environment, forked_doctor
 from source_tree import PACKAGE
 from versions import SHOWS_SAVED_TENSORS
 
 LOOP = """
-import os, signal, sys, time
+import os, sys, time
 import torch
 import torch.nn.functional as F
 
@@ -26,8 +23,6 @@ body, head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
 model = torch.nn.Sequential(body, torch.nn.Tanh(), head)
 optimizer = torch.optim.SGD((body if "forgotten" in sys.argv else model).parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", enabled="scaled" in sys.argv)
-if "handler" in sys.argv:
-    signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
 ended, step = time.monotonic() + 200, 0
 most = 200 if "short" in sys.argv else 10**9
 while time.monotonic() < ended and step < most and not os.path.exists("end"):
@@ -113,34 +108,6 @@ def test_what_stops_nothing_is_refused(folder: Path, words: list[str]) -> None:
     done = doctor(folder, "--stop-on", *words, "train.py")
     assert done.code == 2
     assert "--stop-on: got" in done.err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="whether a script has a handler is read from /proc")
-@pytest.mark.parametrize("handler", [True, False])
-def test_the_report_comes_when_a_signal_asks_for_it(folder: Path, handler: bool) -> None:
-    words = ["forgotten", *(["handler"] if handler else [])]
-    command = [*DOCTOR, "--no-ask", "--quiet", "--json", "out.json", "train.py", *words]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment(PACKAGE.parent), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        ended = time.monotonic() + 120
-        while not (folder / "out.json").exists() and process.poll() is None and time.monotonic() < ended:
-            time.sleep(0.5)
-            if (folder / "began").exists():
-                os.kill(process.pid, signal.SIGUSR1)
-        values = json.loads((folder / "out.json").read_text(encoding="utf-8"))
-    finally:
-        (folder / "end").touch()
-        out, err = process.communicate(timeout=120)
-    done = Done(process.returncode, out, err)
-    assert done.code == 0, done.err
-    assert values["exit_code"] is None
-    assert values["notes"][0] == "The run goes on; this is what was seen until now."
-    assert json.loads((folder / "out.json").read_text(encoding="utf-8"))["exit_code"] == 0
-    assert ("handled" in done.out) == handler
-    assert "ended" in done.out
-    assert "Which gradients and parameters change" not in done.out + done.err  # quiet holds for both reports
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a stream that can't be written to")

@@ -22,7 +22,7 @@ from anybatch.records.events import (
     Warned,
 )
 from anybatch.records.lines import Fact
-from anybatch.records.samples import Norms, Watched
+from anybatch.records.samples import Norms
 from anybatch.records.tables import OptimizerFacts
 from anybatch.step import TrainStep
 from doctor_programs import PROGRAMS
@@ -299,18 +299,14 @@ def test_a_new_optimizer_over_the_same_parameters_is_told() -> None:
     assert second.line == line
 
 
-def test_a_watched_module_and_norms() -> None:
+def test_norms_are_numbered_by_their_steps() -> None:
     model, optimizer = pair()
     doctor = Doctor(model, optimizer)
-    doctor.watch("1")
     with doctor:
         for _ in range(12):
             optimizer.zero_grad()
             backward(model)
             optimizer.step()
-    watched = seen(doctor, Watched)
-    assert len(watched) == 10
-    assert all(fact.module == "1" and fact.output > 0 and fact.gradient for fact in watched)
     assert [fact.number for fact in seen(doctor, Norms)] == list(range(10))
 
 

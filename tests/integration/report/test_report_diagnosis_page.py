@@ -15,7 +15,7 @@ from anybatch.records.diagnoses import Cell, Diagnosis
 from anybatch.records.findings import Finding, Place
 from anybatch.records.lines import Fact
 from anybatch.records.runs import Run
-from anybatch.records.samples import Norms, Watched
+from anybatch.records.samples import Norms
 from anybatch.records.tables import ParameterFacts, Started
 from anybatch.report.diagnosis_page import SHADES, decades_of, flow_pictures, page, shade_of
 from anybatch.report.flow import Flow, FlowRow
@@ -78,7 +78,6 @@ PAGES = {
     "one step": (HEALTHY, run_of(1)),
     "not a number": (FAULTY, run_of(60, odd=float("nan"))),
     "infinite": (FAULTY, run_of(60, odd=float("inf"))),
-    "watched": (HEALTHY, run_of(2, facts=(Watched(root=0, module="head", output=float("nan"), gradient=1.0),))),
 }
 
 
@@ -159,7 +158,7 @@ def test_what_users_name_is_text(bad: str) -> None:
     )
     named: list[Fact] = [ParameterFacts(parameter=0, names=(bad,), shape=(2, 2), numel=4)]
     named += [Norms(optimizer=0, parameters=(0,), grad=(1.0,), weight=(1.0,), update=(0.1,))]
-    run = run_of(3, facts=(crash, Watched(root=0, module=bad, output=1.0), *named))
+    run = run_of(3, facts=(crash, *named))
     run = Run([Started(torch=bad, device=bad), *run.facts])
     text = page(diagnosis, run)
     text.encode("utf-8")

@@ -15,7 +15,7 @@ from anybatch.records.events import Ended
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
 from anybatch.report import diagnosis as words
-from anybatch.report.diagnosis import Square, cells_lines, cells_table, modules_joined, squares_of
+from anybatch.report.diagnosis import Square, cells_table, modules_joined, squares_of
 from anybatch.report.diagnosis_terminal import show
 from diagnosis_samples import CRASH, FAULTY, FLAT, HEALTHY, MISSING, NOTE, run_of
 
@@ -225,16 +225,6 @@ def test_each_of_the_four_cells_has_its_modules_and_their_reasons() -> None:
     assert squares[3] == Square("pooler", "frozen", False)
     assert squares[4] == Square("old", "decay", True)
     assert squares[0].names == "x"
-
-
-def test_each_module_comes_once_the_odd_ones_first() -> None:
-    table, rest = cells_lines(FAULTY, 3)
-    assert [row[0] for row in table.rows] == ["head", "encoder.layers.0", "encoder.layers.1"]
-    assert table.marked == {0}
-    assert rest == 4
-    assert table.rows[0][3:] == ("0.4 to 0.41", "0", "1,290", "in no optimizer")
-    unknown = cells_lines(Diagnosis(cells=(Cell(0, ""),)), 3)[0].rows[0]
-    assert unknown[:5] == ("(the model)", "?", "?", "-", "-")
 
 
 # The terminal.

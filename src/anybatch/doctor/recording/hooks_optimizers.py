@@ -3,35 +3,25 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import get_ident
-from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import optimizer as optimizers
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.patches import HIDDEN, noting
-from anybatch.doctor.recording.recordings import FIRST, Recording
+from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.recording.recordings import FIRST, Depth, Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Cleared, Stepped
 from anybatch.records.tables import GroupFacts
-from anybatch.tensors.dispatch import functions_unseen, has_numbers, is_asked, unseen
-from anybatch.torch_private import number_of_function_modes
+from anybatch.tensors.dispatch import has_numbers, unseen
 
 _LOOKS_AROUND = (0, 5)  # steps
 _REVIEWED = 5  # steps of which one is followed by a look at whether the record is to be written
-_TORCHS_FILE = optimizers.__file__
-_STEP_FRAMES = frozenset({(_TORCHS_FILE, "wrapper"), (HIDDEN, "doctored_step")})
-_STEP_NAMES = frozenset({"wrapper", "doctored_step"})
-_MOST_FRAMES = 40  # between two steps that run within each other
 _SAME = ("optimizer", "with_grad", "zero", "closure", "by", "edited")
 _CLEARING = ("by", "number", "parameters", "of")
 _MOST_BEGINNINGS = 4  # optimizers whose first steps are all sampled
@@ -58,7 +48,7 @@ class _Begun(NamedTuple):
 
 
 class OptimizerHooks:
-    """Hooks on all optimizers; ``on_step`` is given the number that says whether the next step is sampled."""
+    """Has steps of all optimizers seen; ``on_step`` is given the number that says whether the next one is sampled."""
 
     def __init__(
         self, recording: Recording, gradients: Gradients, samplers: Samplers, on_step: Callable[[int], None]
@@ -68,66 +58,35 @@ class OptimizerHooks:
         self.counts: dict[int, int] = {}
         self._from: dict[int, int] = {}  # the step of the run at which an optimizer began
         self._made: dict[int, tuple[tuple[str, int], int]] = {}
-        self._begun: _Begun | None = None
-        self._nested = False  # whether a step within it was seen
         self._with_grad: dict[int, tuple[int, int]] = {}  # how many had a gradient, and how many of all did then
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self.known: dict[int, _Known] = {}
-        self._handles: list[Any] = []
-        self._followed: set[Any] = set()
-        self._threads = recording.threads
-        self._before_step, self._after_step = recording.guarded(self._before), recording.guarded(self._after)
-
-    def __reduce__(self) -> Any:
-        """Nothing, in a pickle with the code of a step, as ``cloudpickle`` makes one: torch's hooks come with it."""
-        nothing = nullcontext().__exit__
-        return SimpleNamespace, (), {"_pre_hook": nothing, "_post_hook": nothing}
+        self._followed: set[type] = set()
+        # of steps within each other, as where a class calls ``super().step()``, the outermost is seen
+        seen = partial(recording.around, self._before, self._after, "updates", owned=True, outermost=Depth())
+        self._of_torch, self._of_others = seen(), seen(when=_is_itself)
 
     def attach(self) -> None:
-        """Puts the hooks in place."""
+        """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         recording, patches = self._recording, self._recording.patches
         stay_uncompiled()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._pre_hook),
-            register_optimizer_step_post_hook(self._post_hook),
-        ]
+        for cls in _subclasses(torch.optim.Optimizer):
+            self._follow(cls)
         patches.wrap(torch.optim.Optimizer, "__init__", noting(after=recording.guarded(self._was_made)))
         for owner, by in ((torch.optim.Optimizer, "optimizer"), (torch.nn.Module, "module")):
             patches.wrap(owner, "zero_grad", recording.around(None, partial(self._cleared, by), "updates", owned=True))
 
-    def detach(self) -> None:
-        """Takes off what ``Recording.patches`` does not know of."""
-        self._followed.clear()
-        while self._handles:
-            self._handles.pop().remove()
-
-    def follow(self, optimizer: Any) -> None:
-        """Makes sure that the steps of an optimizer are seen whose class torch has not hooked.
-
-        Not those of one that has the very groups of another one, which it has step: Accelerate wraps optimizers so.
-        """
-        step = type(optimizer).step
-        if isinstance(optimizer, torch.optim.Optimizer) and step not in self._followed:
-            others = self._recording.numbering.optimizers()
-            if any(one is not optimizer and one.param_groups is optimizer.param_groups for _, one in others):
-                return
-            self._followed.add(step)
-            if not getattr(step, "hooked", False):
-                self._recording.patches.wrap(type(optimizer), "step", self._doctored)
-
-    def _doctored(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        pre, post = self._pre_hook, self._post_hook
-
-        def doctored_step(optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-            pre(optimizer, (optimizer, *args), kwargs)
-            result = original(optimizer, *args, **kwargs)
-            post(optimizer, (optimizer, *args), kwargs)
-            return result
-
-        return doctored_step
+    def _follow(self, cls: type) -> None:
+        if cls not in self._followed and "step" in vars(cls):
+            self._followed.add(cls)
+            is_torchs = cls.__module__.startswith("torch.")
+            self._recording.patches.wrap(cls, "step", self._of_torch if is_torchs else self._of_others)
 
     def _was_made(self, _: None, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         stay_uncompiled()  # torch loads its compiler with the first optimizer
+        for cls in type(optimizer).__mro__:
+            if issubclass(cls, torch.optim.Optimizer):
+                self._follow(cls)
         known = self._recording.numbering.known
         numbers = {known(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         after = sum(
@@ -146,28 +105,10 @@ class OptimizerHooks:
         if numbering.known_optimizer(optimizer) >= 0:
             return numbering.optimizer(optimizer)
         place, after = self._made.pop(id(optimizer), (None, 0))
-        self.follow(optimizer)
         return numbering.optimizer(optimizer, place=place, after=after)
 
-    def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if number_of_function_modes() and is_asked():
-            with functions_unseen():
-                self._pre_hook(optimizer, args, kwargs)
-        elif self._threads.ident == get_ident() or self._threads.admits("updates", optimizer):
-            self._before_step(optimizer, args, kwargs)
-
-    def _post_hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if number_of_function_modes() and is_asked():
-            with functions_unseen():
-                self._post_hook(optimizer, args, kwargs)
-        elif self._threads.ident == get_ident() or not self._threads.elsewhere():
-            self._after_step(optimizer)
-
-    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        recording, begun = self._recording, self._begun
-        if (begun is not None or recording.looks) and _depth_of_steps() > 1:  # else the one that has begun has raised
-            self._nested = self._nested or begun is not None
-            return
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> _Begun:
+        recording = self._recording
         known, groups = self.known.get(id(optimizer)), optimizer.param_groups
         ends = len(groups), len(groups[-1]["params"]) if groups else 0
         if known is None or known.optimizer() is not optimizer or known.ends != ends:
@@ -177,28 +118,21 @@ class OptimizerHooks:
             self._look_around(number)
         step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
         sampled = (recording.looks or step < FIRST or not step % every) and recording.sampling.wants(step)
-        closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+        closure = (len(args) > 0 and args[0] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         self.has_closure = self.has_closure or closure
         closely = recording.looks or self.has_closure
         cleared, had, edited = self._gradients.at_step(closely=closely)
         if cleared:
             recording.emit(Cleared(by="hand", parameters=cleared, of=had))
-        self._nested, self._begun = False, _Begun(known, count, step, sampled, closure, edited)
         if recording.looks or sampled:
             self._samplers.before_step(optimizer, number, sampled=sampled)
         kept = self._samplers.kept
         if kept.on and number not in kept.redraws.without:
             self._samplers.safely("redraws", kept.redraws.look, number, optimizer)
+        return _Begun(known, count, step, sampled, closure, edited)
 
-    def _after(self, optimizer: Any) -> None:
-        recording, begun = self._recording, self._begun
-        if self._nested or recording.looks:
-            if _depth_of_steps() > 1:
-                return
-            self._nested = False
-        if begun is None or begun.known.optimizer() is not optimizer:
-            return  # its beginning was not seen
-        self._begun, known = None, begun.known
+    def _after(self, optimizer: Any, begun: _Begun, _: Any) -> None:
+        recording, known = self._recording, begun.known
         number, count, sampled = known.number, begun.done, begun.sampled
         with_grad, of = self._with_grad.get(number, (0, -1))
         if sampled or of != self._gradients.present:
@@ -282,18 +216,16 @@ def _are_zero(optimizer: Any) -> bool | None:
     return not any(bool(one.detach().any()) for one in dense)
 
 
-def _depth_of_steps() -> int:
-    """How many steps of optimizers are running within each other: a class that calls ``super().step()`` has two."""
-    frame: FrameType | None = sys._getframe(2)
-    depth = 0
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        code = frame.f_code
-        if code.co_name in _STEP_NAMES and (code.co_filename, code.co_name) in _STEP_FRAMES:
-            depth += 1
-        frame = frame.f_back
-    return depth
+def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type]:
+    for inner in cls.__subclasses__():
+        yield inner
+        yield from _subclasses(inner)
+
+
+def _is_itself(optimizer: Any, _: Any) -> bool:
+    """Whether it is no wrapper that has the very groups of another one, which it has step, as Accelerate's does."""
+    held = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    return all(one.param_groups is not optimizer.param_groups for one in held)
 
 
 def stay_uncompiled() -> None:

@@ -15,7 +15,7 @@ from anybatch.doctor.recording.describing import first_rows, without_graph
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
-from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, ReplicaWatch, TieSampler, Watcher, memory
+from anybatch.doctor.samples.alongside import BufferSampler, HandWrites, ReplicaWatch, TieSampler, memory
 from anybatch.doctor.samples.draws import Draws
 from anybatch.doctor.samples.nonfinite import NonFiniteWatch
 from anybatch.doctor.samples.norms import NormSampler
@@ -43,7 +43,6 @@ class Samplers:
         self.last_inputs: dict[int, tuple[torch.nn.Module, Any, Any]] = {}
         # for these roots the name and the arguments of the last loss of torch on a sampled step
         self.last_losses: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
-        self.watcher = Watcher(recording.numbering)  # follows the modules that were asked for
         self._failed: set[str] = set()
         self._running = ExitStack()
         self._sampled_roots: dict[int, tuple[int, bool]] = {}  # how many calls of this step, and whether one trains
@@ -120,11 +119,9 @@ class Samplers:
             return
         seen = self.safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
         self._is_measuring = True
-        self.safely("watching", self._running.enter_context, self.watcher.attached(module, root))
         sampler = None
         is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
-        wanted = recording.sampled_much or self.watcher.names
-        if wanted and (is_small or recording.sampled_all):
+        if recording.sampled_much and (is_small or recording.sampled_all):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
                 made = self.safely("activations", ActivationSampler, recording.numbering, module, self._draws)
@@ -207,8 +204,6 @@ class Samplers:
         if self._recording.counter.step == 0:
             self._measure("writes by hand", self._writes.after_backward)
         self.safely("suspicion", self._suspicion.after_backward)
-        if self.watcher.names:
-            self._measure("watching", self.watcher.results)
 
     def _keep_loss(self, root: int, name: str, arguments: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():

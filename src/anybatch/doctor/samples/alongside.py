@@ -1,8 +1,7 @@
-"""What else is seen: running statistics, ties, parameters without a step, memory, replicas, watched modules."""
+"""What else is seen: running statistics, ties, parameters without a step, memory, replicas."""
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from anybatch.doctor.recording.describing import wrapper_of
 from anybatch.doctor.recording.naming import modules_in_sight
 from anybatch.doctor.recording.numbering import Numbering
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.values import tensors_in
 from anybatch.memory.meter import resident_bytes
 from anybatch.records.lossfacts import Replicas
-from anybatch.records.samples import Buffers, Memory, Tied, Watched, Written
-from anybatch.tensors.dispatch import unseen
+from anybatch.records.samples import Buffers, Memory, Tied, Written
 
 _COMPARED = 1 << 20
 _MOST_PAIRS = 100
@@ -216,46 +213,3 @@ class ReplicaWatch:
     def _name(self, root: int, inner: torch.nn.Module) -> str:
         model = self._numbering.models[root]
         return model.variable if model.module() is inner else f"{model.variable}.module".lstrip(".")
-
-
-class Watcher:
-    """Follows modules by name."""
-
-    def __init__(self, numbering: Numbering) -> None:
-        self._numbering = numbering
-        self.names: set[str] = set()  # of the modules, within their root or with its variable in front
-        self._seen: list[tuple[int, str, torch.Tensor, list[torch.Tensor]]] = []
-
-    @contextmanager
-    def attached(self, root: torch.nn.Module, number: int) -> Iterator[None]:
-        """Follows the modules of a root during one forward."""
-        with ExitStack() as handles:
-            for name, module, _ in self._numbering.models[number].modules() if self.names else ():
-                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                    continue
-                if name in self.names or self._numbering.module_name(module) in self.names:
-                    hook = module.register_forward_hook(self._hook(number, name), always_call=False)
-                    handles.callback(hook.remove)
-            yield
-
-    def results(self) -> list[Watched]:
-        """What was seen since this was last asked; called after a backward."""
-        found = []
-        for number, name, output, gradients in self._seen:
-            gradient = float(gradients[-1]) if gradients else None
-            found.append(Watched(root=number, module=name, output=float(output), gradient=gradient))
-        self._seen = []
-        return found
-
-    def _hook(self, number: int, name: str) -> Any:
-        norm = unseen(lambda tensor: tensor.detach().float().norm())
-
-        @unseen
-        def see(module: torch.nn.Module, args: Any, result: Any) -> None:
-            output = next(tensors_in(result), None)
-            if output is not None and output.requires_grad:
-                gradients: list[torch.Tensor] = []
-                self._seen.append((number, name, norm(output), gradients))
-                output.register_hook(lambda gradient: gradients.append(norm(gradient)))
-
-        return see
