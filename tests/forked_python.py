@@ -154,6 +154,9 @@ def _code_of(run: Any) -> int:
 def _run(arguments: list[str]) -> None:
     if importlib.util.find_spec("sitecustomize") is not None:
         importlib.import_module("sitecustomize")
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv[:] = arguments[1:]
