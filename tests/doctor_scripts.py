@@ -53,6 +53,12 @@ def plain(folder: Path, *arguments: str, paths: Sequence[Path] = (), stdin: str 
     return run(folder, [sys.executable, *arguments], *paths, PACKAGE.parent, stdin=stdin, **more)
 
 
+def forked_both(folder: Path, *arguments: str, options: Sequence[str] = ()) -> tuple[Done, Done]:
+    """Runs a script without the doctor and with it, in forked processes."""
+    done = forked_python.run([sys.executable, *arguments], folder, environment(PACKAGE.parent))
+    return Done(done.returncode, done.stdout, done.stderr), forked_doctor(folder, *options, *arguments)
+
+
 def both(
     folder: Path,
     *arguments: str,

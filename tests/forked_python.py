@@ -74,9 +74,8 @@ class ForkedPython(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any
     ) -> None:
-        is_python = not isinstance(args, str) and args[0] == sys.executable and executable is None
         pipes = more[3:9]
-        if not is_python or any(pipe != -1 for pipe in (pipes[1], pipes[2], pipes[4])):
+        if isinstance(args, str) or args[0] != sys.executable or executable is not None:
             given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
             super()._execute_child(*given, *more)  # type: ignore[misc]
             return
@@ -88,12 +87,15 @@ class ForkedPython(subprocess.Popen):  # type: ignore[type-arg]
                 streams = [(os.dup(pipes[at]), to) for to, at in enumerate((0, 3, 5)) if pipes[at] != -1]
                 for copied, to in streams:
                     os.dup2(copied, to)
+                if close_fds and not pass_fds:
+                    os.closerange(3, 1024)
                 if preexec_fn is not None:
                     preexec_fn()
                 code = _python([*map(str, args[1:])], os.environ if env is None else env, cwd or Path.cwd())
             finally:
                 os._exit(code & 0xFF)
         self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def _python(arguments: list[str], environment: Mapping[str, str], folder: str | Path) -> int:
@@ -154,6 +156,9 @@ def _code_of(run: Any) -> int:
 def _run(arguments: list[str]) -> None:
     if importlib.util.find_spec("sitecustomize") is not None:
         importlib.import_module("sitecustomize")
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv[:] = arguments[1:]

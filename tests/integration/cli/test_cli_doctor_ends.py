@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from doctor_scripts import DOCTOR, Done, doctor, environment, light_torch, plain
+from doctor_scripts import DOCTOR, Done, doctor, environment, forked_doctor, light_torch, plain
 from source_tree import PACKAGE
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -230,7 +230,9 @@ for step in range(60):
 def test_a_record_that_is_lost_is_not_written_to_and_nothing_untrue_is_said(way: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOSES, encoding="utf-8")
     record = tmp_path / "run.jsonl"
-    done = doctor(tmp_path, "--no-ask", "--record", str(record), "--json", "d.json", "train.py", way, str(record))
+    done = forked_doctor(
+        tmp_path, "--no-ask", "--record", str(record), "--json", "d.json", "train.py", way, str(record)
+    )
     facts, said = json.loads((tmp_path / "d.json").read_text(encoding="utf-8")), " ".join(done.err.split())
     assert done.code == 0
     if way == "nothing":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import forked_python
 from anybatch.cli.doctor_child import PROCESSES, of_rank
 from anybatch.cli.doctor_records import (
     compared,
@@ -72,13 +73,12 @@ def test_weights_that_ranks_do_not_share_are_told(tmp_path: Path, when: str) -> 
     (tmp_path / "train.py").write_text(text)
     doctor = [sys.executable, "-m", "anybatch", "doctor", "--json", "out.json", "--no-ask", "--record", "run.jsonl"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
-    done = subprocess.run([*doctor, *torchrun], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = forked_python.run([*doctor, *torchrun], tmp_path)
     assert done.returncode == 0, done.stderr
     found = [one for one in json.loads((tmp_path / "out.json").read_text())["findings"] if one["code"] == "AB752"]
     assert [one["place"]["parameters"] for one in found] == ([["head.weight"]] if when == "after" else [])
-    subprocess.run(
-        [*doctor[:3], "report", "run.rank0.jsonl", "--json", "again.json"], cwd=tmp_path, check=True, timeout=99
-    )
+    again = forked_python.run([*doctor[:3], "report", "run.rank0.jsonl", "--json", "again.json"], tmp_path)
+    assert again.returncode == 0, again.stderr
     assert ("AB752" in (tmp_path / "again.json").read_text()) == (when == "after")
 
 

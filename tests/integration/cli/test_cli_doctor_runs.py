@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from anybatch.cli import doctor as doctor_module
 from anybatch.cli.doctor_launch import Finished
 from anybatch.cli.main import main
 from anybatch.records.runs import load_run
-from doctor_scripts import both, forked_doctor, light_torch
+from doctor_scripts import both, forked_both, forked_doctor, light_torch
 
 TRAIN = '''
 """Everything that a script may do: workers, children, code from text, a folder of its own, options."""
@@ -229,9 +228,8 @@ OWN_HOOK = "import sys\nsys.excepthook = lambda kind, *_: print('own', kind.__na
 def test_a_crash_is_explained_once_behind_its_traceback(folder: Path) -> None:
     (folder / "crash.py").write_text(CRASH, encoding="utf-8")
     (folder / "own.py").write_text(CRASH.replace("torch.manual", OWN_HOOK + "torch.manual", 1), encoding="utf-8")
-    with ThreadPoolExecutor(2) as pool:
-        with_own = pool.submit(forked_doctor, folder, "--json", "own.json", "own.py")
-        without, done = both(folder, "crash.py", options=["--json", "out.json"])
+    with_own = forked_doctor(folder, "--json", "own.json", "own.py")
+    without, done = forked_both(folder, "crash.py", options=["--json", "out.json"])
     line = CRASH[: CRASH.index("        loss.backward()")].count("\n") + 1
     lines = (line, line - 3)  # where it fails, and where the graph was freed
     assert without.code == done.code == 1
@@ -241,7 +239,7 @@ def test_a_crash_is_explained_once_behind_its_traceback(folder: Path) -> None:
     facts = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     assert facts["findings"][0]["name"].startswith("BACKWARD_TWICE")
     assert facts["findings"][0]["place"]["line"] in lines
-    assert with_own.result().err.startswith("own RuntimeError\n")
+    assert with_own.err.startswith("own RuntimeError\n")
     own = json.loads((folder / "own.json").read_text(encoding="utf-8"))
     assert own["findings"][0]["name"] == facts["findings"][0]["name"]
 
@@ -331,7 +329,7 @@ except RuntimeError as error:
 
 def test_what_is_shown_of_errors_and_warnings_names_the_same_lines(folder: Path) -> None:
     (folder / "shown.py").write_text(SHOWN, encoding="utf-8")
-    without, done = both(folder, "shown.py")
+    without, done = forked_both(folder, "shown.py")
     assert without.err.count("Traceback") > 20
     assert without.code == done.code == 1
     explained = re.sub(r"^anybatch doctor: .*?\n\n", "", done.err, flags=re.MULTILINE | re.DOTALL)

@@ -90,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-STARTED = {"steps", "step"}  # in processes that are really started
+STARTED = {"steps"}  # in processes that are really started
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

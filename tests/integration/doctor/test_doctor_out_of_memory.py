@@ -82,10 +82,10 @@ grown = net(torch.zeros(1, 64).expand(10**11, 64))
 )
 
 
-def diagnosed(folder: Path, text: str) -> dict[str, Any]:
+def diagnosed(folder: Path, text: str, *options: str) -> dict[str, Any]:
     """The finding of a script that runs out of memory under the doctor."""
     (folder / "train.py").write_text(text, encoding="utf-8")
-    run(folder, "-m", "anybatch", "doctor", "--json", "out.json", "train.py")
+    run(folder, "-m", "anybatch", "doctor", *options, "--json", "out.json", "train.py")
     found = json.loads((folder / "out.json").read_text(encoding="utf-8"))["findings"]
     only: dict[str, Any] = next(one for one in found if one["name"] == "OUT_OF_MEMORY")
     return only
@@ -146,6 +146,6 @@ def test_where_the_plan_comes_from_that_the_change_loads(
 
 
 def test_a_step_that_is_not_found_is_told(tmp_path: Path) -> None:
-    found = diagnosed(tmp_path, WITHOUT_A_STEP)
+    found = diagnosed(tmp_path, WITHOUT_A_STEP, "--no-ask")
     assert "No plan was made" in found["fix"]
     assert "no optimizer has a name" in found["fix"]

@@ -1,6 +1,5 @@
 """The doctor records one thread that trains at a time, and reads no gradient that another thread may be writing."""
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
+import forked_python
 from anybatch.doctor.diagnosing import diagnosis
 from anybatch.doctor.recorder import Doctor
 from anybatch.doctor.recording.threads import TrainingThread
@@ -79,7 +79,7 @@ def during_a_backward(function: Callable[[], Any], doctor: Doctor, *, before: in
 
 def test_many_threads_at_once_do_not_crash() -> None:
     """In a process of its own, since it crashed in nearly every run before threads were told apart."""
-    run = subprocess.run([sys.executable, str(AT_ONCE)], capture_output=True, text=True, timeout=300, check=False)
+    run = forked_python.run([sys.executable, str(AT_ONCE)], AT_ONCE.parent)
     assert run.returncode == 0, run.stderr[-2000:]
     assert int(run.stdout.split()[-1]) > 10
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import forked_python
 from anybatch.doctor.rules.registry import all_rules
 
 ROOT = Path(__file__).parents[3]
@@ -175,6 +176,6 @@ print(json.dumps([scale.way, comparing.judge_base(base).verdict, one.fate, one.r
 def test_the_half_for_reporting_is_not_looked_into(tmp_path: Path) -> None:
     environment = {**os.environ, "ANYBATCH_MUTANTS_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(HOME / "score.py"), "--offline", "--half", "report", "--only", "gan"]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked_python.run(command, tmp_path, environment)
     assert done.returncode == 2
     assert "got it without --half tune" in done.stderr.replace("\n", " ")

@@ -33,13 +33,18 @@ ENDS = {
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("way", ["script", "-c", "-m"])
+@pytest.mark.parametrize("way", ["script", "-u", "-c", "-m"])
 def test_it_is_as_one_that_is_started(end: str, way: str, tmp_path: Path) -> None:
     text = SCRIPT + ENDS[end]
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     if way == "-c":
         text = text.replace("__file__, ", "")
-    command = [sys.executable, *{"script": ["train.py"], "-c": ["-c", text], "-m": ["-m", "train"]}[way], "--x", "1"]
+    command = [
+        sys.executable,
+        *{"script": ["train.py"], "-u": ["-u", "train.py"], "-c": ["-c", text], "-m": ["-m", "train"]}[way],
+        "--x",
+        "1",
+    ]
     values = {**os.environ, "WORD": "given", "PYTHONUNBUFFERED": ""}
     forked = forked_python.run(command, tmp_path, values, stdin="input")
     started = subprocess.run(

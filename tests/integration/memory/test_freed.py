@@ -5,7 +5,6 @@ import functools
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import anybatch
+import forked_python
 from anybatch.memory.meter import LiveBytes, Recording
 from faults import OutOfMemoryAt
 
@@ -177,11 +177,13 @@ def train():
     for _ in range(3):
         step(batch_of())
 
-dist.init_process_group("gloo", init_method="file://" + {store!r}, rank={rank}, world_size=2)
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method="file://" + {store!r}, rank=rank, world_size=2)
 train()
 before = threads()
 dist.destroy_process_group()
 print("threads", before, threads())
+assert rank == 1 or os.wait()[1] == 0
 """
 
 
@@ -193,25 +195,13 @@ print("threads", before, threads())
 @pytest.mark.parametrize("option", ["micro_batch_size=2", "memory='8GiB'"])
 def test_the_threads_of_a_process_group_end_when_it_is_destroyed(option: str, tmp_path: Path) -> None:
     """As long as they live at the interpreter's end, a tensor that one of them still holds can abort the process."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", THREADS.format(option=option, store=str(tmp_path / "store"), rank=rank)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, texts, strict=True):
-        assert rank.returncode == 0, text
-        before, after = text.split("threads ")[1].split()[:2]
-        assert int(before) > 0
-        assert int(after) == 0, text
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    code = THREADS.format(option=option, store=str(tmp_path / "store"))
+    done = forked_python.run([sys.executable, "-c", code], tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    ranks = [line.split() for line in done.stdout.splitlines()]
+    assert [int(before) > 0 for _, before, _ in ranks] == [True, True], ranks
+    assert [after for *_, after in ranks] == ["0", "0"], ranks
 
 
 @pytest.mark.parametrize("kind", [LiveBytes, functools.partial(Recording, device_type="cpu")])

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch
+import forked_python
 from anybatch.cli.main import main
 from anybatch.doctor.samples.activations import Units, take
 from anybatch.records.events import Backward, Cleared, Forward, Stepped
@@ -267,10 +269,9 @@ step(torch.randn(4096, 128))
 def test_the_page_of_a_plan_has_the_step_before_and_after_with_the_predicted_peaks(tmp_path: Path) -> None:
     script, out = tmp_path / "train.py", tmp_path / "plan.html"
     script.write_text(PLANNED, encoding="utf-8")
-    done = CliRunner().invoke(
-        main, ["plan", "--memory", "6MiB", "--html", str(out), "--json", str(tmp_path / "p.json"), str(script)]
-    )
-    assert done.exit_code == 0, done.output
+    options = ["--memory", "6MiB", "--html", str(out), "--json", str(tmp_path / "p.json"), str(script)]
+    done = forked_python.run([sys.executable, "-m", "anybatch", "plan", *options], tmp_path)
+    assert done.returncode == 0, done.stderr
     text = out.read_text(encoding="utf-8")
     plan = anybatch.Plan.from_dict(json.loads((tmp_path / "p.json").read_text(encoding="utf-8")))
     peaks = re.findall(r"([\d.]+) MiB at the peak\. Bytes", text)

@@ -6,7 +6,6 @@ library; a comparison in which nothing is compared; a runner that loses a head.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import forked_python
 from asked import asked_for
 from source_tree import ROOT
 
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 def run(*options: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(BENCHMARKS / "architectures.py"), *options]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=560)
+    done = forked_python.run(command, ROOT, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -166,8 +166,8 @@ class Sines(nn.Module):
 
 REAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "experts": (Experts, labelled(16, 16)),
-    "recurrent": (Recurrent, labelled(16, 20, 8)),
-    "cell": (Stepwise, labelled(16, 20, 8)),
+    "recurrent": (Recurrent, labelled(16, 8, 8)),
+    "cell": (Stepwise, labelled(16, 8, 8)),
     "function": (Sines, labelled(16, 16)),
 }
 

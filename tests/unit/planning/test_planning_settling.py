@@ -185,10 +185,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch, most: int, at: int) -> None:
 def subject_and_batch(kind: str) -> tuple[Any, ...]:
     if kind == "coupled":
         coupled = coupled_subject("clip")
-        return coupled.model, coupled.loss_fn, coupled.batch(16), coupled.optimizer(), coupled.options
+        return coupled.model, coupled.loss_fn, coupled.batch(8), coupled.optimizer(), coupled.options
     if kind == "sequence":
         sequence = sequence_subject("cell")
-        return sequence.model, sequence.loss_fn, sequence.batch(4, 20), sequence.optimizer(), {}
+        return sequence.model, sequence.loss_fn, sequence.batch(4, 8), sequence.optimizer(), {}
     model = build()
     loss_fn = differing_after(0, reads=True) if kind == "real" else differing_after(0, reads=False)
     return model, loss_fn, batch(), torch.optim.SGD(model.parameters(), lr=0.1), {}
