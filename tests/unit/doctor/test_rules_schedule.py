@@ -111,7 +111,9 @@ def test_lr_too_high_is_a_hint_where_no_harm_is_seen() -> None:
 
 
 def test_lr_too_high_fires_on_a_loss_that_long_steps_threw_up_and_that_ends_above_a_constant_guess() -> None:
-    thrown = lambda step: 60.0 * 0.8**step + 3.3  # noqa: E731
+    def thrown(step: int) -> float:
+        return float(60.0 * 0.8**step + 3.3)
+
     run = Training(ratio=lambda step, layer: 20.0, loss=thrown, call=call(guess=3.1), steps=60).run()
     assert "a constant guess gives 3.1" in fires(run, "LR_TOO_HIGH", "warning").message
     run = Training(ratio=lambda step, layer: 20.0, loss=lambda step: thrown(step) - 3.0, call=call(guess=3.1)).run()
