@@ -216,7 +216,7 @@ class _Prover:
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
     def _uncut(self) -> Found | None:
-        """Whether a part runs, and adds up to the whole, once one leaf is not cut, or elsewhere; or only runs, uncut."""
+        """Whether a part runs, and adds up to the whole, once one leaf is not cut, or elsewhere; or runs, uncut."""
         runs: list[Found] = []
         for label, path, dim, other in placed_one_by_one(self._task.splittable):
             rows = min(3, other.rows)

@@ -209,6 +209,6 @@ def test_a_module_in_a_list_of_the_model_is_in_float64_too_and_what_moves_it_is_
         return model(batch["x"])
 
     found = anybatch.check(Hiding(0.1), loss_of, batch_of())
-    assert found.tolerance == 1e-9 and found.dtype == "float64"
+    assert (found.tolerance, found.dtype) == (1e-9, "float64")
     assert "teacher[0].weight" in found.reasons[0].message
     assert anybatch.check(Hiding(0.0), loss_of, batch_of()).exact
