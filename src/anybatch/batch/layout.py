@@ -555,13 +555,13 @@ def mismatch(found: Sequence[Found], tuples: Sequence[Found] = ()) -> BatchError
         found: the leaves; first the one that differs, then those that most agree with.
     """
     odd, usual = found[0], found[1]
-    others = tuple(one.dotted for one in found if one.rows == usual.rows and one.dotted)
+    odds, others = (tuple(one.dotted for one in found if one.rows == rows) for rows in (odd.rows, usual.rows))
     text = (
         f"{odd.label} has {odd.rows} rows, {usual.label} has {usual.rows}; every leaf needs the same number of rows "
         f"along dimension 0.{_turned(odd, usual)}{_turned(usual, odd)} If {odd.label} is not per "
-        f"sample, pass broadcast=({odd.dotted!r},)"
+        f"sample, pass broadcast={odds if len(odds) <= 3 else (odd.dotted,)!r}"
     )
-    if 0 < len(others) <= 3:
+    if all(others) and len(others) <= 3:
         text += f"; if {usual.label} is not, broadcast={others!r}"
     if tuples:
         paths = ", ".join(f"{one.dotted!r}: 0" for one in tuples)

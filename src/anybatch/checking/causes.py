@@ -308,6 +308,12 @@ CAUSES: dict[str, Cause] = {
         "whole. Not cut, the error is {error_with_remedy:.2g}.",
         ("broadcast=({path!r},)",),
     ),
+    "other dimension": Cause(
+        "layout",
+        "The samples of {label} are in dimension {dim}, which is as long as dimension 0. Cut there, the error is "
+        "{error_with_remedy:.2g}.",
+        ("layout={{{path!r}: {dim}}}",),
+    ),
     "broadcasts": Cause(
         "broadcast",
         "{operation} gets tensors of shapes {shapes[0]} and {shapes[1]}, which broadcast: every sample is compared "

@@ -62,14 +62,27 @@ class Cut(NamedTuple):
         return Cut(self.splittable.chosen(list(part.samples)), (len(part.samples),))
 
 
-def uncut_one_by_one(splittable: Splittable) -> Iterator[tuple[str, str, Splittable]]:
-    """The batch with one of its leaves not cut, each in turn, with the label and the path of the leaf."""
+def placed_one_by_one(splittable: Splittable) -> Iterator[tuple[str, str, int | None, Splittable]]:
+    """The batch with one of its leaves cut along another dimension as long, or not at all, each in turn.
+
+    Yields:
+        The label and the path of the leaf, the dimension, and the batch.
+    """
     tensors = [one for one in leaves(splittable.batches[0], "batch") if isinstance(one[2], torch.Tensor)]
-    for label, keys, _ in tensors[:_MOST_LEAVES] if splittable.collate is None and len(tensors) > 1 else ():
-        path = ".".join(keys)
-        placed = placement((*splittable.broadcast, path), getattr(splittable.broadcast, "dims", None))
+    if splittable.collate is not None or len(tensors) < 2:
+        return
+    broadcast, dims = splittable.broadcast, getattr(splittable.broadcast, "dims", None) or {}
+    whole = [(label, ".".join(keys), None) for label, keys, _ in tensors[:_MOST_LEAVES]]
+    other = [
+        (label, ".".join(keys), dim)
+        for label, keys, leaf in tensors[:_MOST_LEAVES]
+        for dim in range(1, leaf.dim())
+        if leaf.shape[dim] == leaf.shape[0] and ".".join(keys) not in dims
+    ]
+    for label, path, dim in other + whole:
+        placed = placement((*broadcast, path), dims) if dim is None else placement(broadcast, {**dims, path: dim})
         with contextlib.suppress(BatchError):  # then nothing is left that is cut
-            yield label, path, Splittable(splittable.batches, broadcast=placed)
+            yield label, path, dim, Splittable(splittable.batches, broadcast=placed)
 
 
 def most_of(largest: int) -> int:

@@ -397,7 +397,8 @@ class Examination(Case):
         kinds = [p.dtype for p in self.rig.parameters if p.is_floating_point()]
         unit = max((torch.finfo(kind).eps / 2 for kind in ([dtype] if dtype else kinds)), default=2.0**-24)
         parts = max(len(split) for split in self.splits)
-        return 3 * max(self._rounding(unit), 16 * unit) + unit * math.sqrt(parts)
+        rounding = min(self._rounding(unit), math.sqrt(unit))  # what is more than that is a state that moves on
+        return 3 * max(rounding, 16 * unit) + unit * math.sqrt(parts)
 
     def _rounding(self, unit: float) -> float:
         """Estimates the relative rounding error of the whole's gradient: every weight is changed by one rounding."""

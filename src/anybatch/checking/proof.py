@@ -28,7 +28,7 @@ from anybatch.checking.cuts import (
     cuts_of_other_groups,
     cuts_of_parted_groups,
     most_of,
-    uncut_one_by_one,
+    placed_one_by_one,
 )  # fmt: skip
 from anybatch.checking.examination import later_state
 from anybatch.checking.searches import shown_iterators
@@ -216,17 +216,20 @@ class _Prover:
         return self._as_split((Proof("undecided", note=next(iter(notes), alone)), None))
 
     def _uncut(self) -> Found | None:
-        """Whether a part runs, and adds up to the whole, once one of the leaves is not cut; or only runs, with one."""
+        """Whether a part runs, and adds up to the whole, once one leaf is not cut, or elsewhere; or runs, uncut."""
         runs: list[Found] = []
-        for label, path, other in uncut_one_by_one(self._task.splittable):
+        for label, path, dim, other in placed_one_by_one(self._task.splittable):
             rows = min(3, other.rows)
             try:
                 cut = Cut(other.chosen(range(rows)), (rows - 1, 1))
                 found = self._trial.difference(cut, in_single=False)
                 if rows < 2 or not math.isfinite(found.value_error) or self._trial.is_the_same(cut):
                     continue  # what is no longer cut may be all the data, or need what is cut whole as well
-                evidence = {"path": path, "error_with_remedy": found.error}
-                told = worded("not per sample", label, evidence, label=label, rows=self._task.splittable.rows)
+                if dim is not None and not found.is_none:
+                    continue
+                evidence = {"path": path, "error_with_remedy": found.error, "dim": dim}
+                code = "not per sample" if dim is None else "other dimension"
+                told = worded(code, label, evidence, label=label, rows=self._task.splittable.rows)
                 runs.append((Proof("not exact", "comparison", rows, cut.sizes), told))
                 if found.is_none:
                     return runs[-1]

@@ -52,14 +52,19 @@ def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[s
         return
     seen.add(id(value))
     yield name, value
-    if depth == 0 or isinstance(value, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
+    if depth == 0 or isinstance(value, (torch.Tensor, type, types.ModuleType)):
         return
     for inner, held in _held(value, name):
         yield from _walk(held, inner, depth - 1, seen)
 
 
 def _held(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, functools.partial):
+    if isinstance(value, torch.nn.Module):  # a teacher in a list is none of its parameters
+        for path, module in value.named_modules(prefix=name):
+            for key, held in vars(module).items():
+                if key[0] != "_" and isinstance(held, (list, tuple, dict, torch.nn.Module)):
+                    yield f"{path}.{key}".strip("."), held
+    elif isinstance(value, functools.partial):
         yield name, value.func
         yield from ((f"{name}.args[{position}]", held) for position, held in enumerate(value.args))
         yield from value.keywords.items()

@@ -19,7 +19,7 @@ from anybatch.checking.averages import Averages
 from anybatch.checking.beginnings import announced
 from anybatch.checking.causes import listed, more, reason
 from anybatch.checking.comparison import Case, Comparison
-from anybatch.checking.cuts import uncut_one_by_one
+from anybatch.checking.cuts import placed_one_by_one
 from anybatch.checking.gradients import distance, relative
 from anybatch.checking.isolation import muted
 from anybatch.checking.rig import Outcome, scaled
@@ -213,15 +213,16 @@ _SEARCHES: dict[str, Callable[[Case], list[Reason]]] = {
 
 
 def _not_per_sample(case: Case) -> Reason | None:
-    """Whether a split works once one of the leaves is not cut."""
-    for label, path, other in uncut_one_by_one(case.rig.splittable):
+    """Whether a split works once one of the leaves is not cut, or along another dimension."""
+    for label, path, dim, other in placed_one_by_one(case.rig.splittable):
         try:
             error = case.compared(splittable=other).error
         except AnyBatchError:
             continue
         if error <= case.tolerance and not _is_whole(case, other):
-            evidence = {"path": path, "error_with_remedy": error}
-            return reason("not per sample", label, evidence, label=label, rows=other.rows)
+            evidence = {"path": path, "error_with_remedy": error, "dim": dim}
+            code = "not per sample" if dim is None else "other dimension"
+            return reason(code, label, evidence, label=label, rows=other.rows)
     return None
 
 

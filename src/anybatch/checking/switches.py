@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -156,8 +156,9 @@ def _numbered(kind: object, known: set[Any]) -> object:
 
 def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
     for name, value in reached:
-        if (shown := _shown(value)) is not _NONE:
-            yield (home, name), shown
+        shown = _shown(value)
+        if shown is not _NONE or type(value) not in (list, tuple):
+            yield (home, name), (type(value) if shown is _NONE else shown)
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _of(value, depth - 1, known)
         elif shown is _NONE and not isinstance(value, type):
@@ -177,10 +178,13 @@ def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) 
         return
     known.add(id(marked))
     is_module = isinstance(value, torch.nn.Module)
+    if type(value) is not ModuleType:  # a first call may make what is moved later; a log of numbers is none
+        yield (home, _NONE), {*map(type, own.values())} <= {*_PLAIN} if type(value) is list else len(own)
     for key, one in own.items():
-        if (shown := _shown(one)) is not _NONE:
-            yield (home, key), shown
-        elif depth > 1 and not (is_module and key[0] == "_"):
+        shown = _shown(one)
+        if shown is not _NONE or type(one) not in (list, tuple):
+            yield (home, key), (type(one) if shown is _NONE else shown)
+        if shown is _NONE and depth > 1 and not (is_module and key[0] == "_"):
             yield from _attributes(one, (home, key), known, depth - 1)
     for key, one in own["_buffers"].items() if is_module and "_buffers" in own else ():
         if (shown := _shown(one)) is not _NONE:

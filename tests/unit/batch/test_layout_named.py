@@ -185,3 +185,14 @@ def test_tokens_of_nested_labels_are_counted(kind: torch.layout) -> None:
     batch = {"labels": torch.nested.nested_tensor(rows, layout=kind)}
     assert int(anybatch.count_tokens("labels")(batch)) == 4
     assert int(anybatch.count_tokens("labels", shift=1)(batch)) == 2
+
+
+def test_all_leaves_of_the_other_length_are_in_the_remedy_and_it_works() -> None:
+    batch = {
+        "few": {"x": torch.ones(4, 2), "y": torch.ones(4)},
+        "many": {"x": torch.ones(12, 2), "z": torch.ones(12)},
+    }
+    with pytest.raises(anybatch.BatchError) as caught:
+        anybatch.count_samples(batch)
+    for names in (("few.x", "few.y"), ("many.x", "many.z")):
+        assert f"broadcast={names!r}" in str(caught.value)

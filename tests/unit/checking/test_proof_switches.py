@@ -3,6 +3,7 @@
 How this could cost without need: a value that changes with each step is a new phase in each step.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -140,3 +141,74 @@ def test_a_long_chain_of_functions_behind_a_partial_is_followed_to_a_depth_only(
     state["is_coupled"] = True
     with pytest.raises(anybatch.NotSplittable):
         step(batch_of())
+
+
+class Teacher:
+    """An average that the first call makes, as it is kept in an attribute, in an entry of a dict or in a list."""
+
+    def __init__(self, kind: str, moves: bool) -> None:
+        self.kind, self.moves = kind, moves
+        self.own: Any = {"dict": {"rate": 0.5}, "list": []}.get(kind)
+
+    def made(self, model: nn.Module) -> Any:
+        fresh = copy.deepcopy(model).requires_grad_(False)
+        if self.kind == "attribute":
+            self.own = self.own or fresh
+        elif self.kind == "dict":
+            return self.own.setdefault("teacher", fresh)
+        elif self.kind == "list":
+            self.own[:] = self.own or [fresh]
+        return self.own[0] if self.kind == "list" else self.own
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        teacher = self.made(model)
+        with torch.no_grad():
+            for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                one.lerp_(other, 0.5 if self.moves else 0.0)
+        return (model(batch["x"]) - teacher(batch["x"].flip(1)).detach()).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["attribute", "dict", "list"])
+def test_an_average_that_the_first_call_makes_is_seen_in_the_second_step(kind: str) -> None:
+    model = nn.Linear(4, 3)
+    step = anybatch.TrainStep(
+        model, Teacher(kind, moves=True), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch_size=8
+    )
+    step(batch_of())
+    with pytest.raises(anybatch.NotSplittable, match="writes into"):
+        step(batch_of())
+
+
+@pytest.mark.parametrize("kind", ["attribute", "dict", "list"])
+def test_a_teacher_that_the_first_call_makes_and_nothing_moves_costs_one_more_proof(kind: str) -> None:
+    model = nn.Linear(4, 3)
+    step = anybatch.TrainStep(
+        model, Teacher(kind, moves=False), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch_size=8
+    )
+    assert [step(batch_of()).proof.update for _ in range(4)] == [0, 1, 1, 1]  # type: ignore[union-attr]
+
+
+class Hiding(nn.Module):
+    """A model with a teacher that is none of its parameters, since it is in a list."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layer, self.rate = nn.Linear(4, 3), rate
+        self.teacher = [nn.Linear(4, 3)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        teacher, out = self.teacher[0], self.layer(x)
+        with torch.no_grad():
+            teacher.weight.copy_((1 - self.rate) * teacher.weight + self.rate * self.layer.weight)
+        loss: torch.Tensor = (out - teacher(x).detach()).square().mean()
+        return loss
+
+
+def test_a_module_in_a_list_of_the_model_is_in_float64_too_and_what_moves_it_is_named() -> None:
+    def loss_of(model: Any, batch: Any) -> Any:
+        return model(batch["x"])
+
+    found = anybatch.check(Hiding(0.1), loss_of, batch_of())
+    assert (found.tolerance, found.dtype) == (1e-9, "float64")
+    assert "teacher[0].weight" in found.reasons[0].message
+    assert anybatch.check(Hiding(0.0), loss_of, batch_of()).exact

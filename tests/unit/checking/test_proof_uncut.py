@@ -93,3 +93,34 @@ def test_one_sample_at_a_time_without_such_a_leaf_runs() -> None:
     model, batch = net(), batch_of()
     anybatch.backward(model, of_one, batch, micro_batch_size=1)
     assert all(one.grad is not None for one in model.parameters())
+
+
+class TimeFirst(nn.Module):
+    """A recurrent net of its own, that takes time in dimension 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(x.shape[1], 8)
+        for step in x:
+            state = self.cell(step, state)
+        out: torch.Tensor = self.head(state)
+        return out
+
+
+def test_as_many_steps_as_samples_are_cut_where_the_samples_are() -> None:
+    torch.manual_seed(0)
+    model = TimeFirst().double()
+    batch = {"x": torch.randn(ROWS, ROWS, 6, dtype=torch.float64), "y": torch.randint(3, (ROWS,))}
+
+    def loss_fn(model: Any, batch: Batch) -> Any:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    with pytest.raises(anybatch.NotSplittable, match="in dimension 1") as caught:
+        anybatch.backward(model, loss_fn, batch, micro_batch_size=4)
+    assert str(caught.value).endswith("layout={'x': 1}")
+    result = anybatch.backward(model, loss_fn, batch, micro_batch_size=4, layout={"x": 1})
+    assert result.proof is not None
+    assert result.proof.exact
