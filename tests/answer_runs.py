@@ -80,6 +80,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "flat derivative": {"rows": 128},
     "far ahead": {"op": "cross_entropy", "shift": 2},
     "far positives": {"share": 0.9, "rows": 64},
+    "unknown tokens": {"share": 0.6, "number": 1},
     "torn edges": {"edges": 400, "seen": "make a list in the order of its nodes"},
     "halfway preferred": {"op": "cross_entropy", "halfway": 1.2, "right": 0.3},
     "picked apart": {"op": "nll_loss", "mine": [7, 12, 30], "others": [0, 1, 2], "apart": 190, "of": 200},
