@@ -107,6 +107,23 @@ def test_tokens_that_are_numbered_anew_are_told(data: Data, expected: str) -> No
     assert answer(lambda: evaluated(Bag(), data, F.cross_entropy), "tokens") == expected
 
 
+def filled(places: str, number: int) -> Data:
+    """Texts in which a number that no training has takes some places of those that are evaluated."""
+
+    def data(training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        words, at = torch.randint(3, 60, (64, 12)), torch.arange(12)
+        length = torch.randint(4, 10, (64, 1))
+        new = {"between": torch.rand(64, 12) < 0.5, "behind": at >= length, "before": at < length, "nowhere": at < 0}
+        return words if training else words.where(~new[places], torch.tensor(number)), (words < 30).sum(1) % 2
+
+    return data
+
+
+@pytest.mark.parametrize(("places", "expected"), [("between", "yes"), ("behind", ""), ("before", ""), ("nowhere", "")])
+def test_a_word_that_evaluated_texts_alone_are_full_of_is_told_and_padding_is_not(places: str, expected: str) -> None:
+    assert answer(lambda: evaluated(Bag(), filled(places, 1), F.cross_entropy), "unknown tokens") == expected
+
+
 def pictures(flipped: str) -> Data:
     every = torch.randn(96, 1, 6, 6)
     points = torch.rand(96, 2)

@@ -80,6 +80,7 @@ class Overwriting(OfHeads):
 
 def left(net: nn.Module) -> tuple[str, bool]:
     found = asked(lambda: steps(net, lambda loss, y: loss), "dropped")[-1]
+    assert found.answer == "no" or found.evidence["is_loss"] == found.evidence["op"].endswith("entropy")
     return found.answer, bool(found.evidence.get("again"))
 
 

@@ -108,6 +108,43 @@ def test_what_should_be_apart_is_not_told(loss: Loss) -> None:
     assert answer(lambda: steps(nn.Linear(6, 3), numbers(loss)), "error preferred") != "yes"
 
 
+class OfPairs(nn.Module):
+    """A contrastive loss, with marks of pairs that belong together or, turned, of those that do not."""
+
+    def __init__(self, *, near: bool, marks_near: bool, pulls_marked: bool) -> None:
+        super().__init__()
+        self.net, self.near, self.marks_near, self.pulls_marked = nn.Linear(6, 3), near, marks_near, pulls_marked
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        d = F.pairwise_distance(self.net(x), self.net(other))
+        pull, push = (marks, 1 - marks) if self.pulls_marked else (1 - marks, marks)
+        return (pull * d**2 + push * (2 - d).clamp(min=0) ** 2).mean()
+
+    def train_on(self) -> None:
+        optimizer = torch.optim.Adam(self.parameters())
+        for _ in range(20):
+            x, same = torch.randn(32, 6), torch.arange(32) % 3 == 0
+            noise = torch.randn(32, 6)
+            other = torch.where(same[:, None], x + 0.3 * noise, noise) if self.near else noise
+            optimizer.zero_grad()
+            self(x, other, (same if self.marks_near else ~same).float()).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("marks_near", [True, False])
+@pytest.mark.parametrize("pulls_marked", [True, False])
+def test_pairs_that_are_near_and_drawn_apart_are_told(marks_near: bool, pulls_marked: bool) -> None:
+    net = OfPairs(near=True, marks_near=marks_near, pulls_marked=pulls_marked)
+    found = asked(net.train_on, "error preferred")[-1]
+    assert found.answer == ("no" if marks_near == pulls_marked else "yes")
+    assert found.evidence["kind"] == "distance"
+
+
+def test_pairs_whose_inputs_do_not_show_what_belongs_together_are_not_told() -> None:
+    net = OfPairs(near=False, marks_near=True, pulls_marked=False)
+    assert answer(net.train_on, "error preferred") != "yes"
+
+
 def test_the_first_rows_of_a_table_are_no_targets_of_the_rows() -> None:
     table = torch.randn(8 * ROWS, 3)
     loss = lambda made, y: (made + table[:ROWS] - torch.eye(3)[y]).pow(2).mean()  # noqa: E731

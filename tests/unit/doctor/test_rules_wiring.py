@@ -402,11 +402,11 @@ def test_silent_write_is_quiet_on_moving_averages() -> None:
     assert not findings(built, "SILENT_WRITE")
 
 
-def pooler(*, uncalled: bool) -> RunBuilder:
+def pooler(*, uncalled: bool, steps: int = 7) -> RunBuilder:
     built = RunBuilder()
     numbers = built.model(("encoder.weight", "pooler.weight"))
     built.optimizer(numbers)
-    built.train(numbers[:1], 7)
+    built.train(numbers[:1], steps)
     built.add(Activations(root=0, uncalled=("pooler",) if uncalled else ()))
     return built
 
@@ -419,11 +419,22 @@ def test_param_unused_fires_as_a_remark() -> None:
 @pytest.mark.parametrize(("again", "severity"), [(True, "warning"), (False, "info")])
 def test_param_unused_fires_louder_where_the_loss_is_assigned_again(again: bool, severity: str) -> None:
     built = pooler(uncalled=True)
-    evidence = {"op": "mul", "shapes": [[8, 8]], "again": again}
+    evidence = {"op": "mul", "shapes": [[8, 8]], "again": again, "is_loss": False}
     built.add(Probed(probe="dropped", answer="yes", evidence=evidence, file="train.py", line=31))
     (one,) = findings(built, "PARAM_UNUSED")
     assert (one.severity, one.place.line) == (severity, 31)
     assert "left" in one.message
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_loss", "severity"), [(120, True, "warning"), (7, True, "info"), (120, False, "info")]
+)
+def test_param_unused_fires_louder_where_a_term_is_never_added(steps: int, is_loss: bool, severity: str) -> None:
+    built = pooler(uncalled=True, steps=steps)
+    evidence = {"op": "mse_loss", "shapes": [[8, 8]], "again": False, "is_loss": is_loss}
+    built.add(Probed(probe="dropped", answer="yes", evidence=evidence, file="train.py", line=31))
+    (one,) = findings(built, "PARAM_UNUSED")
+    assert (one.severity, one.place.line) == (severity, 31)
 
 
 def listed(unused: tuple[int, ...], uncalled: tuple[str, ...] = (), shape: tuple[int, ...] = (8, 8)) -> RunBuilder:

@@ -116,7 +116,7 @@ def _columns(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, torch
 
 
 def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether numbers of a vocabulary are as frequent in evaluation as others are in training."""
+    """Whether numbers of a vocabulary are as frequent in evaluation as others are in training, or one is new there."""
     for root in {root for root, _ in kept.tokens}:
         counts = [kept.tokens[key].double() for training in (True, False) if (key := (root, training)) in kept.tokens]
         if len(counts) < 2 or min(float(one.sum()) for one in counts) < _LEAST_TOKENS:
@@ -127,6 +127,9 @@ def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:
         is_of_both = min(float(each[shared].sum()) for each in (one, other)) > 1 - _RENAMED / 2
         if is_of_both and apart > max(_RENAMED, _TIMES * alike):
             yield told("tokens", root=root, apart=apart, alike=alike, symbols=int(shared.sum()))
+        elif float((new := other * (counts[0] == 0)).max()) > _RENAMED:
+            number = int(new.argmax())
+            yield told("unknown tokens", root=root, share=float(new[number]), number=number)
 
 
 def about_copied(kept: Kept, run: Run) -> Iterator[Probed]:

@@ -22,6 +22,8 @@ _LEAST_ROWS = 8
 _NEARLY = 0.01  # of their deviation: how far from targets what is nearly right is
 _MOSTLY = 0.5  # of the rows
 _CLEARLY = 0.1  # of how far a loss falls, or rises
+_APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
+_SURELY = 3.0  # standard errors of the distances of pairs
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
@@ -62,7 +64,7 @@ def error_preferred(step: Step) -> Iterator[Probed]:
     if own_draw(step) is not None:
         raise Unknown("the loss is of what the model itself draws")
     met = meetings_of(step)
-    found = [(*_falls(step, index, step.values[one.slot].detach()), one) for one in met
+    found = [(*_falls(step, index, _ideal(step, index, one)), one) for one in met
              if (index := _acts_through(step, one)) is not None]  # fmt: skip
     if not found:
         raise Unknown("nothing that all parameters act through is compared with targets of its shape")
@@ -71,8 +73,31 @@ def error_preferred(step: Step) -> Iterator[Probed]:
     for one in met if answer == "yes" else ():
         if bool((step.values[one.slot] < 0).any()) and step.made_of(one.slot) & step.inputs - step.made_of(at.slot):
             raise Unknown("rows are weighed with negative numbers, as by rewards")
-    after = step.operations[at.index]
-    yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2])
+    after, through = step.operations[at.index], _acts_through(step, at)
+    is_distance = through is not None and step.operations[through].name in _APART
+    seen: dict[str, Any] = {"kind": "distance" if is_distance else "number"}
+    yield said(after, answer=answer, op=after.name, right=losses[0], others=losses[1], wrong=losses[2], **seen)
+
+
+def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
+    """The targets; for distances the marks of the pairs that should be far apart: those whose inputs are."""
+    target = step.values[where.slot].detach()
+    if step.operations[index].name not in _APART:
+        return target
+    marked = target.flatten() != 0
+    sides = [one for slot in sorted(step.made_of(step.operations[index].outs[0]) & step.inputs)
+             if len(one := step.values[slot].detach()) == len(target)]  # fmt: skip
+    is_marked = target.dim() == 1 and bool(((target == 0) | (target == 1)).all())
+    if not is_marked or min(int(marked.sum()), int((~marked).sum())) < 2:
+        raise Unknown("a distance is compared with no marks of pairs")
+    if len(sides) != 2 or sides[0].shape != sides[1].shape or not sides[0].is_floating_point():
+        raise Unknown("a distance is not of two inputs of one shape")
+    far = (sides[0] - sides[1]).double().flatten(1).norm(dim=1)
+    one, other = far[marked], far[~marked]
+    error = (one.var() / len(one) + other.var() / len(other)).sqrt()
+    if not bool((one.mean() - other.mean()).abs() > _SURELY * error):
+        raise Unknown("the inputs do not show which pairs belong together")
+    return target if one.mean() > other.mean() else 1 - target
 
 
 def _acts_through(step: Step, where: Meeting) -> int | None:

@@ -267,6 +267,10 @@ class Kept:
         """Adds how often each number of a vocabulary was given."""
         is_text = tokens.dtype == torch.int64 and tokens.dim() == 2 and tokens.is_cpu and tokens.numel() > 0
         if is_text and int(tokens.min()) >= 0 and int(tokens.max()) < _MOST_TOKENS:
+            if tokens.shape[1] > 2:  # a value that fills up rows is no word
+                ends = [each == each[:, :1].where(each[:, :1] == each[:, 1:2], -1) for each in (tokens, tokens.flip(1))]
+                first, last = (each.long().cumprod(1).bool() for each in ends)
+                tokens = tokens[~(first | last.flip(1))]
             known = self.tokens.get(key, tokens.new_zeros(_MOST_TOKENS))
             if int(known.sum()) < _ENOUGH_TOKENS:
                 self.tokens[key] = known + tokens.flatten().bincount(minlength=_MOST_TOKENS)

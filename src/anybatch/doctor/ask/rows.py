@@ -26,6 +26,7 @@ _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
 _THROUGH = frozenset({"neg", "div", "mul"})
 _LEAST_WEIGHTS = 4
+_LOSSES = ("_loss", "cross_entropy", "_with_logits")  # how names of loss functions end
 _ORDERS, _SURELY, _BY_CHANCE = 50, 6.0, 2.0  # of rows by chance, and deviations of what these give
 _ASSIGNED = re.compile(r"\s*(\w+)\s*[-+]?=(?!=)")
 Pattern = tuple[int, int]
@@ -352,7 +353,8 @@ def dropped(step: Step) -> Iterator[Probed]:
         if shapes:
             lines, own = _lines_of(step), (operation.file, operation.line)
             again = own in lines or _variable(*own) in {_variable(*one) for one in lines} - {""}
-            yield said(operation, op=operation.name, shapes=shapes, again=again)
+            is_loss = operation.name.endswith(_LOSSES)
+            yield said(operation, op=operation.name, shapes=shapes, again=again, is_loss=is_loss)
 
 
 def _variable(file: str, line: int) -> str:
@@ -400,7 +402,7 @@ def _reduced(step: Step, slot: Slot) -> tuple[Operation, tuple[int, ...]] | None
         if slot not in operation.outs:
             continue
         given = operation.given
-        if operation.name in ("mean", "sum") or operation.name.endswith(("_loss", "cross_entropy", "_with_logits")):
+        if operation.name in ("mean", "sum") or operation.name.endswith(_LOSSES):
             shapes = [tuple(step.values[one].shape) for one in given]
             return (operation, min(shapes, key=len)) if shapes and all(shapes) else None  # a target has fewer dims
         if operation.kind not in _THROUGH or not given:

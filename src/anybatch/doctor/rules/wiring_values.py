@@ -290,7 +290,10 @@ def silent_write(run: Run, *, samples: float = Limit(2, "once may be an initiali
 
 
 @rule("AB112", "PARAM_UNUSED", "info", needs=(Stepped, Backward))
-def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first called late")) -> Iterator[Found]:
+def param_unused(
+    run: Run, *, steps: float = Limit(5, "some parts are first called late"),
+    late: float = Limit(100, "steps, after which a term of the loss that waits would have been added"),
+) -> Iterator[Found]:  # fmt: skip
     """Parameters of optimizers that nothing in the loss uses."""
     step = next((one for one in run.of(Stepped) if one.number + 1 >= steps), None)
     uncalled, unused = {one.root: set(one.uncalled) for one in run.of(Activations)}, unused_names(run)
@@ -313,8 +316,10 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
         fix = f"call {module_code(run, first.root, first.module)} in the forward, or take it out"
         cause = "The module was never called, or its output is in no loss."
         overwritten = lost is not None and bool(lost.evidence["again"])
-        if overwritten:
-            fix, cause = "loss = loss + ...  # for each of its terms", "Another term replaces it in the loss."
+        forgotten = lost is not None and bool(lost.evidence["is_loss"]) and run.steps >= late
+        if overwritten or forgotten:
+            fix = "loss = loss + ...  # for each of its terms"
+            cause = "Another term replaces it in the loss." if overwritten else "A term is computed and never added."
         elif after:
             fix = "x = layer(x)  # in the loop over the layers: each takes what the one before it gave"
             cause = "Layers that are all given the same input leave only what the last one gives."
@@ -324,7 +329,7 @@ def param_unused(run: Run, *, steps: float = Limit(5, "some parts are first call
             cause=cause,
             since=step,
             where=again or lost or NOWHERE,
-            severity="warning" if again is not None or overwritten or after else "",
+            severity="warning" if again is not None or overwritten or forgotten or after else "",
             step=step.number,
             parameters=idle,
             evidence={"parameters": len(names), "elements": sum(run.parameters[one].numel for one in idle)},
