@@ -49,7 +49,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "copied": {"batches": 40, "away": 0.5},
     "class weights": {"most_targets": 60, "most_weight": 8, "least_targets": 4, "least_weight": 1},
     "rates": {"op": "softplus"},
-    "several classes": {"rows": 64, "least": 0, "most": 4},
+    "several classes": {"rows": 64, "least": 0, "most": 4, "function": "cross_entropy"},
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},
     "error preferred": {"op": "sub", "right": 0.0, "others": -2.1, "wrong": -4.2},
