@@ -76,6 +76,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "flat scores": {"op": "cross_entropy", "scale": 0.1, "guess": 5.5, "best": 5.4, "width": 256},
     "evaluated apart": {"place": 9, "of": 9, "rows": 3000, "trained": 0.8, "evaluated": 0.05, "telling": 7},
     "columns": {"place": 9, "of": 9, "rows": 3000, "trained": 0.8, "evaluated": 0.05},
+    "compared scores": {"share": 0.9},
     "tokens": {"apart": 0.3, "alike": 0.02, "symbols": 35},
     "flat derivative": {"rows": 128},
     "far ahead": {"op": "cross_entropy", "shift": 2},

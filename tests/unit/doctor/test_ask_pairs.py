@@ -248,3 +248,23 @@ def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None
 
     for labels in (torch.ones(32), (torch.rand(32) < 0.5).float(), torch.arange(32.0).fmod(4).lt(2).float()):
         assert answer(lambda: train(net, lambda: loss(labels)), "repeated rows") == "no"  # noqa: B023
+
+
+@pytest.mark.parametrize(("turn", "expected"), [
+    (torch.round, "yes"), (lambda made: made.sigmoid().round(), "no"), (lambda made: (made > 0).float(), "no"),
+])  # fmt: skip
+def test_rounded_scores_that_are_compared_with_labels_are_told(turn: Any, expected: str) -> None:
+    net = nn.Linear(6, 1)
+    nn.init.constant_(net.weight, 5.0)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            x = torch.randn(32, 6)
+            y, made = (x.sum(1, keepdim=True) > 0).float(), net(x)
+            (turn(made) == y).sum().float()
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(made, y).backward()
+            optimizer.step()
+
+    assert answer(train, "compared scores") == expected

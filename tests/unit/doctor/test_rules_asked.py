@@ -476,6 +476,7 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("torn edges", "EDGES_NOT_OFFSET", "warning"),
         ("far ahead", "LABEL_SHIFT", "error"),
         ("tokens", "EVALUATION_INPUTS", "warning"),
+        ("compared scores", "EVALUATION_INPUTS", "warning"),
         ("flat scores", "OUTPUT_RANGE", "warning"),
         *(
             (one, "GRAPH_CUT", "warning")

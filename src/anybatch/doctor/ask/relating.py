@@ -162,7 +162,7 @@ def own_draw(step: Step) -> Operation | None:
 
 
 def _of_inputs(step: Step, end: float) -> Probed:
-    """Of a loss without targets, or one that collapses: whether it rises with the rows of one input in another order."""
+    """Of a loss without targets, or one that collapses: whether it rises with other orders of the rows of an input."""
     rows, given = step.rows, _inputs_of(step)
     if len(given) < 2:
         raise Unknown("nothing that the parameters do not make meets what they make")
@@ -181,7 +181,7 @@ def _of_inputs(step: Step, end: float) -> Probed:
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     seen |= {"couples": best.spread > _NEXT_TO_NOTHING * abs(best.own) and _couples(step, best.own)}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
-    collapsed = _collapsed(step) if answer != "unknown" else None
+    collapsed = _collapsed(step)
     collapsed = collapsed if collapsed and _is_best_alike(step, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
     place = collapsed or step.loss
