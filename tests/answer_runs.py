@@ -49,6 +49,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "copied": {"batches": 40, "away": 0.5},
     "class weights": {"most_targets": 60, "most_weight": 8, "least_targets": 4, "least_weight": 1},
     "rates": {"op": "softplus"},
+    "rounded alike": {"op": "floor_divide", "least": 0.0, "most": 99.0, "value": 0.0},
     "several classes": {"rows": 64, "least": 0, "most": 4, "function": "cross_entropy"},
     "misplaced": {"op": "sub"},
     "unlikely": {"op": "mean"},

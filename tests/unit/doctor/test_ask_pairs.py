@@ -268,3 +268,22 @@ def test_rounded_scores_that_are_compared_with_labels_are_told(turn: Any, expect
             optimizer.step()
 
     assert answer(train, "compared scores") == expected
+
+
+@pytest.mark.parametrize(("turn", "expected"), [
+    (lambda t: t // 100, "yes"), (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
+    (lambda t: t // 10, "no"), (lambda t: torch.zeros(32, 1).long() // 7, "no"),
+    (lambda t: (1 + torch.rand(32, 1)).floor(), "no"),
+])  # fmt: skip
+def test_numbers_of_rows_that_become_one_whole_number_are_told(turn: Any, expected: str) -> None:
+    class Timed(nn.Linear):
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.cat([x, turn(t).float()], 1))
+
+    net = Timed(7, 1)
+
+    def loss() -> Tensor:
+        x, t = torch.randn(32, 6), torch.randint(0, 100, (32, 1))
+        return F.mse_loss(net(x, t), x.sum(1, keepdim=True))
+
+    assert answer(lambda: train(net, loss), "rounded alike") == expected
