@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from test_doctor_ask import answer, nothing_was_compiled
+from test_doctor_ask import answer, asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -287,3 +287,21 @@ def test_numbers_of_rows_that_become_one_whole_number_are_told(turn: Any, expect
         return F.mse_loss(net(x, t), x.sum(1, keepdim=True))
 
     assert answer(lambda: train(net, loss), "rounded alike") == expected
+
+
+@pytest.mark.parametrize(("side", "collapsed"), [("max", True), ("min", False)])
+def test_rows_become_alike_where_a_margin_drives_no_pair_apart(side: str, collapsed: bool) -> None:
+    def paired() -> None:
+        net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            same, one = torch.arange(32) % 2, torch.randn(32, 6)
+            other = torch.where(same[:, None] > 0, one, torch.randn(32, 6)) + 0.3 * torch.randn(32, 6)
+            away = F.pairwise_distance(net(one), net(other))
+            apart = torch.clamp(2 - away, **{side: 0.0}).pow(2)
+            optimizer.zero_grad()
+            (same * away.pow(2) + (1 - same) * apart).mean().backward()
+            optimizer.step()
+
+    found = asked(paired, "related inputs")
+    assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed

@@ -515,24 +515,6 @@ def test_rows_that_become_alike_are_told(loss: Callable[[Any, Any], torch.Tensor
     assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed
 
 
-@pytest.mark.parametrize(("side", "collapsed"), [("max", True), ("min", False)])
-def test_rows_become_alike_where_a_margin_drives_no_pair_apart(side: str, collapsed: bool) -> None:
-    def train() -> None:
-        net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
-        optimizer = torch.optim.Adam(net.parameters(), 0.02)
-        for _ in range(60):
-            same, one = torch.arange(32) % 2, torch.randn(32, 6)
-            other = torch.where(same[:, None] > 0, one, torch.randn(32, 6)) + 0.3 * torch.randn(32, 6)
-            away = F.pairwise_distance(net(one), net(other))
-            apart = torch.clamp(2 - away, **{side: 0.0}).pow(2)
-            optimizer.zero_grad()
-            (same * away.pow(2) + (1 - same) * apart).mean().backward()
-            optimizer.step()
-
-    found = asked(train, "related inputs")
-    assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed
-
-
 def test_scores_of_what_is_preferred_are_no_rows_that_became_alike() -> None:
     net = nn.Linear(6, 1)
     nn.init.constant_(net.bias, 9.0)

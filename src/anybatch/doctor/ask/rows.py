@@ -64,15 +64,16 @@ def torn(step: Step) -> Iterator[Probed]:
     yield said(operation, detail=why, op=operation.name, **seen)
 
 
-@asks("rounded alike")
+@asks("rounded alike", of_rows=False)
 def rounded_alike(step: Step) -> Iterator[Probed]:
     """Whether whole numbers are made of a part of the batch by which its rows, which differ, become one number."""
+    sizes = {len(step.leaves[one]) for one in step.inputs & step.needed if step.leaves[one].dim()}
     for operation in step.used(*_WHOLE):
         behind = step.made_of(operation.outs[0])
         if not operation.given or not behind & step.inputs or behind & step.parameters.keys():
             continue
         one, two = (step.values[part[0]].detach() for part in (operation.given, operation.outs))
-        if one.shape[:1] != (step.rows,) or step.rows < _FEWEST or one.shape != two.shape:
+        if {*one.shape[:1]} != sizes or len(one) < _FEWEST or one.shape != two.shape:
             continue
         differ = (one[1:] != one[:-1]).flatten(1).any(1).double().mean()  # of neighbours
         if float(differ) > _MOSTLY and bool((two == two.flatten()[0]).all()):
