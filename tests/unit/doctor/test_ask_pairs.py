@@ -271,14 +271,14 @@ def test_rounded_scores_that_are_compared_with_labels_are_told(turn: Any, expect
 
 
 @pytest.mark.parametrize(("turn", "expected"), [
-    (lambda t: t // 100, "yes"), (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
+    (lambda t: t // 100, "yes"), (lambda t: t[:, 0] // 100, "yes"), (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
     (lambda t: t // 10, "no"), (lambda t: torch.zeros(32, 1).long() // 7, "no"),
     (lambda t: (1 + torch.rand(32, 1)).floor(), "no"),
 ])  # fmt: skip
 def test_numbers_of_rows_that_become_one_whole_number_are_told(turn: Any, expected: str) -> None:
     class Timed(nn.Linear):
         def forward(self, x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(torch.cat([x, turn(t).float()], 1))
+            return super().forward(torch.cat([x, turn(t).float().reshape(32, 1)], 1))
 
     net = Timed(7, 1)
 
@@ -298,7 +298,7 @@ def test_rows_become_alike_where_a_margin_drives_no_pair_apart(side: str, collap
             same, one = torch.arange(32) % 2, torch.randn(32, 6)
             other = torch.where(same[:, None] > 0, one, torch.randn(32, 6)) + 0.3 * torch.randn(32, 6)
             away = F.pairwise_distance(net(one), net(other))
-            apart = torch.clamp(2 - away, **{side: 0.0}).pow(2)
+            apart = ((2 - away).clamp_max(0.0) if side == "max" else (2 - away).clamp_min(0.0)).pow(2)
             optimizer.zero_grad()
             (same * away.pow(2) + (1 - same) * apart).mean().backward()
             optimizer.step()

@@ -75,7 +75,7 @@ def rounded_alike(step: Step) -> Iterator[Probed]:
         one, two = (step.values[part[0]].detach() for part in (operation.given, operation.outs))
         if {*one.shape[:1]} != sizes or len(one) < _FEWEST or one.shape != two.shape:
             continue
-        differ = (one[1:] != one[:-1]).flatten(1).any(1).double().mean()  # of neighbours
+        differ = (one[1:] != one[:-1]).reshape(len(one) - 1, -1).any(1).double().mean()  # of neighbours
         if float(differ) > _MOSTLY and bool((two == two.flatten()[0]).all()):
             seen = {"least": float(one.min()), "most": float(one.max()), "value": float(two.flatten()[0])}
             yield said(operation, op=operation.kind.strip("_"), **seen)
