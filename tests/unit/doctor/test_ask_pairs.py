@@ -271,7 +271,8 @@ def test_rounded_scores_that_are_compared_with_labels_are_told(turn: Any, expect
 
 
 @pytest.mark.parametrize(("turn", "expected"), [
-    (lambda t: t // 100, "yes"), (lambda t: t[:, 0] // 100, "yes"), (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
+    (lambda t: t // 100, "yes"), (lambda t: t[:, 0] // 100, "yes"),
+    (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
     (lambda t: t // 10, "no"), (lambda t: torch.zeros(32, 1).long() // 7, "no"),
     (lambda t: (1 + torch.rand(32, 1)).floor(), "no"),
 ])  # fmt: skip
@@ -298,7 +299,8 @@ def test_rows_become_alike_where_a_margin_drives_no_pair_apart(side: str, collap
             same, one = torch.arange(32) % 2, torch.randn(32, 6)
             other = torch.where(same[:, None] > 0, one, torch.randn(32, 6)) + 0.3 * torch.randn(32, 6)
             away = F.pairwise_distance(net(one), net(other))
-            apart = ((2 - away).clamp_max(0.0) if side == "max" else (2 - away).clamp_min(0.0)).pow(2)
+            left = 2 - away
+            apart = (left.clamp_max(0.0) if side == "max" else left.clamp_min(0.0)).pow(2)
             optimizer.zero_grad()
             (same * away.pow(2) + (1 - same) * apart).mean().backward()
             optimizer.step()
