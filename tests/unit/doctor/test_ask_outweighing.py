@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask import outweighing
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -62,6 +63,17 @@ def weighed(weight: float) -> Callable[..., torch.Tensor]:
 )
 def test_a_term_that_outweighs_another_is_told(loss: Callable[..., torch.Tensor], batch: Any, expected: str) -> None:
     assert answer(lambda: trained(Latent(), batch, loss), "outweighed") == expected
+
+
+@pytest.mark.parametrize(("times", "expected"), [(0.5, "yes"), (1.5, "no")])
+def test_a_term_that_is_no_less_by_itself_was_not_outweighed(
+    times: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learned(step: Any, part: Any, *_: Any) -> float | None:
+        return None if part.slot == step.loss.slot else times * float(step.values[part.slot].detach().sum())
+
+    monkeypatch.setattr(outweighing, "_learned", learned)
+    assert answer(lambda: trained(Latent(), of_images, weighed(100.0)), "outweighed") == expected
 
 
 def test_rows_are_not_told_apart_by_the_noise_that_was_drawn_for_them() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from test_doctor_ask import answer, nothing_was_compiled
+from test_doctor_ask import answer, asked, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
 
@@ -248,3 +248,62 @@ def test_labels_that_alternate_and_rows_without_a_pattern_are_not_torn() -> None
 
     for labels in (torch.ones(32), (torch.rand(32) < 0.5).float(), torch.arange(32.0).fmod(4).lt(2).float()):
         assert answer(lambda: train(net, lambda: loss(labels)), "repeated rows") == "no"  # noqa: B023
+
+
+@pytest.mark.parametrize(("turn", "expected"), [
+    (torch.round, "yes"), (lambda made: made.sigmoid().round(), "no"), (lambda made: (made > 0).float(), "no"),
+])  # fmt: skip
+def test_rounded_scores_that_are_compared_with_labels_are_told(turn: Any, expected: str) -> None:
+    net = nn.Linear(6, 1)
+    nn.init.constant_(net.weight, 5.0)
+
+    def train() -> None:
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(12):
+            x = torch.randn(32, 6)
+            y, made = (x.sum(1, keepdim=True) > 0).float(), net(x)
+            (turn(made) == y).sum().float()
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(made, y).backward()
+            optimizer.step()
+
+    assert answer(train, "compared scores") == expected
+
+
+@pytest.mark.parametrize(("turn", "expected"), [
+    (lambda t: t // 100, "yes"), (lambda t: t[:, 0] // 100, "yes"),
+    (lambda t: (t / 100).long(), "yes"), (lambda t: t / 100, "no"),
+    (lambda t: t // 10, "no"), (lambda t: torch.zeros(32, 1).long() // 7, "no"),
+    (lambda t: (1 + torch.rand(32, 1)).floor(), "no"),
+])  # fmt: skip
+def test_numbers_of_rows_that_become_one_whole_number_are_told(turn: Any, expected: str) -> None:
+    class Timed(nn.Linear):
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.cat([x, turn(t).float().reshape(32, 1)], 1))
+
+    net = Timed(7, 1)
+
+    def loss() -> Tensor:
+        x, t = torch.randn(32, 6), torch.randint(0, 100, (32, 1))
+        return F.mse_loss(net(x, t), x.sum(1, keepdim=True))
+
+    assert answer(lambda: train(net, loss), "rounded alike") == expected
+
+
+@pytest.mark.parametrize(("side", "collapsed"), [("max", True), ("min", False)])
+def test_rows_become_alike_where_a_margin_drives_no_pair_apart(side: str, collapsed: bool) -> None:
+    def paired() -> None:
+        net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            same, one = torch.arange(32) % 2, torch.randn(32, 6)
+            other = torch.where(same[:, None] > 0, one, torch.randn(32, 6)) + 0.3 * torch.randn(32, 6)
+            away = F.pairwise_distance(net(one), net(other))
+            left = 2 - away
+            apart = (left.clamp_max(0.0) if side == "max" else left.clamp_min(0.0)).pow(2)
+            optimizer.zero_grad()
+            (same * away.pow(2) + (1 - same) * apart).mean().backward()
+            optimizer.step()
+
+    found = asked(paired, "related inputs")
+    assert any(one.answer == "no" and one.evidence.get("collapsed") for one in found) == collapsed

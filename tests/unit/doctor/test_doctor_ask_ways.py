@@ -255,6 +255,10 @@ def test_a_picture_that_is_viewed_in_another_order_before_the_net_is_told(turn: 
 def test_several_classes_of_a_row_are_told(marks: Any, expected: str) -> None:
     loss: Loss = lambda made, y: F.cross_entropy(made, marks(y))  # noqa: E731
     assert answer(lambda: steps(nn.Linear(6, 3), loss, 12), "several classes") == expected
+    shared: Loss = lambda made, y: F.binary_cross_entropy(made.softmax(1), marks(y))  # noqa: E731
+    assert answer(lambda: steps(nn.Linear(6, 3), shared, 12), "several classes") == expected
+    each: Loss = lambda made, y: F.binary_cross_entropy(made.sigmoid(), marks(y))  # noqa: E731
+    assert answer(lambda: steps(nn.Linear(6, 3), each, 12), "several classes") == ""
 
 
 @pytest.mark.parametrize(("related", "expected"), [(False, "yes"), (True, "no")])

@@ -8,7 +8,7 @@ import pytest
 
 from anybatch.doctor import diagnosing
 from anybatch.doctor.diagnosing import diagnose, diagnosis, ranked
-from anybatch.doctor.rules.registry import Rule
+from anybatch.doctor.rules.registry import Rule, all_rules
 from anybatch.records.events import Backward, Ended, Stepped
 from anybatch.records.findings import Finding, Place
 from anybatch.records.runs import Run
@@ -33,6 +33,13 @@ def shown(*findings: Finding) -> list[tuple[str, str]]:
 
 def test_consequences_hang_under_the_first_of_the_chain() -> None:
     assert shown(make("C", 9), make("A", 1), make("B", 5)) == [("A", ""), ("B", "A"), ("C", "A")]
+
+
+@pytest.mark.parametrize(("root", "is_one"), [("OUTPUT_RANGE", True), ("PLATEAU_MODE", False)])
+def test_targets_out_of_reach_explain_that_those_of_other_rows_give_the_same(root: str, is_one: bool) -> None:
+    explains = {name: rule.explains for name, rule in all_rules().items()}
+    found = {one.name: one.consequence_of for one in ranked((make(root, 1), make("LABELS_UNRELATED", 5)), explains)}
+    assert found == {root: "", "LABELS_UNRELATED": root if is_one else ""}
 
 
 def test_what_is_earlier_than_its_root_is_no_consequence() -> None:

@@ -485,6 +485,8 @@ def test_ctc_targets_is_quiet_without_an_answer() -> None:
         ("far ahead", "LABEL_SHIFT", "error"),
         ("tokens", "EVALUATION_INPUTS", "warning"),
         ("unknown tokens", "EVALUATION_INPUTS", "warning"),
+        ("compared scores", "EVALUATION_INPUTS", "warning"),
+        ("rounded alike", "INPUTS_ALIKE", "warning"),
         ("flat scores", "OUTPUT_RANGE", "warning"),
         *(
             (one, "GRAPH_CUT", "warning")

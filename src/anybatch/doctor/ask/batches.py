@@ -321,17 +321,17 @@ def _marks(first: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
 
 
 def about_several(kept: Kept, run: Run) -> Iterator[Probed]:
-    """Whether a loss that takes one class for each row, or shares that sum to 1, is given the marks of several."""
+    """Whether scores or probabilities of one class for each row, which sum to 1, meet the marks of several."""
     for root, batches in kept.batches.items():
-        given = [
-            one["target"] for _, name, one in batches if name == "cross_entropy" and one["shape"] == one["target"].shape
-        ]
+        shared = [(name, one) for _, name, one in batches if name == "cross_entropy" or one["shares"]]
+        given = [one["target"] for _, one in shared if one["shape"] == one["target"].shape]
         given = [one for one in given if one.dim() == 2 and one.is_floating_point() and one.shape[0] != one.shape[1]]
         if len(given) < _LEAST_BATCHES or not all(bool(((one == 0) | (one == 1)).all()) for one in given):
             continue
         marks = torch.cat([one.sum(1) for one in given])
         if float((marks != 1).double().mean()) > _LEAST_SEVERAL and bool((marks > 1).any()):
-            yield told("several classes", root=root, rows=len(marks), most=int(marks.max()), least=int(marks.min()))
+            seen: dict[str, Any] = {"most": int(marks.max()), "least": int(marks.min()), "function": shared[0][0]}
+            yield told("several classes", root=root, rows=len(marks), **seen)
 
 
 def about_padding(kept: Kept, run: Run) -> Iterator[Probed]:

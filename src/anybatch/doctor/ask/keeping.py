@@ -41,6 +41,7 @@ _MOST_COLLATES = 2
 _FEWEST_NAMES, _MOST_NAMES, _MOST_NUMBERINGS = 8, 1 << 18, 8  # that are numbered, and by how many
 _MOST_BYTES = 64 * 2**20
 _MOST_VALUES = 400
+_OF_ONE = 1e-4  # how far sums of rounded probabilities are from it
 _MOST_NODES = 3000  # of a graph, among which functions of the user's are looked for
 _MOST_FUNCTIONS = 8
 _MOST_LINES = 3
@@ -481,8 +482,10 @@ class Kept:
             for key, value in given.items()
             if key not in ("input", "target")
         }
-        shape = tuple(given["input"].shape) if isinstance(given.get("input"), torch.Tensor) else ()
-        kept.append((first.detach().clone(), name, {"target": target.detach().clone(), "shape": shape, **rest}))
+        made = given["input"].detach() if isinstance(given.get("input"), torch.Tensor) else torch.empty(0)
+        shares = name == "binary_cross_entropy" and made.dim() == 2 and bool(((made.sum(1) - 1).abs() < _OF_ONE).all())
+        seen = {"target": target.detach().clone(), "shape": tuple(made.shape), "shares": shares}
+        kept.append((first.detach().clone(), name, {**seen, **rest}))
 
 
 def _is_fused(module: torch.nn.Module) -> bool:

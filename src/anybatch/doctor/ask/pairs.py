@@ -17,6 +17,7 @@ from anybatch.records.lossfacts import LossCall, Probed
 
 _COMPARING = DISTANCES | {"kl_div"}
 _EQUAL, _TURNING = frozenset({"eq", "__eq__"}), frozenset({"T", "mT", "t", "transpose", "contiguous"})
+_BEYOND = 0.1  # of the rounded scores that are no label
 _MATCHING = frozenset({"matmul", "mm", "cosine_similarity", "pairwise_distance", "cdist"})
 _DIFFERENCES = frozenset({"sub", "rsub"})
 _SIZING = frozenset({"pow", "square", "abs", "norm", "mul"})
@@ -61,6 +62,23 @@ def of_itself(step: Step) -> Iterator[Probed]:
                     yield _itself(operation)
         elif kind in _SIZING and (guilty := next((differences[one] for one in given if one in differences), None)):
             yield _itself(guilty)
+
+
+@asks("compared scores", of_rows=False)
+def compared_scores(step: Step) -> Iterator[Probed]:
+    """Whether scores that no sigmoid made probabilities are rounded and compared with labels of 0 and 1."""
+    if not any(step.used("binary_cross_entropy_with_logits")):
+        raise Unknown("no loss takes scores of labels that are 0 or 1")
+    rounded = {slot: one for one in step.operations if one.kind == "round" for slot in one.outs}
+    for operation in step.operations:
+        given = operation.given if operation.name in _EQUAL else ()
+        made, labels = [one for one in given if one in rounded], [one for one in given if one not in rounded]
+        if len(made) != 1 or len(labels) != 1 or not step.made_of(made[0]) & step.parameters.keys():
+            continue
+        scores, marks = step.values[made[0]], step.values[labels[0]]
+        beyond = float(((scores != 0) & (scores != 1)).double().mean())
+        if scores.shape == marks.shape and bool(((marks == 0) | (marks == 1)).all()) and beyond > _BEYOND:
+            yield said(operation, share=beyond)
 
 
 def _itself(operation: Operation) -> Probed:

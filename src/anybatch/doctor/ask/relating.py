@@ -45,7 +45,7 @@ _NEXT_TO_NOTHING = 1e-6
 _ALIKE = 0.95
 """The cosine of rows that have become alike."""
 
-_PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1_loss")
+_PAIRING = ("cosine_similarity", "mse_loss", "sub", "mul", "smooth_l1_loss", "l1_loss", "pairwise_distance")
 """Operations that compare, entry by entry, what two inputs become."""
 
 _BY_VALUE = frozenset({"multinomial", "bernoulli", "poisson", "normal", "binomial"})
@@ -95,7 +95,7 @@ def related(step: Step) -> Iterator[Probed]:
         yield said(draw, answer="unknown", detail=_OWN_DRAW, optimizer=optimizer, drawn=draw.name)
     found = meetings_of(step)
     end = min(step.until, time.perf_counter() + _SECONDS)
-    if not found:
+    if not found or _is_best_collapsed(step):
         yield _of_inputs(step, end)
     known = [(one, *both) for one in found if (both := risen(step, one, end)) is not None]
     if not known:
@@ -162,9 +162,8 @@ def own_draw(step: Step) -> Operation | None:
 
 
 def _of_inputs(step: Step, end: float) -> Probed:
-    """Of a loss without targets: whether it rises where the rows of one input stand beside those of other ones."""
-    rows, given = step.rows, [step.leaves[one] for one in sorted(step.inputs & step.needed)]
-    given = [one for one in given if one.shape[:1] == (rows,)]
+    """Of a loss without targets, or one that collapses: whether it rises with other orders of the rows of an input."""
+    rows, given = step.rows, _inputs_of(step)
     if len(given) < 2:
         raise Unknown("nothing that the parameters do not make meets what they make")
     generator = torch.Generator().manual_seed(11)
@@ -182,8 +181,8 @@ def _of_inputs(step: Step, end: float) -> Probed:
     seen |= {"loss": best.own, "others": best.own + best.gain, "spread": best.spread}
     seen |= {"couples": best.spread > _NEXT_TO_NOTHING * abs(best.own) and _couples(step, best.own)}
     answer = best.answer if best.answer != "no" or all(one.answer == "no" for one in each) else "unknown"
-    collapsed = _collapsed(step) if answer != "unknown" else None
-    collapsed = collapsed if collapsed and _is_best_alike(step, given, best.own) else None
+    collapsed = _collapsed(step)
+    collapsed = collapsed if collapsed and _is_best_alike(step, best.own) else None
     answer = "no" if collapsed else answer  # distances are small beside what they are of, and differ
     place = collapsed or step.loss
     return told("related inputs", place, answer=answer, collapsed=collapsed is not None, **seen)
@@ -220,8 +219,20 @@ def _collapsed(step: Step) -> Operation | None:
     return None
 
 
-def _is_best_alike(step: Step, given: list[torch.Tensor], own: float) -> bool:
+def _is_best_collapsed(step: Step) -> bool:
+    """Whether rows have become alike and may be, though targets are there, as labels of pairs."""
+    return _collapsed(step) is not None and _is_best_alike(step, _sum(step.values[step.loss.slot]))
+
+
+def _inputs_of(step: Step) -> list[torch.Tensor]:
+    """What has a place for each row of all that the loss is made of and the parameters do not make."""
+    given = [step.leaves[one] for one in sorted(step.inputs & step.needed)]
+    return [one for one in given if one.shape[:1] == (step.rows,)]
+
+
+def _is_best_alike(step: Step, own: float) -> bool:
     """Whether the loss is no higher where all rows of all inputs are one: nothing in it keeps rows apart."""
+    given = _inputs_of(step)
     values, like = list[float](), {id(one) for one in given if one.shape == given[0].shape}
     for at in range(min(len(given[0]), _ORDERS)):
         row = given[0][at : at + 1]

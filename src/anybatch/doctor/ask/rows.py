@@ -21,6 +21,8 @@ from anybatch.records.lossfacts import Probed
 
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 _CUTTING = frozenset({"__getitem__", "narrow", "select"})
+_WHOLE = frozenset({"floor_divide", "__floordiv__", "long", "int", "floor", "trunc", "round"})
+_MOSTLY = 0.5
 _FEWEST, _LEAST_MARKS = 8, 2  # rows of which each is repeated, and how often
 _TOLERANCE = 1e-4
 _SAME = 3e-5  # relative, of two losses that differ by rounding only
@@ -61,6 +63,23 @@ def torn(step: Step) -> Iterator[Probed]:
         raise Unknown("rows have roles, or what changes the loss was not found")
     operation, why = guilty
     yield said(operation, detail=why, op=operation.name, **seen)
+
+
+@asks("rounded alike", of_rows=False)
+def rounded_alike(step: Step) -> Iterator[Probed]:
+    """Whether whole numbers are made of a part of the batch by which its rows, which differ, become one number."""
+    sizes = {len(step.leaves[one]) for one in step.inputs & step.needed if step.leaves[one].dim()}
+    for operation in step.used(*_WHOLE):
+        behind = step.made_of(operation.outs[0])
+        if not operation.given or not behind & step.inputs or behind & step.parameters.keys():
+            continue
+        one, two = (step.values[part[0]].detach() for part in (operation.given, operation.outs))
+        if {*one.shape[:1]} != sizes or len(one) < _FEWEST or one.shape != two.shape:
+            continue
+        differ = (one[1:] != one[:-1]).reshape(len(one) - 1, -1).any(1).double().mean()  # of neighbours
+        if float(differ) > _MOSTLY and bool((two == two.flatten()[0]).all()):
+            seen = {"least": float(one.min()), "most": float(one.max()), "value": float(two.flatten()[0])}
+            yield said(operation, op=operation.kind.strip("_"), **seen)
 
 
 @asks("repeated rows")

@@ -60,7 +60,7 @@ _SINCE: dict[str, Callable[[Run, Probed], LossCall | Probed | int]] = {
     "the answer itself": lambda run, probed: probed.at,
     "a loss": _loss_call,
     "a loss where no line is known": lambda run, probed: probed if probed.file else _loss_call(run, probed),
-    "a cross entropy": partial(_loss_call, function="cross_entropy"),
+    "a loss of its function": lambda run, probed: _loss_call(run, probed, str(probed.evidence["function"])),
 }
 
 
