@@ -288,14 +288,6 @@ def test_entries_pass_is_quiet_without_an_answer() -> None:
     both("passed", "ENTRIES_PASS")
 
 
-def test_flow_volume_fires_with_both_figures() -> None:
-    assert "is 0.5 on average" in fires(asked("false volume", "yes").run(), "FLOW_VOLUME", "warning").message
-
-
-def test_flow_volume_is_quiet_without_an_answer() -> None:
-    both("false volume", "FLOW_VOLUME")
-
-
 def test_rows_torn_names_a_list_that_is_turned_in_its_loop() -> None:
     assert "returns.reverse()" in fires(asked("turned list", "yes").run(), "ROWS_TORN", "warning").fix
 

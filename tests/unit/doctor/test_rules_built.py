@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.records.lossfacts import Walk
+from anybatch.records.lossfacts import Probed, Walk
 from anybatch.records.samples import Activations, ModuleSample
 from anybatch.records.tables import ModuleFacts
 from number_runs import Training, call, fires, found, silent
@@ -173,3 +173,13 @@ def test_loss_sign_fires_on_a_loss_without_a_bound() -> None:
     assert one.evidence["loss_last"] < -1000
     for healthy in (lambda step: 20.0 - step, lambda step: -2.0 - 1.3**step, lambda step: 20.0 - 9000 * (step > 30)):
         silent(Training(call=None, loss=healthy).run(), "LOSS_SIGN")
+
+
+def test_flow_volume_fires_with_both_figures() -> None:
+    seen = {"claimed": 0.5, "stretched": 1.2, "off": 0.8}
+    one = Probed(probe="false volume", answer="yes", evidence=seen)
+    assert "is 0.5 on average" in fires(Training(after=(one,)).run(), "FLOW_VOLUME", "warning").message
+
+
+def test_flow_volume_is_quiet_without_an_answer() -> None:
+    silent(Training(after=(Probed(probe="false volume", answer="no"),)).run(), "FLOW_VOLUME")
