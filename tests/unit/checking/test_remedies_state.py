@@ -31,8 +31,9 @@ from test_remedies_check import (
 )
 
 follows = REGISTER.follows
-# Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py.
-IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient"}
+# Where a check can't look, and which name it or say why; what is said of time is followed by test_proof_chunks.py,
+# and of another dimension by test_proof_uncut.py.
+IN_PROOFS = {"unexplained", "in parts", "whole batch", "time", "time of the gradient", "other dimension"}
 WITH_LINES_MADE_FOR_THE_CASE = {"several means", "time first"}
 
 
