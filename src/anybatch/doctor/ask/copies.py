@@ -207,7 +207,7 @@ def _still_at_first(kept: Kept, run: Run, state: State, online: State) -> dict[s
 def _loss_of(kept: Kept, state: State, root: int) -> float:
     """The loss of a net for a batch that was kept of the training of a root; NaN where it can't be told."""
     for first, name, given in kept.batches.get(root, [])[-1:]:
-        options = {key: value for key, value in given.items() if key != "shape"}
+        options = {key: value for key, value in given.items() if key not in ("shape", "shares")}
         try:
             trial = Trial(state.module(), (first,), {}, time.perf_counter() + _SECONDS)
             made = [one for one in tensors(trial.forward(trial.inputs)) if one.shape == given["shape"]]

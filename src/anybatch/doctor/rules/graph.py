@@ -29,6 +29,7 @@ from anybatch.records.lossfacts import Followed, Walk
 from anybatch.records.paths import Stop
 from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Activations, Drawn, Norms, Scored
+from anybatch.records.tables import ParameterFacts
 
 _NO_CUT = frozenset({"unused", "left out", "unknown", "checkpoint", "requires_grad"})
 _MODES = frozenset({"no_grad", "inference_mode"})
@@ -248,8 +249,16 @@ def _of_one_step(run: Run, once: list[int], samples: int, back: Backward) -> Fou
         parameters=once,
         module=(one.root, one.module),
         evidence={"parameters": len(names), "samples": samples},
-        severity="warning",
+        severity="info" if _has_one_step(run, one) else "warning",
     )
+
+
+def _has_one_step(run: Run, one: ParameterFacts) -> bool:
+    """Whether a recurrent layer is given sequences of one step, as a layer of another kind might be."""
+    own = [each for each in run.roots[one.root].modules if each.name == one.module]
+    time = 1 if own and own[0].options.get("batch_first") else 0
+    shapes = (each.input_shape for seen in run.of(Activations) for each in seen.modules if each.module == one.module)
+    return any(len(shape) == 3 and shape[time] == 1 for shape in shapes)
 
 
 @rule("AB204", "NO_GRAD_ACTIVE", "error", explains=(*STANDS_STILL, "LOSS_NO_GRAD", "GRAPH_CUT", "PARAM_UNUSED"))
