@@ -275,3 +275,9 @@ def test_a_complex_gradient_that_is_not_finite_is_found(step: int) -> None:
     (found,) = doctor.run.of(NonFinite)
     assert found.step - found.late == step
     assert doctor.failure == ""
+
+
+def test_an_input_that_is_expanded_beyond_all_memory_is_not_copied() -> None:
+    with Doctor() as doctor, pytest.raises(RuntimeError, match="memory"):
+        nn.Linear(64, 64)(torch.zeros(1, 64).expand(10**11, 64))
+    assert doctor.failure == ""

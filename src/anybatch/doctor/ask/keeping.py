@@ -1,6 +1,7 @@
 """What is kept of a run for the questions after it: steps as tapes, batches, what nets were given, copies of others."""
 
 import itertools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -567,8 +568,14 @@ def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """Evenly spaced entries of a tensor; all of a small one."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: across(tensor, flat.numel() // most)][:most]
+    given = tensor.detach()
+    if (
+        not given.is_contiguous() and given.numel() > most
+    ):  # all of it would be copied, and one that is expanded is huge
+        each = max(2, math.floor(most ** (1 / given.dim())))
+        given = given[tuple(slice(None, None, -(-size // each)) for size in given.shape)]
+    flat = given.reshape(-1)
+    return flat[:: across(given, flat.numel() // most)][:most]
 
 
 def _versions(module: torch.nn.Module) -> dict[str, Any]:
