@@ -118,3 +118,54 @@ def test_a_gradient_of_the_first_lost_number_is_no_explosion() -> None:
         every=lambda step: [NonFinite(where="input")] if step == 25 else [],
     ).run()
     quiet(run, "EXPLODING")
+
+
+class Attending(torch.nn.Module):
+    """Attention with a mask, and one whose fully hidden rows are replaced before or behind the softmax."""
+
+    def __init__(self, replaced: str) -> None:
+        super().__init__()
+        self.replaced = replaced
+        self.q, self.v = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.q(x) @ x.transpose(1, 2)
+        if self.replaced == "before":
+            hidden = hidden & ~hidden.all(1, keepdim=True)
+        scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+        weights = scores.softmax(-1)
+        if self.replaced == "weights":
+            weights = weights.nan_to_num()
+        attended = torch.nn.functional.layer_norm(x + weights @ self.v(x), (4,))
+        return attended.nan_to_num() if self.replaced == "output" else attended
+
+
+def attend(replaced: str) -> Finding | None:
+    """The first error of a run over rows the second of which is empty."""
+    hidden = torch.zeros(6, 5, dtype=torch.bool)
+    hidden[1] = True
+
+    def program() -> None:
+        net = Attending(replaced)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(6):
+            optimizer.zero_grad()
+            net(torch.randn(6, 5, 4), hidden).square().mean().backward()
+            optimizer.step()
+
+    return next((one for one in found_in(program) if one.severity == "error"), None)
+
+
+@saved_tensors
+@pytest.mark.parametrize("replaced", ["", "output"])
+def test_a_softmax_of_rows_that_are_hidden_altogether_is_named(replaced: str) -> None:
+    found = attend(replaced)
+    assert found is not None
+    assert found.name == "NAN_IN_FORWARD", found
+    assert "5 of its 30 rows have no score above -inf" in found.message
+    assert "-inf everywhere" in found.fix
+
+
+@pytest.mark.parametrize("replaced", ["before", "weights"])
+def test_rows_that_are_hidden_altogether_and_replaced_in_time_are_no_fault(replaced: str) -> None:
+    assert attend(replaced) is None

@@ -75,6 +75,30 @@ def test_input_scale_is_quiet(healthy: tuple[str, Training]) -> None:
     quiet(healthy[1].run(), "INPUT_SCALE")
 
 
+class Scaling(nn.Module):
+    """A first layer without weights."""
+
+    def __init__(self, squashes: bool) -> None:
+        super().__init__()
+        self.squashes = squashes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() if self.squashes else (x - x.mean(0)) / x.std(0)
+
+
+@pytest.mark.parametrize("squashes", [True, False])
+def test_input_scale_is_quiet_where_a_first_layer_of_its_own_standardises(squashes: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaling(squashes), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with Doctor(every=1) as doctor:
+        for _ in range(16):
+            optimizer.zero_grad()
+            (net(40 * torch.randn(32, 6)) - torch.randn(32, 1)).square().mean().backward()
+            optimizer.step()
+    assert squashes == any(one.name == "INPUT_SCALE" for one in diagnose(doctor.run))
+
+
 def sorted_by_class(step: int) -> list[Fact]:
     """Batches of class 0, then of class 1, and so on."""
     return [call(target_classes=1, target_mean=float(step // 8))]

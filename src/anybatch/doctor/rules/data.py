@@ -9,6 +9,7 @@ from statistics import median
 from anybatch.doctor.rules.registry import Found, Limit, rule
 from anybatch.doctor.views.asked import answers
 from anybatch.doctor.views.courses import course, phases
+from anybatch.doctor.views.measures import SQUASHING
 from anybatch.doctor.views.naming import by_line, first_call, qualified, root_variable
 from anybatch.doctor.views.onebatch import drawn_for, looped_for, trained_on
 from anybatch.doctor.views.outcomes import learned_well, outcome
@@ -58,7 +59,21 @@ def _entered(run: Run, dims: int) -> list[list[InputSample]]:
         inner = bool(calls) and calls[0] != one.root  # a critic, a head of its own
         if one.mean is not None and one.std is not None and len(one.shape) >= dims and one.finite and not inner:
             found.setdefault((one.root, one.name), []).append(one)
-    return [samples for samples in found.values() if not samples[0].first.startswith(_NORMS)]
+    return [
+        samples
+        for samples in found.values()
+        if not samples[0].first.startswith(_NORMS) and not _standardised(run, samples[0])
+    ]
+
+
+def _standardised(run: Run, one: InputSample) -> bool:
+    """Whether a first layer of the user's own, without weights, brings them to unit scale and squashes none."""
+    held = {facts.module for facts in run.parameters.values()}
+    sample = next((each for each in run.of(Activations) if each.root == one.root), None)
+    first = next((each for each in sample.modules if each.cls == one.first), None) if sample is not None else None
+    if first is None or first.module in held or first.cls in SQUASHING or first.shape != tuple(one.shape):
+        return False
+    return abs(first.mean) < 0.5 and 0.5 < first.std < 2 and first.absmax > 1.5  # what is squashed ends at 1
 
 
 def _entrance(run: Run, one: InputSample) -> str:

@@ -248,7 +248,8 @@ _REPAIRS = {
     "Exp": "torch.logsumexp, or x.clamp_max(30) before exp",
     "Pow": "(x + 1e-8) ** p for p below 1",
     "Norm": "torch.sqrt((x * x).sum() + 1e-8): the slope of a norm is not defined at 0",
-    "Softmax": "give softmax no row that is -inf everywhere: an attention mask that hides all keys of a row",
+    "Softmax": "scores.masked_fill(mask & ~mask.all(-1, keepdim=True), -torch.inf): give softmax no row that is -inf "
+    "everywhere",
     "Acos": "torch.acos(x.clamp(-1 + 1e-6, 1 - 1e-6))",
     "Asin": "torch.asin(x.clamp(-1 + 1e-6, 1 - 1e-6))",
     "Atan2": "torch.atan2(y, x + 1e-8)",
@@ -283,17 +284,18 @@ def nan_in_forward(run: Run) -> Iterator[Found]:
     by = f", {'noticed in' if first.where in ('input', 'parameter') else 'made by'} {_made(first)}" if first.op else ""
     yield Found(
         text=f"{what} {'have' if first.where == 'input' else 'has'} the first {first.value} of the run, at step "
-        f"{first.step}{by}{f': {first.detail}' if first.detail else ''}.",
+        f"{first.step - first.late}{by}{f': {first.detail}' if first.detail else ''}.",
         fix=_repair(run, first),
-        cause="No operation made it: inputs, targets or weights of the loss had it when they came. From the loss it "
-        "goes into all gradients and weights."
+        cause="No operation with a gradient made it: inputs, targets or weights of the loss had it, or it was "
+        "computed of them, as the spread of a batch of one row. From the loss it goes into all gradients and weights."
         if first.where == "input"
         else "It goes through every operation after it into the loss, and from there into all gradients and weights.",
         since=first,
+        step=first.step - first.late,
         where=_line(first),
         parameters=first.parameters,
         module=first.module,
-        evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step},
+        evidence={"where": first.where, "value": first.value, "op": first.op, "step": first.step - first.late},
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from anybatch.doctor.recording.naming import user_place
 from anybatch.doctor.samples.flatcopies import plain
-from anybatch.doctor.samples.origins import Origin, kind_of, origin_in, risky
+from anybatch.doctor.samples.origins import Origin, hidden_rows, kind_of, origin_in, risky
 from anybatch.records.samples import NonFinite
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class NonFiniteWatch:
         # gives the loss of the last backward, if it is still there; and the value of the last one that was finite
         self.last: tuple[Callable[[], Any], float | None] = lambda: None, None
         self._probes: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._hidden: Origin | None = None  # of the last backward, whose graph lets go of what it has saved
         self.found = False  # whether there was one
 
     def at_backward(self, loss: torch.Tensor, *, sampled: bool = True, scaled: bool = False) -> NonFinite | None:
@@ -48,6 +49,8 @@ class NonFiniteWatch:
             return None
         if math.isfinite(value) or (scaled and math.isinf(value)):
             self.last = self.last[0], value
+            with torch.no_grad():
+                self._hidden = hidden_rows(loss.grad_fn) if sampled and loss.grad_fn is not None else None
             return None
         self.found = True
         with torch.no_grad():
@@ -136,6 +139,8 @@ class NonFiniteWatch:
         value = "nan" if any(kind_of(values) == "nan" for values in seen) else "inf"
         parameters = {id(parameter): parameter for parameter in bad}
         origin, order = risky(start, parameters, late=late > 0)
+        if self._hidden is not None and (origin is None or origin.where == "forward"):
+            origin = self._hidden
         nearest = [*(p for p in order if id(p) in parameters), *bad]
         names = list(dict.fromkeys(self._name(parameter) for parameter in nearest))[:_MOST_NAMES]
         module, op, detail, where = names[0].rpartition(".")[0], "", "", "gradient"

@@ -13,6 +13,7 @@ from anybatch.doctor.samples.lossgraphs import shape_of
 _LOGARITHMS = ("LogBackward0", "Log2Backward0", "Log10Backward0")
 _SPREADS = ("StdBackward0", "VarBackward0", "StdMeanBackward0", "VarMeanBackward0")
 _NORMS = ("NativeLayerNormBackward0", "NativeBatchNormBackward0", "NativeGroupNormBackward0")
+_SOFTMAXES = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 _MEAN = 1  # of a loss function: the number of its reduction
 
 
@@ -58,7 +59,7 @@ def what_came_out(node: Any) -> str:
         return f"its input has {_numbers(zeros, 'zero')}"
     if kind in ("ExpBackward0", "Exp2Backward0") and endless and not lost:
         return f"{_numbers(endless, 'number')} of its input {'are' if endless > 1 else 'is'} too large for it"
-    if kind in ("SoftmaxBackward0", "LogSoftmaxBackward0") and lost:
+    if kind in _SOFTMAXES and lost:
         dim = int(getattr(node, "_saved_dim", -1))
         dim = dim if -out[0].dim() <= dim < out[0].dim() else -1
         rows = out[0].isnan().all(dim)
@@ -221,6 +222,15 @@ def _first(order: list[Any], bad: Callable[[torch.Tensor], bool]) -> Origin | No
             return replace(_maker(node, name, tensor), value=kind_of(tensor))
         if results:
             return _behind(node)
+    return None
+
+
+def hidden_rows(start: Any) -> Origin | None:
+    """The softmax that made the first nan of a graph out of rows that are -inf everywhere."""
+    for node in outputs_first([start], most=_LIMIT):
+        if node.name() in _SOFTMAXES and any(tensor.isnan().any() for _, tensor in saved_by(node)):
+            origin = origin_in(start)
+            return origin if origin is not None and origin.op in _SOFTMAXES and origin.detail else None
     return None
 
 
