@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anybatch.doctor.diagnosing import diagnose
-from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run
 from anybatch.records.samples import NonFinite
 from anybatch.records.tables import GroupFacts, OptimizerFacts, SchedulerFacts
@@ -439,3 +439,57 @@ def test_lr_too_high_is_quiet_of_a_loss_that_threw_high_and_still_falls() -> Non
         return 0.03 if step == 0 else 23.0 * 0.45 ** (step - 1)
 
     silent(Training(steps=10, loss=thrown, ratio=lambda step, layer: 0.2 if step < 2 else 1e-2).run(), "LR_TOO_HIGH")
+
+
+MADE = OptimizerFacts(optimizer=0, variable="optimizer", cls="AdamW", default_lr=1e-3)
+
+
+def rising(rate: Callable[[int], float] = lambda step: 1e-3 * step / 10000, **facts: Any) -> Run:
+    """A run whose rate goes as given, of an optimizer that was made with 0.001."""
+    given: dict[str, Any] = {"loss": lambda step: 2.3 - 1e-3 * step, "before": (MADE,), "after": (Ended(exit_code=0),)}
+    return Training(lr=rate, **given | facts).run()
+
+
+ONE_CYCLE = SchedulerFacts(
+    scheduler=0, variable="schedule", cls="OneCycleLR", optimizer=0, options={"base_lrs": [4e-5], "peak": 1e-3}
+)
+CYCLIC = dataclasses.replace(ONE_CYCLE, cls="CyclicLR")
+
+
+@pytest.mark.parametrize(
+    "run",
+    {
+        "its own rates": rising(),
+        "a state of no steps": rising(before=(MADE, Loaded(into="optimizer", number=0))),
+        "a function": of_a_function(lambda step: step / 10000, after=(Ended(),)).run(),
+        "from a third": of_a_function(lambda step: 0.1 + step / 300, after=(Ended(),)).run(),
+        "one cycle": rising(lambda step: 4e-5 + 4.8e-4 * (1 - math.cos(math.pi * step / 300)), scheduler=ONE_CYCLE),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_warmup_too_long_fires(run: tuple[str, Run]) -> None:
+    one = fires(run[1], "WARMUP_TOO_LONG", "warning")
+    assert "0.001 that" in one.message
+    assert "longer than the run" in one.message
+    assert one.evidence["steps"] == 60
+
+
+@pytest.mark.parametrize(
+    "run",
+    {
+        "it ends": rising(lambda step: 4e-4 * min(1.0, step / 50)),
+        "nearly over": rising(lambda step: 1e-3 * step / 80),
+        "a search": rising(lambda step: 1e-8 * 1.2**step),
+        "a search beyond it": rising(lambda step: 1e-2 * step),
+        "cyclic": rising(lambda step: 1e-3 * step / 10000, scheduler=CYCLIC),
+        "few steps": rising(steps=40),
+        "goes on": rising(after=()),
+        "cut short": rising(after=(Ended(exit_code=124),)),
+        "resumed": rising(lambda step: 1e-7 * (step + 20), before=(MADE, Loaded(into="scheduler", number=0))),
+        "it learned": rising(loss=lambda step: 2.0 * 0.5**step),
+        "constant": rising(lambda step: 1e-5),
+    }.items(),
+    ids=lambda entry: entry[0],
+)
+def test_warmup_too_long_is_quiet(run: tuple[str, Run]) -> None:
+    silent(run[1], "WARMUP_TOO_LONG")

@@ -1,5 +1,6 @@
 """Rules of the family schedule: what drives the learning rate; how high it is stands in ``rates``."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.records.events import Epoch, Loaded, Scheduled, Stepped
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, learned_well
+from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import SchedulerFacts
 
@@ -251,3 +253,46 @@ def lambda_gives_rate(run: Run, *, steps: float = Limit(20, "then the largest fa
             },
             severity="info" if course(run, optimizer.number).converged else "",
         )  # fmt: skip
+
+
+@rule("AB510", "WARMUP_TOO_LONG", "warning", explains=("LR_TOO_LOW", "LOSS_CONSTANT"), needs=(Ended,))
+def warmup_too_long(
+    run: Run, *, steps: float = Limit(ENOUGH_STEPS, "fewer may be a try"),
+    share: float = Limit(0.5, "of the rate that it leads to: one that ends above it is nearly over"),
+) -> Iterator[Found]:  # fmt: skip
+    """Rates that rise at every step until the end of the run, and stay far below what the optimizer was made with."""
+    if learned_well(run) or any(one.exit_code for one in run.of(Ended)):
+        return
+    resumed = any(one.into in ("optimizer", "scheduler") for one in run.of(Loaded))  # perhaps a part of a longer run
+    for one in optimizers(run):
+        rates = [max(step.lrs) for step in _rated(one)]
+        drives = [each for each in _schedules(run) if each.optimizer.number == one.number and each.calls]
+        top = max([_leads_to(each.facts) for each in drives] or [one.facts.default_lr])
+        cyclic = any("Cyclic" in each.facts.cls or "Restarts" in each.facts.cls for each in drives)
+        if len(rates) < steps or cyclic or one.losses.converged or rates[-1] >= share * top:
+            continue
+        if not _rises(rates, 0.05 if resumed else 0.5):
+            continue
+        of = f"{drives[0].facts.cls} leads to" if drives and "peak" in drives[0].facts.options else "it was made with"
+        yield Found(
+            text=f"The learning rate of {one} rises at every one of {len(rates)} steps, from {rates[0]:.3g} to "
+            f"{rates[-1]:.3g}: the warm-up is longer than the run, and the {top:g} that {of} is never reached.",
+            fix=f"a warm-up of {max(1, len(rates) // 20)} of {len(rates)} steps",
+            cause="A warm-up takes the first few percent of a run; counted for a longer one, it is all there is.",
+            since=_rated(one)[0],
+            where=drives[0].facts if drives else one.facts,
+            optimizer=one.number,
+            evidence={"first_lr": rates[0], "last_lr": rates[-1], "initial_lr": top, "steps": len(rates)},
+        )
+
+
+def _leads_to(facts: SchedulerFacts) -> float:
+    """The highest rate of a schedule, 0 if it is not known."""
+    bases = facts.options.get("base_lrs")
+    return float(facts.options.get("peak") or (max(bases) if isinstance(bases, list) and bases else 0.0))
+
+
+def _rises(rates: list[float], begin: float) -> bool:
+    """Whether rates rise at each step from a low share; not by the same factor, as in a search for the best one."""
+    at_each = all(later > before for before, later in itertools.pairwise(rates))
+    return at_each and rates[0] < begin * rates[-1] and rates[len(rates) // 2] > 0.15 * rates[-1]
