@@ -1,12 +1,16 @@
 """Columns that tell the target in training alone, and tokens that are numbered anew in evaluation: yes and no."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anybatch.doctor.ask import batches
+from anybatch.records.runs import Run
 from test_doctor_ask import answer, nothing_was_compiled
 
 __all__ = ["nothing_was_compiled"]
@@ -105,6 +109,17 @@ USUAL = 1 / torch.arange(2.0, 62.0)
 )
 def test_tokens_that_are_numbered_anew_are_told(data: Data, expected: str) -> None:
     assert answer(lambda: evaluated(Bag(), data, F.cross_entropy), "tokens") == expected
+
+
+@pytest.mark.parametrize(("numbers", "expected"), [(torch.arange(120), 0), (torch.randperm(120), 1)])
+def test_words_as_frequent_as_each_other_differ_by_chance(numbers: torch.Tensor, expected: int) -> None:
+    torch.manual_seed(0)
+    share = torch.ones(120) if not expected else 1 / torch.arange(2.0, 122.0)
+    first, other = (torch.multinomial(share, count, replacement=True) for count in (12000, 2400))
+    counts = {(0, True): first.bincount(minlength=120), (0, False): numbers[other].bincount(minlength=120)}
+    counts[0, False][0] += 40  # a few more of one, as by a topic
+    kept: Any = SimpleNamespace(tokens=counts)
+    assert len(list(batches.about_tokens(kept, Run([])))) == expected
 
 
 def filled(places: str, number: int) -> Data:
