@@ -17,6 +17,7 @@ from anybatch.tensors.sideeffects import names_in
 
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPENED = (list, tuple, ModuleType)  # whose kind says nothing
 _FEW = 8  # numbers in a list that may be settings
 _OFTEN, _RARELY = 64, 8  # the first steps, in which modules are looked at, and then which of them
 _NONE = object()  # for what is none
@@ -157,7 +158,7 @@ def _numbered(kind: object, known: set[Any]) -> object:
 def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
     for name, value in reached:
         shown = _shown(value)
-        if shown is not _NONE or type(value) not in (list, tuple):
+        if shown is not _NONE or type(value) not in _OPENED:
             yield (home, name), (type(value) if shown is _NONE else shown)
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _of(value, depth - 1, known)
@@ -182,7 +183,7 @@ def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) 
         yield (home, _NONE), {*map(type, own.values())} <= {*_PLAIN} if type(value) is list else len(own)
     for key, one in own.items():
         shown = _shown(one)
-        if shown is not _NONE or type(one) not in (list, tuple):
+        if shown is not _NONE or type(one) not in _OPENED:
             yield (home, key), (type(one) if shown is _NONE else shown)
         if shown is _NONE and depth > 1 and not (is_module and key[0] == "_"):
             yield from _attributes(one, (home, key), known, depth - 1)

@@ -61,6 +61,10 @@ def seen_from_outside(value: Any) -> dict[str, Any]:
     facts["parameters"] = [(one.name, one.kind, one.default) for one in inspect.signature(value).parameters.values()]
     facts["source"] = inspect.getsource(inspect.unwrap(value))
     facts["flags"] = inspect.unwrap(value).__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    try:
+        facts["pickled"] = pickle.loads(pickle.dumps(value)) is value
+    except pickle.PicklingError:  # torch gives a class of optimizers without a step that of its base, wrapped
+        facts["pickled"] = False
     return facts
 
 
@@ -107,7 +111,7 @@ def test_nothing_of_torch_is_replaced_and_each_function_looks_as_without() -> No
             assert value is changed[key]
             watched = seen_from_outside(value)
             assert watched == plain[key], key
-            assert pickle.loads(pickle.dumps(value)) is value
+            assert watched["pickled"] or key[1] == "step"
             assert copy.deepcopy(value) is value
     assert doctor.failure == ""
     after = marks(owners)
