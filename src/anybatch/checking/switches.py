@@ -156,14 +156,19 @@ def _numbered(kind: object, known: set[Any]) -> object:
 
 
 def _inside(home: object, reached: list[tuple[Any, Any]], depth: int, known: set[Any]) -> Iterator[tuple[_Key, Any]]:
+    kinds = list[type]()
     for name, value in reached:
         shown = _shown(value)
-        if shown is not _NONE or type(value) not in _OPENED:
-            yield (home, name), (type(value) if shown is _NONE else shown)
+        if shown is not _NONE:
+            yield (home, name), shown
+        elif type(value) not in _OPENED:
+            kinds.append(type(value))
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _of(value, depth - 1, known)
         elif shown is _NONE and not isinstance(value, type):
             yield from _attributes(value, (home, name), known)
+    if kinds:
+        yield (home, _NONE), tuple(kinds)
 
 
 def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) -> Iterator[tuple[_Key, Any]]:
@@ -179,14 +184,18 @@ def _attributes(value: Any, home: object, known: set[Any], depth: int = _INNER) 
         return
     known.add(id(marked))
     is_module = isinstance(value, torch.nn.Module)
-    if type(value) is not ModuleType:  # a first call may make what is moved later; a log of numbers is none
-        yield (home, _NONE), {*map(type, own.values())} <= {*_PLAIN} if type(value) is list else len(own)
+    kinds = list[type]()
     for key, one in own.items():
         shown = _shown(one)
-        if shown is not _NONE or type(one) not in _OPENED:
-            yield (home, key), (type(one) if shown is _NONE else shown)
+        if shown is not _NONE:
+            yield (home, key), shown
+        elif type(one) not in _OPENED:
+            kinds.append(type(one))
         if shown is _NONE and depth > 1 and not (is_module and key[0] == "_"):
             yield from _attributes(one, (home, key), known, depth - 1)
+    if type(value) is not ModuleType:  # a first call may make what is moved later, in one of many places
+        plain = type(value) is list and {*map(type, own.values())} <= {*_PLAIN}  # a log of numbers
+        yield (home, _NONE), plain or (len(own), *kinds)
     for key, one in own["_buffers"].items() if is_module and "_buffers" in own else ():
         if (shown := _shown(one)) is not _NONE:
             yield (home, key), shown

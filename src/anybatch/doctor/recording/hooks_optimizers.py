@@ -70,6 +70,7 @@ class OptimizerHooks:
         """Puts the wrappers in place; ``Recording.patches`` takes them off."""
         recording, patches = self._recording, self._recording.patches
         stay_uncompiled()
+        self._followed.clear()  # it may have been attached before
         for cls in _subclasses(torch.optim.Optimizer):
             self._follow(cls)
         patches.wrap(torch.optim.Optimizer, "__init__", noting(after=recording.guarded(self._was_made)))
@@ -118,7 +119,7 @@ class OptimizerHooks:
             self._look_around(number)
         step = count if number < _MOST_BEGINNINGS else sum(self.counts.values())
         sampled = (recording.looks or step < FIRST or not step % every) and recording.sampling.wants(step)
-        closure = (len(args) > 0 and args[0] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+        closure = bool(args or kwargs) and any(map(callable, (*args, *kwargs.values())))
         self.has_closure = self.has_closure or closure
         closely = recording.looks or self.has_closure
         cleared, had, edited = self._gradients.at_step(closely=closely)
@@ -223,9 +224,12 @@ def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type]:
 
 
 def _is_itself(optimizer: Any, _: Any) -> bool:
-    """Whether it is no wrapper that has the very groups of another one, which it has step, as Accelerate's does."""
-    held = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
-    return all(one.param_groups is not optimizer.param_groups for one in held)
+    """Whether it is no wrapper of another one, as Accelerate's is: it has groups of its own, which torch has made."""
+    own = vars(optimizer)
+    if "param_groups" not in own or "state" not in own:
+        return False
+    held = (one for one in own.values() if isinstance(one, torch.optim.Optimizer))
+    return all(vars(one).get("param_groups") is not own["param_groups"] for one in held)
 
 
 def stay_uncompiled() -> None:
