@@ -34,6 +34,7 @@ _TELLS, _LESS = 0.5, 0.3  # a correlation, and by how much one is less
 _BY_CHANCE, _SEVERAL = 3.5, 3  # standard errors of a correlation, and columns that would not all change by chance
 _LEAST_TOKENS = 2000
 _RENAMED, _TIMES = 0.1, 4.0  # of the tokens, and how many times more differ by number than by how frequent they are
+_UNKNOWN = 0.4  # of the tokens: names and rare words are fewer
 _BEYOND = 2.5  # times as many as differ where both are drawn from one distribution; words of a row go together
 _BATCHES = 5  # that have to agree
 _MOSTLY_MOVED = 0.5  # of the names that both have
@@ -131,7 +132,7 @@ def about_tokens(kept: Kept, run: Run) -> Iterator[Probed]:
         by_chance = float(((one + other) * drawn / math.pi).sqrt().sum()) / 2
         if is_of_both and apart > max(_RENAMED, _TIMES * alike, _BEYOND * by_chance):
             yield told("tokens", root=root, apart=apart, alike=alike, symbols=int(shared.sum()))
-        elif float((new := other * (counts[0] == 0)).max()) > _RENAMED:
+        elif float((new := other * (counts[0] == 0)).max()) > _UNKNOWN:
             number = int(new.argmax())
             yield told("unknown tokens", root=root, share=float(new[number]), number=number)
 

@@ -365,6 +365,9 @@ def false_volume(step: Step) -> Iterator[Probed]:
     squares = values[made].detach().double().flatten(1).pow(2).sum(1) / 2
     later = step.made_with(made)  # a log-likelihood has the squares, too
     claims = [(step.values[one].detach().double().flatten() + squares * (one in later), one) for one in known]
+    last = [(one, slot) for one, slot in claims if step.made_with(slot).isdisjoint({*known} - {slot})]
+    if len(last) > 1:  # means that are added up have no row for all
+        claims.append((torch.stack([one for one, _ in last]).sum(0), last[-1][1]))
     if not claims or float(stretched.std()) < _CLOSE:
         raise Unknown("nothing is added to each row of a normal density, or the map stretches all alike")
     off, claimed, slot = min((float((one - stretched).std() / stretched.std()), float(one.mean()), slot)

@@ -24,6 +24,7 @@ _MOSTLY = 0.5  # of the rows
 _CLEARLY = 0.1  # of how far a loss falls, or rises
 _APART = frozenset({"pairwise_distance", "norm", "linalg_vector_norm", "vector_norm"})
 _SURELY = 3.0  # standard errors of the distances of pairs
+_TWICE = 2.0  # as far apart are the inputs of unlike pairs
 _MARKED = frozenset({"binary_cross_entropy_with_logits"})
 _CLEAR = 4.0  # a score that is clearly right or wrong
 _SIZES = [half / 2 for half in range(-2, 17)]  # of right scores
@@ -95,7 +96,8 @@ def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
     far = (sides[0] - sides[1]).double().flatten(1).norm(dim=1)
     one, other = far[marked], far[~marked]
     error = (one.var() / len(one) + other.var() / len(other)).sqrt()
-    if not bool((one.mean() - other.mean()).abs() > _SURELY * error):
+    is_sure = bool((one.mean() - other.mean()).abs() > _SURELY * error)
+    if not is_sure or float(one.mean() / other.mean()) ** (1 if one.mean() > other.mean() else -1) < _TWICE:
         raise Unknown("the inputs do not show which pairs belong together")
     return target if one.mean() > other.mean() else 1 - target
 

@@ -139,10 +139,11 @@ def unread_at(tree: ast.Module, line: int) -> Iterator[str]:
         one for one in walked(tree) if isinstance(one, _FUNCTIONS) and one.lineno <= line <= (one.end_lineno or 0)
     ]
     scope = max(inside, key=lambda one: one.lineno, default=tree)
+    shared = {name for one in walked(scope) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
     for one in walked(scope):
         if isinstance(one, ast.Assign) and one.lineno <= line <= (one.end_lineno or 0):
             names = [each.id for each in one.targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
-            yield from (name for name in names if name not in _read(scope))
+            yield from (name for name in names if name not in _read(scope) | shared)
 
 
 def about_lists(kept: Kept, run: Run) -> Iterator[Probed]:

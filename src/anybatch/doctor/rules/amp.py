@@ -179,7 +179,7 @@ def _harm(run: Run, clip: Clipped) -> tuple[str, dict[str, float]]:
             return f"{rest}usual), and the loss does not fall.", {"update_ratio": max(known)}
         decay = max((group.weight_decay for _, group in one.groups.values()), default=0.0)
         times = decay * math.hypot(*(each.weight for each in entries(run, one.samples[-1]))) / clip.limit
-        is_apart = "adamw" in one.facts.cls.lower()  # which decays weights apart from the gradient
+        is_apart = one.facts.cls.lower() not in ("sgd", "adam", "rmsprop", "adagrad")  # others may decay apart
         if times > 1 and not is_apart and not one.losses.converged and outcome(run).word != "learning":
             rest = (
                 f" The weight decay of {one} is {times:.2g} times as long as what is left, and the loss does not fall."

@@ -258,7 +258,7 @@ def _has_one_step(run: Run, one: ParameterFacts) -> bool:
     own = [each for each in run.roots[one.root].modules if each.name == one.module]
     time = 1 if own and own[0].options.get("batch_first") else 0
     shapes = (each.input_shape for seen in run.of(Activations) for each in seen.modules if each.module == one.module)
-    return any(len(shape) == 3 and shape[time] == 1 for shape in shapes)
+    return any(shape[0 if len(shape) == 2 else time] == 1 for shape in shapes if len(shape) > 1)
 
 
 @rule("AB204", "NO_GRAD_ACTIVE", "error", explains=(*STANDS_STILL, "LOSS_NO_GRAD", "GRAPH_CUT", "PARAM_UNUSED"))

@@ -176,7 +176,9 @@ def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of so
     found = list(_by_hand(run, graphs))
     yield from found
     for one in run.of(Evaluated) if not found else ():
-        if len(one.shapes) == 2 and _is_broadcast(*one.shapes):
+        if len({len(shape) for shape in one.shapes}) == 2 and _is_broadcast(
+            *one.shapes
+        ):  # not all with all, on purpose
             yield replace(_compared(one.function, "model", *one.shapes, one, {}), severity="warning", cause=_MEASURED)
             return
 

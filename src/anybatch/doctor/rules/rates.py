@@ -20,7 +20,7 @@ from anybatch.doctor.views.measures import (
     rounded,
     told_apart,
 )
-from anybatch.doctor.views.naming import parameter_name
+from anybatch.doctor.views.naming import by_line, parameter_name
 from anybatch.doctor.views.optimizing import OptimizerView, announced, measured
 from anybatch.doctor.views.outcomes import ENOUGH_STEPS, FEW_STEPS, outcome
 from anybatch.records.events import Forward, Loaded, Scheduled, Stepped
@@ -98,6 +98,8 @@ def _nothing_learned(one: OptimizerView) -> _Harm | None:
     guess = next((call.guess for call in reversed([*one.run.of(LossCall)]) if call.guess), None)
     if word == "not learning":
         return _Harm("nothing was learned")
+    if len(by_line(one.run)) != 1:  # a sum of terms is no loss that has this guess
+        return None
     if word == "learning" or guess is None or not one.losses.finite or one.losses.last <= guess:
         return None
     return _Harm(f"the loss ends at {one.losses.last:.3g}, and a constant guess gives {guess:.3g}")

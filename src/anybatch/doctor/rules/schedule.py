@@ -9,7 +9,7 @@ from anybatch.doctor.rules.answered import say
 from anybatch.doctor.rules.registry import RUNS_AWAY, Found, Limit, rule
 from anybatch.doctor.views.courses import course
 from anybatch.doctor.views.optimizing import OptimizerView, optimizers
-from anybatch.doctor.views.outcomes import ENOUGH_STEPS, learned_well
+from anybatch.doctor.views.outcomes import ENOUGH_STEPS, outcome
 from anybatch.records.events import Ended, Epoch, Loaded, Scheduled, Stepped
 from anybatch.records.runs import Run, remembered
 from anybatch.records.tables import SchedulerFacts
@@ -261,7 +261,7 @@ def warmup_too_long(
     share: float = Limit(0.5, "of the rate that it leads to: one that ends above it is nearly over"),
 ) -> Iterator[Found]:  # fmt: skip
     """Rates that rise at every step until the end of the run, and stay far below what the optimizer was made with."""
-    if learned_well(run) or any(one.exit_code for one in run.of(Ended)):
+    if outcome(run).word == "learning" or any(one.exit_code for one in run.of(Ended)):
         return
     resumed = any(one.into in ("optimizer", "scheduler") for one in run.of(Loaded))  # perhaps a part of a longer run
     for one in optimizers(run):
