@@ -139,3 +139,61 @@ def test_an_optimizer_that_steps_within_the_loop_of_another_takes_over_nothing()
             backward(model)
             outer.step()
     assert max(fact.step for fact in seen(doctor, Stepped)) == 5
+
+
+class Holds(torch.optim.Optimizer):
+    """Has several others step, and groups of none."""
+
+    def __init__(self, *held: torch.optim.Optimizer) -> None:
+        self.held = held
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears."""
+        for one in self.held:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps."""
+        for one in self.held:
+            one.step()
+
+
+def test_the_steps_of_those_that_another_holds_are_seen() -> None:
+    model, first = pair()
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    holds = Holds(first, second)
+    with Doctor() as doctor:
+        for _ in range(6):
+            backward(model)
+            holds.step()
+    assert len(seen(doctor, Stepped)) == 12
+    assert doctor.failure == ""
+
+
+def test_a_doctor_that_is_attached_again_sees_steps_again() -> None:
+    model, optimizer = pair()
+    doctor = Doctor()
+    for steps in (3, 5):
+        with doctor:
+            for _ in range(steps):
+                backward(model)
+                optimizer.step()
+    assert len(seen(doctor, Stepped)) == 8
+
+
+class Zeroing(torch.optim.SGD):
+    """Takes more than a closure."""
+
+    def step(self, zero: bool = False, closure: Any = None) -> Any:  # type: ignore[override]
+        """Steps."""
+        return super().step(closure)
+
+
+def test_a_default_that_is_no_function_is_no_closure() -> None:
+    model, _ = pair()
+    optimizer = Zeroing(model.parameters(), lr=0.1)
+    with Doctor() as doctor:
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+    assert [one.closure for one in seen(doctor, Stepped)] == [False] * 3

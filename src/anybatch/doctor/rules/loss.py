@@ -176,10 +176,10 @@ def loss_broadcast(run: Run, *, graphs: float = Limit(2, "one alone may be of so
     found = list(_by_hand(run, graphs))
     yield from found
     for one in run.of(Evaluated) if not found else ():
-        if len({len(shape) for shape in one.shapes}) == 2 and _is_broadcast(
-            *one.shapes
-        ):  # not all with all, on purpose
-            yield replace(_compared(one.function, "model", *one.shapes, one, {}), severity="warning", cause=_MEASURED)
+        inputs, targets = one.shapes if len(one.shapes) == 2 else ((), ())
+        if len(inputs) != len(targets) and _is_broadcast(inputs, targets):  # not all with all, on purpose
+            measured = _compared(one.function, "model", inputs, targets, one, {})
+            yield replace(measured, severity="warning", cause=_MEASURED)
             return
 
 
