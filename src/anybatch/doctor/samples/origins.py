@@ -228,7 +228,7 @@ def _first(order: list[Any], bad: Callable[[torch.Tensor], bool]) -> Origin | No
 def hidden_rows(start: Any) -> Origin | None:
     """The softmax that made the first nan of a graph out of rows that are -inf everywhere."""
     for node in outputs_first([start], most=_LIMIT):
-        if node.name() in _SOFTMAXES and any(tensor.isnan().any() for _, tensor in saved_by(node)):
+        if type(node).__name__ in _SOFTMAXES and any(tensor.isnan().any() for _, tensor in saved_by(node)):
             origin = origin_in(start)
             return origin if origin is not None and origin.op in _SOFTMAXES and origin.detail else None
     return None
