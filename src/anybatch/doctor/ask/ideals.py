@@ -96,8 +96,8 @@ def _ideal(step: Step, index: int, where: Meeting) -> torch.Tensor:
     far = (sides[0] - sides[1]).double().flatten(1).norm(dim=1)
     one, other = far[marked], far[~marked]
     error = (one.var() / len(one) + other.var() / len(other)).sqrt()
-    is_sure = bool((one.mean() - other.mean()).abs() > _SURELY * error)
-    if not is_sure or float(one.mean() / other.mean()) ** (1 if one.mean() > other.mean() else -1) < _TWICE:
+    near, away = sorted((float(one.mean()), float(other.mean())))
+    if not away - near > _SURELY * float(error) or away < _TWICE * near:
         raise Unknown("the inputs do not show which pairs belong together")
     return target if one.mean() > other.mean() else 1 - target
 

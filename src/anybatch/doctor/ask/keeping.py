@@ -569,9 +569,7 @@ def _marks_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """Evenly spaced entries of a tensor; all of a small one."""
     given = tensor.detach()
-    if (
-        not given.is_contiguous() and given.numel() > most
-    ):  # all of it would be copied, and one that is expanded is huge
+    if not given.is_contiguous() and given.numel() > most:  # a copy of what is expanded would be huge
         each = max(2, math.floor(most ** (1 / given.dim())))
         given = given[tuple(slice(None, None, -(-size // each)) for size in given.shape)]
     flat = given.reshape(-1)
