@@ -237,6 +237,24 @@ def test_an_advantage_with_a_gradient() -> None:
     assert walker.walk(gate.mean(), 5).advantages == ()
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_an_advantage_of_a_net_that_the_policy_shares(logs: bool) -> None:
+    """A gate is a difference with a constant, too, so a shared trunk counts beside logarithms only."""
+    model = nn.ModuleDict({"trunk": nn.Linear(4, 3), "actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)})
+    walker, numbering = setting(model)
+
+    def value() -> torch.Tensor:
+        found: torch.Tensor = model["critic"](model["trunk"](X))
+        return found
+
+    scores = model["actor"](model["trunk"](X))
+    policy = torch.distributions.Categorical(logits=scores).log_prob(torch.ones(5)) if logs else scores[:, 0]
+    rewards = torch.ones(5, 1)
+    for advantage in (rewards - value(), rewards + 0.9 * value() * torch.ones(5, 1) - value()):
+        found = walker.walk(-(policy * advantage.squeeze(1)).mean(), 5).advantages
+        assert [[numbering.name(n) for n in one] for one in found] == [["critic.weight", "critic.bias"]] * logs
+
+
 def test_what_a_constant_of_another_shape_is_spread_over() -> None:
     model = nn.Linear(4, 1)
     walker, _ = setting(model)

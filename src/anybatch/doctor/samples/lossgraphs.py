@@ -15,6 +15,7 @@ _LOGARITHMIC = (
 )  # fmt: skip
 """What log-probabilities come from: a density ends with differences, and one of classes picks an entry."""
 
+_PICKING = ("Gather", "Index", "Select", "Sum", "Mean", "Clamp")
 _BY_ENTRY = ADDITIONS | SCALING | nodes_of(
     *("Pow", "Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu", "Sqrt", "Square", "Where"),
     *("Mean", "Sum", "Exp", "Log", "Stack", "Cat", "MaskedFill"),
@@ -63,10 +64,10 @@ def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tupl
     return tuple(() if part is None else reach(part) for part in parts)
 
 
-def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
-    """Products of tensors one side of which is an advantage: a difference with a constant, maybe normalised.
+def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any, bool]]:
+    """Products of tensors one side of which is an advantage: a difference with a constant or a bootstrapped target, maybe normalised.
 
-    For each the node of the advantage, and that of the other side.
+    For each the node of the advantage, that of the other side, and whether the other is a logarithm for certain.
     """
     found = []
     for node in nodes[:_MOST_PRODUCTS]:
@@ -75,8 +76,20 @@ def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, 
         sides = following(node)
         if len(sides) == 2 and None not in sides:
             pairs = ((one, other) for one, other in (sides, sides[::-1]) if _is_score(other, names))
-            found += [(one, other) for one, other in pairs if _is_advantage(one, names)]
+            found += [(one, other, _is_log(other, names)) for one, other in pairs if _is_advantage(one, names)]
     return found
+
+
+def _is_log(node: Any, names: Mapping[Any, str]) -> bool:
+    """Whether a tensor holds logarithms: of a softmax, or scores less their logsumexp, of which some are picked."""
+    for _ in range(12):
+        name, before = names.get(node, ""), [after for after in following(node) if after is not None]
+        if name.startswith(("Log", "NllLoss")) or any(names.get(one) == "LogsumexpBackward0" for one in before):
+            return True
+        if not before or not (name in SCALING or name in MOVING or name.startswith(_PICKING)):
+            return False
+        node = before[0]
+    return False
 
 
 def _is_score(node: Any, names: Mapping[Any, str], *, inner: bool = False) -> bool:
@@ -98,7 +111,7 @@ def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
         name, before = names.get(node, ""), following(node)
         real = [after for after in before if after is not None]
         if name in ("SubBackward0", "RsubBackward1"):
-            if len(real) < 2:
+            if len(real) < 2 or any(_is_bootstrapped(one, names) for one in real):
                 return len(before) == 2
             if names.get(real[1]) not in ("MeanBackward0", "MeanBackward1"):
                 return False
@@ -106,6 +119,13 @@ def _is_advantage(node: Any, names: Mapping[Any, str]) -> bool:
             return False
         node = real[0]
     return False
+
+
+def _is_bootstrapped(node: Any, names: Mapping[Any, str]) -> bool:
+    """Whether a tensor is a constant and a product, as ``reward + gamma * value`` is."""
+    before = following(node)
+    real = [after for after in before if after is not None]
+    return names.get(node) == "AddBackward0" and len(before) == 2 and len(real) == 1 and names.get(real[0]) in SCALING
 
 
 def spread(start: Any, rows: int) -> tuple[int, ...]:

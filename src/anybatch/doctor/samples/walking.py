@@ -76,9 +76,10 @@ class Walker:
             },
             terms=lossgraphs.terms(inner, reach),
             advantages=tuple(
-                own
-                for one, other in advantages
-                if (own := reach(one)) and reach(other) and not {*own} & {*reach(other)}
+                tuple(sorted({*own} - {*scored}))  # a trunk that both share is trained by the scores as well
+                for one, other, logs in advantages
+                if {*(own := reach(one))} - {*(scored := reach(other))} and {*scored} - {*own}
+                if logs or not {*own} & {*scored}
             ),
             spread=lossgraphs.spread(loss.grad_fn, rows),
             activated=tuple(dict.fromkeys(lossgraphs.fed(seen.nodes, seen.names, lossgraphs.DISTANCES))),
