@@ -65,7 +65,7 @@ def terms(parts: Sequence[Any], reach: Callable[[Any], tuple[int, ...]]) -> tupl
 
 
 def products(nodes: Sequence[Any], names: Mapping[Any, str]) -> list[tuple[Any, Any, bool]]:
-    """Products of tensors one side of which is an advantage: a difference with a constant or a bootstrapped target, maybe normalised.
+    """Products one side of which is an advantage, maybe normalised: a difference with a constant or a target.
 
     For each the node of the advantage, that of the other side, and whether the other is a logarithm for certain.
     """
