@@ -198,7 +198,7 @@ def test_the_whole_batch_takes_what_was_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "arrays", "scenes"])
-def test_a_batch_in_which_one_sample_grew_is_planned_for_again(name: str) -> None:
+def test_a_batch_in_which_one_sample_grew_is_planned_for_again(name: str, constant_times: None) -> None:
     case = CASES[name]
     short = case.samples([4] * 9 + [20, 10] + [6] * 5)
     long = case.samples(LENGTHS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw
+from anybatch.doctor.ask.relating import Meeting, meetings_of, own_draw, weighs
 from anybatch.doctor.ask.steps import Step, asks, replayed, said, slots_of
 from anybatch.doctor.ask.tape import Operation, Slot
 from anybatch.doctor.ask.trials import Unknown
@@ -51,6 +51,8 @@ def unseen_errors(step: Step) -> Iterator[Probed]:
                 found.append((*_blind(step, index, slot), index))
         _, share, index = min(found[-_MOST_MADE:], default=(0.0, 0.0, 0))  # what fits best is what targets are like
         if share >= _MOSTLY:
+            if any(weighs(step, one) for one in meetings_of(step)):  # a ratio that is clipped has none, and should not
+                raise Unknown("rows are weighed with numbers of both signs, as by rewards")
             width = target.reshape(-1, 4) if target.shape[-1] == 4 else None
             turned = 0 if width is None else int((width[:, 2:] <= width[:, :2]).any(1).sum())
             made = step.operations[index]

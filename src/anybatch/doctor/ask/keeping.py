@@ -4,7 +4,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -333,33 +333,36 @@ class Kept:
                 return
             step = self._step()
             begun, tries = self._trained.setdefault(root, (step, 0))
-            if step < begun + _TAPED and tries < _MOST_TRIES and self._start(module):
+            weights = [*module.parameters()]
+            if step < begun + _TAPED and tries < _MOST_TRIES and self._start(weights, module, self._rows):
                 self._trained[root] = begun, tries + 1
 
-    def _start(self, module: torch.nn.Module) -> bool:
+    def stepped(self, weights: Iterable[torch.Tensor]) -> None:
+        """Is told that an optimizer has stepped: where no module is called, the next step is written down from here."""
+        if self.on and not self.states and self._step() < _TAPED and min(self._written.values(), default=0) < _ENOUGH:
+            self._start(list(weights))
+
+    def _start(self, weights: Sequence[torch.Tensor], module: torch.nn.Module | None = None, rows: int = -1) -> bool:
         """Begins to write a step down; whether that was possible."""
         if self._tape is not None:
-            self._remember(module)  # of a step that trains several
-        if self._tape is not None or self._saw_mode() or has_compiled() or _is_fused(module):
+            self._remember(weights)  # of a step that trains several
+        if self._tape is not None or self._saw_mode() or has_compiled() or (module is not None and _is_fused(module)):
             return False
-        held = [
-            id(one)
-            for state in self.states.values()
-            if (net := state.module()) is not None
-            for one in itertools.chain(net.parameters(), net.buffers())
-        ]
-        tape = Tape([*held, *(id(one) for one in itertools.chain(module.parameters(), module.buffers()))], module)
-        tape.rows = self._rows
+        nets = [net for state in self.states.values() if (net := state.module()) is not None]
+        held = [one for net in nets for one in itertools.chain(net.parameters(), net.buffers())]
+        own = [*weights, *(() if module is None else module.buffers())]
+        tape = Tape(map(id, held + own), module)
+        tape.rows = rows
         if not tape.start():
             return False
-        self._remember(module)
+        self._remember(weights)
         self._tape = tape
         return True
 
     @unseen
-    def _remember(self, module: torch.nn.Module) -> None:
+    def _remember(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keeps what parameters are before they are trained, as far as there is room."""
-        for one in module.parameters():
+        for one in parameters:
             size = one.numel() * one.element_size()
             if id(one) not in self.initial and self._bytes + size <= _MOST_BYTES and has_numbers(one):
                 self._bytes += size
@@ -430,7 +433,7 @@ class Kept:
         return {
             slot: self.initial.get(id(one), one).detach().clone().requires_grad_()
             for slot, one in tape.parameters.items()
-            if isinstance(one, torch.nn.Parameter) and one.requires_grad
+            if one.requires_grad
         }
 
     def lines_of(self, op: str) -> tuple[str, tuple[int, ...]]:

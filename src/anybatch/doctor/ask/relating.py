@@ -102,7 +102,7 @@ def related(step: Step) -> Iterator[Probed]:
         raise Unknown("the step did not run with other targets")
     where, whole, _ = max(known, key=lambda one: one[1].gain / max(one[1].spread, 1e-12))
     answer = whole.answer if whole.answer == "yes" or len(known) == len(found) else "unknown"
-    if answer == "no" and any(_weighs(step, one) for one in found):
+    if answer == "no" and any(weighs(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_WEIGHED, optimizer=optimizer)
     if answer == "no" and all(_adds(step, one) for one in found):
         yield said(step.operations[where.index], answer="unknown", detail=_ADDED, optimizer=optimizer)
@@ -125,9 +125,14 @@ def related(step: Step) -> Iterator[Probed]:
     yield said(step.operations[where.index], answer=answer, **evidence)
 
 
-def _weighs(step: Step, where: Meeting) -> bool:
-    """Whether a factor of both signs says how much a row counts, as an advantage does; such a loss is near zero."""
-    factor = step.values[where.slot]
+def weighs(step: Step, where: Meeting) -> bool:
+    """Whether a row is weighed there, and not compared, so that the loss need not fall.
+
+    That is with a factor of both signs, as an advantage is, or by the ratio of its probability to that of an older net.
+    """
+    factor, made = step.values[where.slot], step.operations[where.index]
+    if made.kind == "sub" and any(one.name == "exp" and made.outs[0] in one.given for one in step.operations):
+        return True
     if step.operations[where.index].kind not in ("mul", "multiply") or not factor.is_floating_point():
         return False
     several = (factor > 0).any() and (factor < 0).any() and len(factor.unique()) > 2  # a label may be 1 or -1

@@ -47,10 +47,16 @@ def straight(trial: Trial, run: Run, root: int, doctor: Any) -> Probed:
 
 def _following(trial: Trial) -> list[str]:
     """The names of the layers of a chain, none of which is narrower than what is before it and what is behind it."""
-    given: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    given: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
+    alive: list[torch.Tensor] = []  # so that no two lie in one place
 
     def hook(name: str) -> Any:
-        return lambda _, args, kwargs, made: given.append((name, next(iter((*args, *kwargs.values()))), made))
+        def see(_: Any, args: Any, kwargs: Any, made: torch.Tensor) -> None:
+            taken = next(iter((*args, *kwargs.values())))
+            alive.extend((taken, made))
+            given.append((name, _state_of(taken), _state_of(made)))
+
+        return see
 
     named = [(name, one) for name, one in trial.module.named_modules() if isinstance(one, _LAYERS)]
     handles = [one.register_forward_hook(hook(name), with_kwargs=True) for name, one in named]
@@ -60,14 +66,19 @@ def _following(trial: Trial) -> list[str]:
         for handle in handles:
             handle.remove()
     sizes = {name: (one.weight.shape[1], one.weight.shape[0]) for name, one in named}
-    takers: dict[int, list[int]] = {}
+    takers: dict[tuple[int, int], list[int]] = {}
     for at, (_, taken, _) in enumerate(given):
-        takers.setdefault(taken.data_ptr(), []).append(at)
+        takers.setdefault(taken, []).append(at)
     for at, (name, _, made) in enumerate(given):
-        for other in (given[later][0] for later in takers.get(made.data_ptr(), ()) if later > at):
+        for other in (given[later][0] for later in takers.get(made, ()) if later > at):
             if sizes[name][1] >= min(sizes[name][0], sizes[other][1]):
                 return [name, other]
     return []
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it was written to: an activation in place leaves it where it is."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 @asks("layers", of_rows=False)

@@ -39,6 +39,7 @@ _KINDS = {
     **{f"__r{one}__": one for one in ("add", "mul")},
 }  # fmt: skip
 _TAKING = frozenset({"__getitem__", "index_select"})
+_MADE_OF_DATA = frozenset({"tensor", "as_tensor", "from_numpy"})
 
 
 class Slot(int):
@@ -101,7 +102,7 @@ class Tape(SafeMode):
         self.losses: list[Loss] = []
         # of views that have all entries in order, the shape of what they are views of
         self.bases: dict[Slot, tuple[int, ...]] = {}
-        self.rows = -1  # of the batch; -1 where it is not known
+        self.rows = -1  # of the batch; -1 where it is not known, as where no module is called
         self.numbers: dict[Slot, int] = {}  # became numbers of Python, with how many operations had run then
         self.sizes = False  # whether a size was asked for
         # for each kind of node the lines of the operations that made one
@@ -157,8 +158,10 @@ class Tape(SafeMode):
             count = len(range(*index.indices(len(args[0])))) if index.start else -1  # the first ones may be of a table
         else:
             count = len(index) if isinstance(index, list) or (isinstance(index, torch.Tensor) and index.dim()) else -1
-        is_new = all(self._slot_of(one) is None and not one.requires_grad for one in given)
-        return count == self.rows < len(args[0]) and is_new and id(args[0]) not in self.held
+        known = given[:1] if self.rows < 0 else given  # where no module is called, which rows are taken is drawn, too
+        is_new = all(self._slot_of(one) is None and not one.requires_grad for one in known)
+        is_batch = 0 < count < len(args[0]) and (count == self.rows or self.rows < 0)
+        return is_batch and is_new and id(args[0]) not in self.held
 
     @unseen
     def after(self, operation: Operation, result: Any) -> None:
@@ -171,6 +174,8 @@ class Tape(SafeMode):
         found = list(tensors_in(result))
         if not found and not writes(name, kwargs) and name != "data":
             return
+        if name in _MADE_OF_DATA and not operation.given and found[0].dim() and self.rows in (-1, len(found[0])):
+            return  # a batch, or what is known of its rows: a leaf when it is used
         self.rewrites |= writes(name, kwargs) or any(
             self._slot_of(one) is not None and _is_written(one) for one in found
         )
@@ -215,7 +220,7 @@ class Tape(SafeMode):
         slot = self._slot_of_new(tensor)
         if id(tensor) in self.held or isinstance(tensor, torch.nn.Parameter):
             self.parameters[slot] = tensor
-            if isinstance(tensor, torch.nn.Parameter):
+            if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
                 return slot
         if is_freed(tensor):
             raise ValueError("the memory of a tensor was freed, as FSDP frees that of parameters")

@@ -256,6 +256,8 @@ class Samplers:
             if count in _LOOKS_FOR_WRAPPERS:
                 self._measure("replicas", self._replicas.look)
             self._never = self.safely("suspicion", self._without_gradient) or []
+            weights = (one for group in optimizer.param_groups for one in group["params"])
+            self.safely("kept", self.kept.stepped, weights)
         self._measure("suspicion", self._suspicion.after_step, self._walks, self._never, number)
         self.next_step()
         self.matters = bool(self._never or self._suspicion.is_busy)

@@ -261,9 +261,12 @@ def _owner(root: Root | None, module: str) -> ModuleFacts | None:
 @rule("AB102", "OPT_PARAM_UNREGISTERED", "error", explains=(*STANDS_STILL, "OPT_PARAM_MISSING"))
 def opt_param_unregistered(run: Run) -> Iterator[Found]:
     """Parameters that their model does not register."""
+    own = [one for number in optimized(run) if (one := run.parameters[number]).numel > 1]
+    is_raw = any(not one.is_parameter for one in own)  # weights are plain tensors
     left = [
         number for number in in_no_group(run)
-        if not (one := run.parameters[number]).registered and (one.is_parameter or one.root >= 0 or one.numel == 1)
+        if not (one := run.parameters[number]).registered
+        and (is_raw or one.is_parameter or one.root >= 0 or one.numel == 1)
     ]  # fmt: skip
     for numbers in _apart(run, left) if run.optimizers else ():
         step, first = _first_step_after(run, numbers), run.parameters[numbers[0]]
@@ -284,7 +287,9 @@ def opt_param_unregistered(run: Run) -> Iterator[Found]:
             fix=f'{OptimizerView(run, step.optimizer)}.add_param_group({{"params": [{", ".join(names)}]}})'
             if free
             else _register(run, first),
-            cause="A module or tensor in a plain list, dictionary or attribute is not registered with its model, so "
+            cause=f"They were not among the tensors that {OptimizerView(run, step.optimizer)} was made with."
+            if free
+            else "A module or tensor in a plain list, dictionary or attribute is not registered with its model, so "
             "the optimizer, .to(device) and state_dict() do not see it.",
             since=step,
             step=step.number,

@@ -134,7 +134,10 @@ class Walker:
         """The number of a leaf that nothing known has: one that lives over a step is no input made anew."""
         known = self._strangers.get(id(leaf))
         if isinstance(leaf, torch.nn.Parameter) or (known is not None and known[0]() is leaf and known[1] < step):
-            return self._numbering.parameter(leaf, is_tracked=leaf.numel() == 1)
+            # Beside optimized tensors that are no parameters it may be a weight, too; else it may be an input.
+            tracked = (one for _, one in self._numbering.tracked())
+            is_raw = any(one.numel() > 1 and not isinstance(one, torch.nn.Parameter) for one in tracked)
+            return self._numbering.parameter(leaf, is_tracked=leaf.numel() == 1 or is_raw)
         if known is None or known[0]() is not leaf:
             self._strangers[id(leaf)] = weakref.ref(leaf), step
         return None
