@@ -175,6 +175,16 @@ def test_loss_sign_fires_on_a_loss_without_a_bound() -> None:
         silent(Training(call=None, loss=healthy).run(), "LOSS_SIGN")
 
 
+def test_next_state_is_state_fires_with_the_discount() -> None:
+    one = Probed(probe="same state", answer="yes", evidence={"discount": 0.98, "rows": 32})
+    found = fires(Training(after=(one,)).run(), "NEXT_STATE_IS_STATE", "warning")
+    assert "0.98 times a value of the same 32 states" in found.message
+
+
+def test_next_state_is_state_is_quiet_without_an_answer() -> None:
+    silent(Training(after=(Probed(probe="same state", answer="no"),)).run(), "NEXT_STATE_IS_STATE")
+
+
 def test_flow_volume_fires_with_both_figures() -> None:
     seen = {"claimed": 0.5, "stretched": 1.2, "off": 0.8}
     one = Probed(probe="false volume", answer="yes", evidence=seen)

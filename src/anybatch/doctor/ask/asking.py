@@ -12,6 +12,7 @@ from anybatch.doctor.ask import (
     arguments,
     axes,
     batches,
+    bootstrapping,
     copies,
     fitting,
     functions,
@@ -53,7 +54,7 @@ _COPIES = 16
 """How many times what a step makes is held at once: of it run again and once more changed, values, graph, gradients."""
 
 OF_A_STEP = (
-    *(rows, pairs, axes, weighing, functions, arguments, ideals, straightness),
+    *(rows, pairs, axes, weighing, functions, arguments, ideals, straightness, bootstrapping),
     *(outweighing, fitting, relating),
 )
 """Has what is asked of each step that was written down; the last three run it many times."""

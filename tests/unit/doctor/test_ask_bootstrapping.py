@@ -1,0 +1,66 @@
+"""A value that is learned from the state itself is told, and one of the state that follows is not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from test_doctor_ask import answer, nothing_was_compiled
+
+__all__ = ["nothing_was_compiled"]
+
+Sides = tuple[torch.Tensor, torch.Tensor]
+Learner = Callable[[nn.Module, nn.Module, torch.Tensor, torch.Tensor], Sides]
+ROWS = 16
+
+
+def learned(sides: Learner, following: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like) -> None:
+    net, old = nn.Linear(5, 2), nn.Linear(5, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for _ in range(6):
+        states = torch.randn(ROWS, 5)
+        optimizer.zero_grad()
+        F.smooth_l1_loss(*sides(net, old, states, following(states))).backward()
+        optimizer.step()
+
+
+def of_actions(net: nn.Module, old: nn.Module, states: torch.Tensor, following: torch.Tensor) -> Sides:
+    reward, goes_on = torch.rand(ROWS, 1), torch.ones(ROWS, 1)
+    taken = net(states).gather(1, torch.randint(0, 2, (ROWS, 1)))
+    best = old(following).max(1)[0].unsqueeze(1).detach()
+    return taken, reward + 0.98 * best * goes_on
+
+
+def shifted(net: nn.Module, old: nn.Module, states: torch.Tensor, _: torch.Tensor) -> Sides:
+    """All states of an episode are given to both nets."""
+    with torch.no_grad():
+        after = old(states).max(1)[0].roll(-1)
+    return net(states)[:, 0], torch.rand(ROWS) + 0.9 * after
+
+
+def of_one_call(net: nn.Module, old: nn.Module, states: torch.Tensor, _: torch.Tensor) -> Sides:
+    values = net(states)
+    return values[:, 0], torch.rand(ROWS) + 0.9 * values[:, 1].detach()
+
+
+def distilled(net: nn.Module, old: nn.Module, states: torch.Tensor, _: torch.Tensor) -> Sides:
+    return net(states), 0.3 * torch.rand(ROWS, 2) + 0.7 * old(states).detach()
+
+
+@pytest.mark.parametrize(
+    ("sides", "following", "expected"),
+    [
+        (of_actions, torch.randn_like, "no"),
+        (of_actions, lambda states: states, "yes"),
+        (of_actions, torch.clone, "yes"),  # one array that the environment wrote into
+        (shifted, torch.clone, "no"),
+        (of_one_call, torch.clone, "no"),
+        (distilled, torch.clone, "no"),
+    ],
+)
+def test_the_value_of_a_state_from_the_state_itself_is_told(
+    sides: Learner, following: Callable[[torch.Tensor], torch.Tensor], expected: str
+) -> None:
+    assert answer(lambda: learned(sides, following), "same state") == expected
