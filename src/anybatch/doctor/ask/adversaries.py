@@ -22,7 +22,6 @@ from anybatch.records.runs import Run
 _MOST_OPTIMIZERS = 4
 _CLEARLY = 3  # times as far
 _AGAINST = -0.5  # the cosine of gradients that undo each other; two tasks that share a net are seldom below 0 by much
-_LINES = 20  # in front of the backward of a critic, among which its target is made
 _DISCOUNTED = re.compile(r"gamma|discount|\brewards?\b", re.IGNORECASE)
 
 
@@ -49,10 +48,9 @@ def helped(tapes: Mapping[int, Tape], initial: Held) -> Iterator[Probed]:
 def _against_values(
     of_critic: Tape, of_actor: Tape, own: Collection[int], initial: Held, evidence: dict[str, Any]
 ) -> Iterator[Probed]:
-    """Whether an actor makes small what its critic learns of rewards, as the lines in front of that one say."""
+    """Whether an actor makes small what its critic learns of rewards, of which its file speaks."""
     loss = of_critic.losses[-1]
-    around = linecache.getlines(loss.file)[max(0, loss.line - _LINES) : loss.line]
-    if not any(map(_DISCOUNTED.search, around)):
+    if not any(map(_DISCOUNTED.search, linecache.getlines(loss.file))):
         return
     with contextlib.suppress(Unknown):
         calls = _calls(of_actor, own)
