@@ -92,6 +92,7 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "only agreeing": {"op": "kl_div", "optimizer": 0},
     "passed": {"entries": 2, "of": 4},
     "false volume": {"claimed": 0.5, "stretched": 1.2, "off": 0.8},
+    "only penalised": {"rows": 128, "entries": 20},
     "same state": {"discount": 0.98, "rows": 32},
     "uncounted": {"number": 3, "share": 0.2, "classes": 4, "by": "mask"},
     "end uncounted": {"number": 2, "rows": 16},

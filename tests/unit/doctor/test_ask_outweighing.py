@@ -175,3 +175,52 @@ def values(kind: str) -> None:
 )
 def test_states_that_are_their_own_next_ones_are_told(kind: str, expected: str) -> None:
     assert answer(lambda: values(kind), "unmoved") == expected
+
+
+class Heads(nn.Module):
+    """The mean and the deviation of a code by a layer each, and a second task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.mean, self.log_var = nn.Linear(24, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.decode, self.other = nn.Linear(2, 24), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.encode(x).relu()
+        return hidden, self.mean(hidden), self.log_var(hidden), self.other(hidden)
+
+
+def coded(kind: str) -> None:
+    net, critic = Heads(), nn.Linear(24, 1)
+
+    def loss(given: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:
+        _, mean, log_var, other = given
+        drawn = torch.randn_like(mean) * (log_var / 2).exp() if kind == "drawn" else 0.0
+        made = net.decode(mean + drawn)
+        total = F.mse_loss(made, x) + (divergence(mean, log_var).mean() if kind in ("drawn", "point") else 0.0)
+        if kind == "same targets":  # of a rare class, which this batch does not have
+            total = total + F.binary_cross_entropy_with_logits(other, torch.zeros(len(x), 2))
+        if kind == "sparse":
+            total = total + 0.1 * mean.abs().mean()
+        if kind == "critic":
+            total = total + F.softplus(-critic(made)).mean()
+        if kind == "forgotten":
+            total = total + other.square().mean()
+        return total
+
+    trained(net, of_images, loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("point", "yes"),
+        ("forgotten", "yes"),
+        ("drawn", "no"),
+        ("same targets", "no"),
+        ("sparse", "no"),
+        ("critic", "no"),
+    ],
+)
+def test_what_only_a_penalty_sees_is_told(kind: str, expected: str) -> None:
+    assert answer(lambda: coded(kind), "only penalised") == expected

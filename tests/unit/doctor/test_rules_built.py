@@ -185,6 +185,16 @@ def test_next_state_is_state_is_quiet_without_an_answer() -> None:
     silent(Training(after=(Probed(probe="same state", answer="no"),)).run(), "NEXT_STATE_IS_STATE")
 
 
+def test_head_only_penalised_fires_with_its_size() -> None:
+    one = Probed(probe="only penalised", answer="yes", evidence={"rows": 128, "entries": 20})
+    found = fires(Training(after=(one,)).run(), "HEAD_ONLY_PENALISED", "warning")
+    assert "whichever of 128 rows the 20 entries of this layer" in found.message
+
+
+def test_head_only_penalised_is_quiet_without_an_answer() -> None:
+    silent(Training(after=(Probed(probe="only penalised", answer="no"),)).run(), "HEAD_ONLY_PENALISED")
+
+
 def test_flow_volume_fires_with_both_figures() -> None:
     seen = {"claimed": 0.5, "stretched": 1.2, "off": 0.8}
     one = Probed(probe="false volume", answer="yes", evidence=seen)

@@ -28,7 +28,7 @@ _DISCOUNTED = re.compile(r"gamma|discount|\brewards?\b", re.IGNORECASE)
 Held = Mapping[int, torch.Tensor]
 
 
-def helped(kept: Kept, run: Run) -> Iterator[Probed]:
+def helped(kept: Kept) -> Iterator[Probed]:
     """For each pair of a critic and a generator: whether one step of the latter does what one of the former wants.
 
     Both are asked with the parameters as they were at first, by their ``id``: what was generated is of then.
@@ -38,7 +38,7 @@ def helped(kept: Kept, run: Run) -> Iterator[Probed]:
     for (critic, of_critic), (generator, of_generator) in itertools.permutations(some, 2):
         # The loss of a critic may reach the generator, too, where what is generated was not detached.
         own, all_there = _trained(of_critic), {id(one) for one in of_generator.parameters.values()}
-        own = own & _stepped(kept, run, critic) or own
+        own = own & of_critic.trained or own
         if own and own <= all_there and (_trained(of_generator) - own or of_generator.opaque):
             evidence = {"critic": critic, "optimizer": generator}
             yield from _against_values(of_critic, of_generator, own, initial, evidence)
@@ -142,11 +142,11 @@ def _following(tape: Tape, some: set[Slot]) -> set[Slot]:
     return found
 
 
-def opposed(kept: Kept, run: Run) -> Iterator[Probed]:
+def opposed(kept: Kept, _: Run) -> Iterator[Probed]:
     """For two optimizers: whether the loss of the first has a gradient in the nets of the second, against its loss."""
     some = [(number, tape) for number, tape in sorted(kept.tapes.items()) if tape.losses][:_MOST_OPTIMIZERS]
     for (first, before), (second, after) in itertools.permutations(some, 2):
-        both = [*(_trained(before) & _trained(after) & _stepped(kept, run, second))]
+        both = [*(_trained(before) & _trained(after) & after.trained)]
         if not both:
             continue
         with contextlib.suppress(Unknown):
@@ -154,14 +154,6 @@ def opposed(kept: Kept, run: Run) -> Iterator[Probed]:
             cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
             yield Probed(probe="opposed", root=-1, answer="yes" if cosine < _AGAINST else "no",
                          evidence={"first": first, "optimizer": second, "cosine": cosine})  # fmt: skip
-
-
-def _stepped(kept: Kept, run: Run, number: int) -> set[int]:
-    """The parameters of the nets that an optimizer steps, by their ``id``."""
-    groups = run.optimizers[number].groups if number in run.optimizers else ()
-    own = {run.parameters[one].root for group in groups for one in group.parameters if one in run.parameters}
-    nets = [net for state in kept.states.values() if state.root in own and (net := state.module()) is not None]
-    return {id(one) for net in nets for one in net.parameters()}
 
 
 def _gradient(tape: Tape, some: Collection[int], initial: Held) -> torch.Tensor:

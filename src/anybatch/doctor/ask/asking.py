@@ -82,7 +82,7 @@ def asked(kept: Kept, run: Run, modules: Mapping[int, Any], until: float) -> Ite
         for one in [one for module in OF_A_STEP for one in vars(module).values() if isinstance(one, Question)]:
             yield _answer(one.name, until, one.answer, step, optimizer=number)
     try:
-        yield from adversaries.helped(kept, run)
+        yield from adversaries.helped(kept)
     except Exception as error:  # noqa: BLE001 - as above
         yield Probed(probe="helped", root=-1, detail=f"{type(error).__name__}: {error}"[:300])
     for root in kept.batches:

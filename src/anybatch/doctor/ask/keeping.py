@@ -389,8 +389,8 @@ class Kept:
 
         self._wrap(types.SimpleNamespace(forward=function.cls.forward), "forward", noting(see))
 
-    def stepping(self, optimizer: int) -> None:
-        """Is told that an optimizer is about to step, with which a tape ends."""
+    def stepping(self, optimizer: int, weights: Iterable[torch.Tensor]) -> None:
+        """Is told that an optimizer is about to step its weights, with which a tape ends."""
         tape, self._tape = self._tape, None
         if self._written and optimizer not in self._written and len(self._written) < _MOST_PHASES:
             self._trained.clear()
@@ -399,6 +399,7 @@ class Kept:
             return
         self._left.append(tape)
         self.leave()
+        tape.trained = frozenset(map(id, weights))
         if tape.losses and not tape.failed:
             before = self.tapes.get(optimizer)
             if before is not None and before.bytes < _MOST_BYTES // 2:

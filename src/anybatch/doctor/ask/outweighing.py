@@ -21,6 +21,8 @@ from anybatch.records.lossfacts import Probed
 
 _SECONDS, _MORE = 5.0, 1.0
 _MOST_SUMMANDS = 4
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "addmm")
+_MOST_LAYERS, _MOVED, _UNMOVED = 8, 1e-4, 1e-6  # the last ones, and parts of the loss
 _RATE = 3e-3
 _NOISE = frozenset({"randn", "randn_like", "rand", "rand_like", "normal_"})
 _ADDING, _MEANS = frozenset({"add", "add_"}), frozenset({"mean", "sum"})
@@ -44,6 +46,49 @@ def outweighed(step: Step) -> Iterator[Probed]:
             others = {one.line: abs(float(values[other].detach().sum())) for other, one in parts if other != slot}
             seen: dict[str, Any] = {"loss": float(values[slot].detach().sum()), "alone": alone, "rows": step.rows}
             yield said(at, by=max(others, key=lambda one: others[one]), **seen)
+
+
+@asks("only penalised")
+def only_penalised(step: Step) -> Iterator[Probed]:
+    """Whether the loss is the same whichever row the outputs of a layer are of, and compares them with no target.
+
+    The layer then learns one output for all rows, as that of the deviation does where nothing is drawn with it.
+    """
+    own, moved = abs(float(step.values[step.loss.slot].detach().sum())), list[tuple[float, Operation]]()
+    layers = [one for one in step.used(*_LAYERS) if _is_own(step, one)]
+    for one in layers[-_MOST_LAYERS:]:
+        (slope,) = step.slopes(one.outs[0])
+        if slope is not None and bool(slope.any()) and bool((slope != slope[:1]).any()):
+            moved.append((max(abs(_with_rows(step, one, by) - own) for by in (1, step.rows // 2)), one))
+    if any(apart > _MOVED * own for apart, _ in moved):
+        for apart, one in moved:
+            if apart < _UNMOVED * own and not _meets_targets(step, one):
+                yield said(one, rows=step.rows, entries=step.values[one.outs[0]][0].numel())
+
+
+def _is_own(step: Step, layer: Operation) -> bool:
+    """Whether a layer is trained by this optimizer, and called once with the rows of the batch."""
+    weights = [slot for slot in layer.given if id(step.parameters.get(slot)) in step.tape.trained]
+    again = [one for one in step.operations if set(weights) & set(one.given)]
+    return bool(weights) and again == [layer] and len(step.values[layer.outs[0]]) == step.rows
+
+
+def _with_rows(step: Step, layer: Operation, by: int) -> float:
+    """The absolute loss where the rows of what a layer gives are moved on."""
+    at = next(place for place, one in enumerate(step.tape.operations) if one is layer) + 1
+    turned = Operation("roll", lambda one: one.roll(by, 0), (layer.outs[0],), {}, layer.outs)
+    tape = step.tape.changed([*step.tape.operations[:at], turned, *step.tape.operations[at:]])
+    loss = replace(step.loss, before=step.loss.before + 1)
+    return abs(float(replayed(tape, loss).values[loss.slot].detach().sum()))
+
+
+def _meets_targets(step: Step, layer: Operation) -> bool:
+    """Whether rows of what is not made of the layer's own inputs, or of none, come in between it and the loss."""
+    behind, known = step.made_with(layer.outs[0]), step.made_of(layer.outs[0])
+    beside = {slot for one in step.used() if behind & set(one.given) for slot in one.given} - behind
+    of_rows = {slot for slot in beside if step.values[slot].dim() and len(step.values[slot]) == step.rows}
+    of_inputs = [step.made_of(slot) & step.inputs for slot in of_rows]
+    return any(not one or one - known for one in of_inputs)
 
 
 def _learned(step: Step, part: Loss, meetings: list[Meeting], end: float) -> float | None:

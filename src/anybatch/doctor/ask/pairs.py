@@ -475,7 +475,7 @@ def only_agreeing(step: Step) -> Iterator[Probed]:
     """
     if len(step.tape.losses) > 1 or not _is_alone(step):
         raise Unknown("the optimizer takes steps of several losses")
-    own = _trained(step)
+    own = step.tape.trained
     trained = {slot for slot, one in step.parameters.items() if id(one) in own}
     for operation in step.used(*_COMPARING, "cross_entropy"):
         sides = operation.given
@@ -508,13 +508,3 @@ def _is_alone(step: Step) -> bool:
     backwards = {(one.file, one.line) for one in step.run.of(Backward) if steps[0] <= one.at <= steps[-1]}
     calls = {one.function for one in step.run.of(LossCall) if steps[0] <= one.at <= steps[-1]}
     return len(backwards) == 1 and len(calls) <= 1
-
-
-def _trained(step: Step) -> set[int]:
-    """The parameters of an optimizer by their ``id``."""
-    facts, run = step.run.optimizers.get(step.optimizer), step.run
-    own = {one for group in facts.groups for one in group.parameters} if facts is not None else set()
-    names = {(run.parameters[one].root, name) for one in own for name in run.parameters[one].names}
-    return {
-        id(one) for root, net in step.modules.items() for name, one in net.named_parameters() if (root, name) in names
-    }

@@ -95,6 +95,7 @@ class Tape(SafeMode):
         super().__init__()
         self.held = set(held)  # the ``id`` of all parameters and buffers of models
         self.net: Callable[[], torch.nn.Module | None] = (lambda: None) if net is None else weakref.ref(net)
+        self.trained = frozenset[int]()  # the ``id`` of the parameters of the optimizer whose step it is
         self.operations: list[Operation] = []
         self.leaves: dict[Slot, torch.Tensor] = {}  # copies of the tensors that came from outside
         self.parameters: dict[Slot, torch.Tensor] = {}  # of these, those that models hold

@@ -232,7 +232,8 @@ class Samplers:
 
     def before_step(self, optimizer: Any, number: int, *, sampled: bool) -> None:
         """Is told that an optimizer is about to step."""
-        self.safely("kept", self.kept.stepping, number)
+        weights = (one for group in optimizer.param_groups for one in group["params"])
+        self.safely("kept", self.kept.stepping, number, weights)
         self._measure("nonfinite", self.nonfinite.at_step, optimizer, sampled=sampled)
         if sampled:
             self.safely("norms", self._norms.before, optimizer)
