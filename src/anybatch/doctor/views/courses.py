@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Written
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
@@ -204,9 +204,7 @@ def _prior(run: Run, start: float, end: float) -> float | None:
     calls = [one for one in run.of(LossCall) if one.reduction == "mean" and start <= one.at <= end]
     if len({one.function for one in calls}) != 1:
         return None
-    heads: dict[object, list[LossCall]] = {}
-    for one in calls:
-        heads.setdefault(one.classes or one.input_shape[1:], []).append(one)
+    heads = grouped((one.classes or one.input_shape[1:], one) for one in calls)
     guesses = {head: _guess(of) for head, of in heads.items()}
     known = [guesses[one.classes or one.input_shape[1:]] for one in _summed(run, calls, start, end)]
     whole = sum(one for one in known if one is not None)
