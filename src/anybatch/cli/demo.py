@@ -5,32 +5,39 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
 
-from anybatch.cli.demo_screen import Screen
 from anybatch.cli.options import INTERRUPTED, check_file, check_folder, file_option, json_option, write_json
+from anybatch.cli.plan_screen import show_choice, show_ways
 from anybatch.errors import DoesNotFit
 from anybatch.report.pages import is_own_page, missing_extra
+from anybatch.report.terminal import Terminal
 from anybatch.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from anybatch.demo.corpus import SourceText
-    from anybatch.demo.facts import DemoRecord, TextFacts
+    from anybatch.demo.facts import CurvePoint, DemoRecord, TextFacts, TrainingCurve
+    from anybatch.demo.training import TrainingRun
 
 _SECONDS = 120.0
 _QUICK_SECONDS = 20.0
 _QUICK_AFTERWARDS_SECONDS = 3.5  # the last validation, the sample and the page
-_LEARNED = 0.6  # of the entropy of a single byte: above it what the model writes is noise
 _QUICK_TRAINING_SECONDS = 5.0  # at least, also on a slow machine
+_LEARNED = 0.6  # of the entropy of a single byte: above it what the model writes is noise
 _PROMPT = "def "
+_COLUMN_WIDTHS = (12, 9, 10, 12, 10, 11)
+_MOST_WAYS = 6
+_PAST_OF_LOSS = 0.9  # of the smoothed loss, what stays at each update
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +54,6 @@ class Options:
     memory: int | None  # the simulated budget, in bytes; ``None`` for a quarter of what the whole batch needs
     samples: int | None  # sequences in a logical batch, ``None`` for what suits
     sample_bytes: int  # how much text is written
-
-    @property
-    def logical_samples(self) -> int:
-        """Sequences in a logical batch; a prime, so that the last micro-batch is short."""
-        return self.samples or (19 if self.quick else 37)
-
-    @property
-    def pretended(self) -> str:
-        """The simulated budget, in words."""
-        return "a quarter of what the whole batch needs" if self.memory is None else format_bytes(self.memory)
-
-    @property
-    def duration(self) -> str:
-        """How long training will take, in words."""
-        if self.updates is not None:
-            return f"{self.updates} updates"
-        if self.quick:
-            return f"what is left of {format_seconds(_QUICK_SECONDS)}"
-        return format_seconds(self.seconds or _SECONDS)
 
 
 @click.command("demo", short_help="Run a self-contained demo on local files.")
@@ -97,22 +85,23 @@ class Options:
 @click.option("--force", is_flag=True, help="Overwrite a page that anybatch did not write.")
 @click.option("--samples", type=click.IntRange(min=2), hidden=True)
 @click.option("--sample-bytes", type=click.IntRange(min=1), default=500, hidden=True)
-def demo_command(*, force: bool, output: Path | None, **values: object) -> None:
+def demo_command(*, force: bool, output: Path | None, **values: Any) -> None:
     """Trains a small byte-level transformer on the sources of Python's standard library.
 
     The logical batch needs more memory than a simulated budget allows. The demo plans a step within that budget,
     compares its gradient, memory and time with those of the whole batch, and trains the model. One HTML file shows the
     curves. Ctrl-C ends training early and keeps the result.
     """
-    options = Options(output=output or Path("anybatch-demo.html"), **values)  # type: ignore[arg-type]
+    # A prime number of samples, so that the last micro-batch is short.
+    values["samples"] = values["samples"] or (19 if values["quick"] else 37)
+    options = Options(output=output or Path("anybatch-demo.html"), **values)
     _check_options(options, force=force)
     # JSON has standard output for itself.
-    console = Console(stderr=str(options.json_path) == "-", highlight=False)
-    screen = Screen(console)
+    screen = Terminal(Console(stderr=str(options.json_path) == "-", highlight=False))
     try:
         _run(options, screen)
     except KeyboardInterrupt:
-        screen.say("Stopped. Nothing more was written.")
+        _say(screen, "Stopped. Nothing more was written.")
         sys.exit(INTERRUPTED)
     except DoesNotFit as error:
         raise click.ClickException(str(error)) from error
@@ -137,26 +126,30 @@ def _check_options(options: Options, *, force: bool) -> None:
             raise click.UsageError(f"{path} can't be written; name another file")
 
 
-def _run(options: Options, screen: Screen) -> None:
+def _run(options: Options, screen: Terminal) -> None:
     began = time.monotonic()
     text = _read_text(options)
     facts = text.facts()
     missing = missing_extra()
     page = None if missing else options.output
-    screen.announce(facts, options.duration, options.logical_samples, options.pretended, page)
+    _announce(options, screen, facts, page)
     if missing:
-        screen.say(f"\n{missing}\nEverything else runs without it.")
+        _say(screen, f"\n{missing}\nEverything else runs without it.")
     if "torch" not in sys.modules:
         # OpenMP's threads spin while they wait; with other work on the cores that made a pass up to ten times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     record = _record(options, screen, text, facts, began)
     if options.json_path is not None:
         write_json(options.json_path, record.to_dict())
+    screen.line()
     if page is not None:
         from anybatch.demo.presentation import demo_page
 
         page.write_text(demo_page(record), encoding="utf-8")
-    screen.finish(page, options.json_path, time.monotonic() - began)
+        screen.line(f"Page  {page.absolute()}")
+    if options.json_path is not None and str(options.json_path) != "-":
+        screen.line(f"JSON  {options.json_path.absolute()}")
+    _say(screen, f"Done in {format_seconds(time.monotonic() - began)}.")
 
 
 def _read_text(options: Options) -> "SourceText":
@@ -168,49 +161,129 @@ def _read_text(options: Options) -> "SourceText":
         raise click.UsageError(str(error)) from error
 
 
-def _record(options: Options, screen: Screen, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
-    from anybatch.demo.comparison import compare_gradients, plan_update
+def _announce(options: Options, screen: Terminal, text: "TextFacts", page: Path | None) -> None:
+    """Prints what the demonstration will do."""
+    budget = "a quarter of what the whole batch needs" if options.memory is None else format_bytes(options.memory)
+    duration = format_seconds(options.seconds or _SECONDS)
+    if options.updates is not None:
+        duration = f"{options.updates} updates"
+    elif options.quick:
+        duration = f"what is left of {format_seconds(_QUICK_SECONDS)}"
+    screen.heading("anybatch demo: a logical batch larger than the memory")
+    for name, said in (
+        ("text", f"the Python files below {text.root}"),
+        ("", f"{text.train_files} files, {format_bytes(text.train_bytes)}; another {text.validation_files} held out"),
+        ("", f"entropy of a single byte: {text.unigram_bits:.2f} bits"),
+        ("model", "a byte-level transformer, float32, on the CPU"),
+        ("memory", f"simulated budget of {budget}"),
+        ("batch", f"{options.samples} sequences for each update of the optimizer"),
+        ("steps", "1. the plan: the fastest configuration within that budget"),
+        ("", "2. the gradient of the whole batch against that of its micro-batches"),
+        ("", f"3. training for {duration}; Ctrl-C ends it early"),
+        ("", "4. a sample of what the model writes"),
+        ("", "5. no page, see below" if page is None else f"5. the page {page}"),
+    ):
+        screen.term(name, said)
+
+
+def _record(options: Options, screen: Terminal, text: "SourceText", facts: "TextFacts", began: float) -> "DemoRecord":
+    """Goes through the stages, and prints each."""
+    from anybatch.demo import comparison, presentation
     from anybatch.demo.facts import DemoRecord
     from anybatch.demo.training import TrainingRun, TrainingSettings, as_tensor, first_batch
-    from anybatch.demo.transformer import make_model, write_text
+    from anybatch.demo.transformer import make_model
 
-    model = make_model(options.seed)
+    model, quick, samples = make_model(options.seed), options.quick, options.samples or 0
     train, validation = as_tensor(text.train), as_tensor(text.validation)
     settings = TrainingSettings(
-        updates=options.updates, samples=options.logical_samples, validations=4 if options.quick else 10,
-        validation_samples=64 if options.quick else 256, seed=options.seed,
+        updates=options.updates, samples=samples, validations=4 if quick else 10,
+        validation_samples=64 if quick else 256, seed=options.seed,
     )  # fmt: skip
-    with screen.planning():
-        batch = first_batch(train, options.logical_samples, model.context, options.seed)
-        plan = plan_update(model, batch, settings, options.memory)
-    screen.show_plan(plan)
-    with screen.comparing():
-        comparison = compare_gradients(model, batch, plan=plan, rounds=3 if options.quick else 6)
-    screen.show_comparison(comparison)
+    with _stage(screen, "1. The plan", "planning ..."):
+        batch = first_batch(train, samples, model.context, options.seed)
+        plan = comparison.plan_update(model, batch, settings, options.memory)
+    show_choice(plan, screen.console)
+    screen.line()
+    show_ways(plan, screen.console, _MOST_WAYS, "the page")
+    with _stage(screen, "2. The gradient of one logical batch", "computing ..."):
+        compared = comparison.compare_gradients(model, batch, plan=plan, rounds=3 if quick else 6)
+    screen.table(presentation.comparison_table(compared))
+    for name, said in presentation.comparison_notes(compared):
+        screen.term(name, said)
     seconds = options.seconds or _SECONDS
-    if options.quick:
+    if quick:
         left = _QUICK_SECONDS - _QUICK_AFTERWARDS_SECONDS - (time.monotonic() - began)
         seconds = max(_QUICK_TRAINING_SECONDS, left)
-    run = TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds))
-    with _asked_to_stop(screen) as asked, screen.training() as (on_update, on_validation):
-        curve = run.run(on_update, on_validation, asked.is_set)
-    screen.show_outcome(facts, plan, curve)
-    # A model that does not yet know how often each byte occurs writes noise.
-    has_learned = curve.points[-1].validation_bits < _LEARNED * facts.unigram_bits
-    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed) if has_learned else ""
-    screen.show_sample(sample)
-    return DemoRecord(_versions(), options.seed, facts, plan, comparison, curve, sample)
+    curve = _trained(TrainingRun(model, train, validation, replace(settings, plan=plan, seconds=seconds)), screen)
+    screen.line()
+    _say(screen, presentation.outcome_text(facts, plan, curve))
+    sample = _written(options, screen, model, curve.points[-1].validation_bits < _LEARNED * facts.unigram_bits)
+    return DemoRecord(_versions(), options.seed, facts, plan, compared, curve, sample)
+
+
+def _say(screen: Terminal, text: str) -> None:
+    screen.console.print(text, markup=False)
+
+
+def _stage(screen: Terminal, heading: str, text: str) -> AbstractContextManager[Any]:
+    """Prints a heading, and shows a spinner on a terminal while the stage runs."""
+    screen.heading(heading)
+    return screen.console.status(text) if screen.console.is_terminal else nullcontext()
+
+
+def _trained(run: "TrainingRun", screen: Terminal) -> "TrainingCurve":
+    """Trains with a row for each validation, and on a terminal a line that moves."""
+    from anybatch.demo.presentation import CURVE_HEADER, curve_row
+
+    def row(cells: tuple[str, ...]) -> None:
+        _say(screen, "".join(cell.rjust(width) for cell, width in zip(cells, _COLUMN_WIDTHS, strict=True)))
+
+    def on_validation(point: "CurvePoint") -> None:
+        row(curve_row(point))
+
+    screen.heading("3. Training (losses in bits per byte)")
+    row(CURVE_HEADER)
+    with _asked_to_stop(screen) as asked:
+        if not screen.console.is_terminal:
+            return run.run(on_validation=on_validation, should_stop=asked.is_set)
+        with _progress(screen.console) as progress:
+            return run.run(_moving(progress), on_validation, asked.is_set)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[state]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console, expand=True, transient=True)
+
+
+def _moving(progress: Progress) -> Callable[["TrainingRun"], None]:
+    """Shows after each update how far training is, the loss, the speed and the memory."""
+    from anybatch.memory.meter import resident_bytes
+
+    task, smoothed = progress.add_task("", total=1.0, state="starting"), list[float]()
+
+    def on_update(run: "TrainingRun") -> None:
+        before = smoothed.pop() if smoothed else run.losses[-1]
+        smoothed.append(_PAST_OF_LOSS * before + (1 - _PAST_OF_LOSS) * run.losses[-1])
+        state = f"loss {smoothed[0]:.2f}  {run.tokens_per_second / 1000:.1f}k tokens/s"
+        progress.update(task, completed=run.fraction, state=f"{state}  {format_bytes(resident_bytes())}")
+
+    return on_update
 
 
 @contextmanager
-def _asked_to_stop(screen: Screen) -> Iterator[threading.Event]:
+def _asked_to_stop(screen: Terminal) -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into a request, so that training ends between updates; the second stops at once."""
     asked = threading.Event()
 
     def ask(signal_number: int, frame: FrameType | None) -> None:
         asked.set()
         signal.signal(signal.SIGINT, previous)
-        screen.say("Stopping after this update. Ctrl-C again stops at once.")
+        _say(screen, "Stopping after this update. Ctrl-C again stops at once.")
 
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -220,6 +293,23 @@ def _asked_to_stop(screen: Screen) -> Iterator[threading.Event]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _written(options: Options, screen: Terminal, model: Any, has_learned: bool) -> str:
+    """A sample of what the model writes; one that does not yet know how often each byte occurs would write noise."""
+    from anybatch.demo.transformer import write_text
+
+    screen.heading("4. What the model writes")
+    if not has_learned:
+        _say(screen, "Left out: the model has not learned enough yet. anybatch demo --seconds 600 trains longer.")
+        return ""
+    sample = write_text(model, _PROMPT, length=options.sample_bytes, seed=options.seed)
+    text, console = sample.rstrip("\n"), screen.console
+    if console.is_terminal:
+        console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        console.print(text, markup=False, soft_wrap=True)
+    return sample
 
 
 def _versions() -> dict[str, str | int]:

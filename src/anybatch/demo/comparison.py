@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch.backpropagation import backward
 from anybatch.batch.batches import Splittable
 from anybatch.demo.facts import GradientComparison, Method
-from anybatch.demo.training import TrainingSettings, make_optimizer, rate_factor
+from anybatch.demo.training import CLIP_NORM, TrainingSettings, make_optimizer, rate_factor
 from anybatch.demo.transformer import ByteTransformer, next_byte_loss
 from anybatch.loss.accumulate import Settings
 from anybatch.memory.application import apply_optimizations
@@ -124,13 +124,11 @@ def plan_update(
     if memory_bytes is None:
         state_bytes = _OPTIMIZER_NUMBERS * sum(parameter.nbytes for parameter in model.parameters())
         memory_bytes = (peak_bytes(whole, model, batch) + state_bytes) // _PART
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model)
     # The training's scheduler writes into the optimizer's groups, and a plan holds for groups such as it was made for.
     torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
     if settings.updates is None:
-        return plan(model, next_byte_loss, batch, optimizer, memory=memory_bytes, clip_norm=settings.clip_norm)
+        return plan(model, next_byte_loss, batch, optimizer, memory=memory_bytes, clip_norm=CLIP_NORM)
     cpu = torch.device("cpu")
-    subject = Subject(
-        model, next_byte_loss, Settings(cpu), Splittable([batch]), [optimizer], clip_norm=settings.clip_norm
-    )
+    subject = Subject(model, next_byte_loss, Settings(cpu), Splittable([batch]), [optimizer], clip_norm=CLIP_NORM)
     return Planner(subject, replace(target_of(cpu, cpu), is_present=False)).plan(memory_bytes)

@@ -12,15 +12,8 @@ from anybatch.demo.facts import TextFacts
 # Tests and idlelib repeat themselves; encodings and pydoc_data are tables; the rest is not the standard library.
 _SKIPPED_FOLDERS = frozenset(
     (
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "idlelib",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
+        *("__pycache__", "dist-packages", "encodings", "idle_test", "idlelib", "pydoc_data", "site-packages"),
+        *("test", "tests"),
     )
 )
 # What the build of this very Python wrote: not source, and different on every machine.

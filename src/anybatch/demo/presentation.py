@@ -16,7 +16,7 @@ _MEBIBYTE = 2**20
 
 def comparison_table(comparison: GradientComparison) -> TextTable:
     """Lays out the ways to the gradient, one a row."""
-    rows = (
+    rows = [
         (
             one.name,
             str(one.micro_batches),
@@ -25,7 +25,7 @@ def comparison_table(comparison: GradientComparison) -> TextTable:
             format_seconds(one.seconds),
         )
         for one in comparison.methods
-    )
+    ]
     return TextTable(("gradient by", "passes", "error", "tensors", "time"), tuple(rows))
 
 

@@ -16,6 +16,10 @@ from anybatch.step import TrainStep
 
 BITS_PER_NAT = 1 / math.log(2)
 
+CLIP_NORM = 1.0
+"""The norm of the gradient at most."""
+_RATE = 1e-2  # at its highest
+_WEIGHT_DECAY = 0.1
 _WARM_UP = 0.05
 _LOWEST_RATE = 0.02
 
@@ -29,22 +33,9 @@ class TrainingSettings:
     seconds: float = 120.0  # how long; counts only where ``updates`` is ``None``
     updates: int | None = None  # how many updates; the run is then repeatable, for it does not look at the clock
     samples: int = 34  # sequences in a logical batch
-    learning_rate: float = 1e-2  # at its highest
-    weight_decay: float = 0.1  # of AdamW
-    clip_norm: float = 1.0  # the gradient's norm at most
     validations: int = 10  # how often to validate after the first time, evenly spread
     validation_samples: int = 256  # sequences of held-out text
     seed: int = 0  # decides the batches
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The state of training after an update."""
-
-    fraction: float  # the elapsed share of the time or of the updates, from 0 to 1
-    updates: int  # the number of updates so far
-    loss_bits: float  # the loss of this update's logical batch, in bits per byte
-    tokens_per_second: float  # the speed of training alone, since it began
 
 
 def rate_factor(fraction: float) -> float:
@@ -93,29 +84,26 @@ class TrainingRun:
     """One training from beginning to end, of a model in place, on bytes, validated on bytes held out."""
 
     def __init__(self, model: ByteTransformer, train: Tensor, validation: Tensor, settings: TrainingSettings) -> None:
-        self._settings = settings
-        self._context = model.context
-        self._train = train
+        self._settings, self._model, self._train = settings, model, train
         starts = torch.linspace(0, len(validation) - model.context - 1, settings.validation_samples).long()
         self._validation = cut_out(validation, starts, model.context)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._began: float | None = None  # the scheduler asks for it as soon as it is made
-        self._optimizer = make_optimizer(model, settings)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda n: rate_factor(self._fraction(n)))
-        self._model = model
-        self._step = TrainStep(
-            model, next_byte_loss, self._optimizer, micro_batch_size=settings.micro_batch_size, plan=settings.plan,
-            clip_norm=settings.clip_norm, scheduler=scheduler,
-        )  # fmt: skip
         self.points: list[CurvePoint] = []
-        self._losses: list[float] = []
+        self.losses: list[float] = []  # of the logical batches, in bits per byte
         self._peak_bytes: int | None = None
         self._micro_batches = 0
         self._training_seconds = 0.0
+        self._optimizer = make_optimizer(model)
+        self._step = TrainStep(
+            model, next_byte_loss, self._optimizer, micro_batch_size=settings.micro_batch_size, plan=settings.plan,
+            clip_norm=CLIP_NORM,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda n: rate_factor(self._fraction(n))),
+        )  # fmt: skip
 
     def run(
         self,
-        on_update: Callable[[Moment], None] = lambda moment: None,
+        on_update: Callable[["TrainingRun"], None] = lambda run: None,
         on_validation: Callable[[CurvePoint], None] = lambda point: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrainingCurve:
@@ -123,55 +111,45 @@ class TrainingRun:
         self._began = time.perf_counter()
         on_validation(self._validate())
         due = 1
-        while (fraction := self._fraction(len(self._losses))) < 1 and not (stopped := should_stop()):
+        while (fraction := self._fraction(len(self.losses))) < 1 and not (stopped := should_stop()):
             if fraction * self._settings.validations >= due:
                 due = math.floor(fraction * self._settings.validations) + 1
                 on_validation(self._validate())
-            on_update(self._update())
-        if self.points[-1].updates < len(self._losses):
+            self._update()
+            on_update(self)
+        if self.points[-1].updates < len(self.losses):
             on_validation(self._validate())
         return TrainingCurve(
-            tuple(self._losses), tuple(self.points), self._peak_bytes, self._micro_batches, fraction < 1 and stopped
+            tuple(self.losses), tuple(self.points), self._peak_bytes, self._micro_batches, fraction < 1 and stopped
         )
 
-    def _update(self) -> Moment:
-        settings = self._settings
+    def _update(self) -> None:
         start = time.perf_counter()
-        batch = random_batch(self._train, settings.samples, self._context, self._generator)
+        batch = random_batch(self._train, self._settings.samples, self._model.context, self._generator)
         # Counting slows an update down, so only one is counted: the second, when AdamW's state is there.
-        if len(self._losses) == 1:
+        if len(self.losses) == 1:
             live = LiveBytes((*self._tensors(), *batch.values()))
             with live:
                 result = self._step(batch)
             self._peak_bytes = live.peak
         else:
             result = self._step(batch)
-        self._losses.append(result.loss * BITS_PER_NAT)
+        self.losses.append(result.loss * BITS_PER_NAT)
         self._micro_batches = result.micro_batches
         self._training_seconds += time.perf_counter() - start
-        updates = len(self._losses)
-        return Moment(min(1.0, self._fraction(updates)), updates, self._losses[-1], self._tokens_per_second())
+
+    def _tensors(self) -> list[Tensor]:
+        held = [value for state in self._optimizer.state.values() for value in state.values()]
+        held += [*self._model.parameters(), *self._model.buffers(), *(p.grad for p in self._model.parameters())]
+        return [one for one in held if isinstance(one, Tensor)]
 
     def _validate(self) -> CurvePoint:
         loss = self._step.evaluate(self._validation).loss * BITS_PER_NAT
-        fresh = self._losses[self.points[-1].updates :] if self.points else []
-        self.points.append(
-            CurvePoint(
-                seconds=self._elapsed(),
-                updates=len(self._losses),
-                training_bits=sum(fresh) / len(fresh) if fresh else None,
-                validation_bits=loss,
-                tokens_per_second=self._tokens_per_second(),
-                resident_bytes=resident_bytes(),
-            )
-        )
+        fresh = self.losses[self.points[-1].updates :] if self.points else []
+        mean = sum(fresh) / len(fresh) if fresh else None
+        elapsed, updates = self._elapsed(), len(self.losses)
+        self.points.append(CurvePoint(elapsed, updates, mean, loss, self.tokens_per_second, resident_bytes()))
         return self.points[-1]
-
-    def _tensors(self) -> list[Tensor]:
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        held = (value for value in states if isinstance(value, Tensor))
-        return [*self._model.parameters(), *self._model.buffers(), *gradients, *held]
 
     def _fraction(self, updates: int) -> float:
         if self._settings.updates is not None:
@@ -181,15 +159,22 @@ class TrainingRun:
     def _elapsed(self) -> float:
         return 0.0 if self._began is None else time.perf_counter() - self._began
 
-    def _tokens_per_second(self) -> float:
-        tokens = len(self._losses) * self._settings.samples * self._context
+    @property
+    def fraction(self) -> float:
+        """The elapsed share of the time or of the updates, from 0 to 1."""
+        return min(1.0, self._fraction(len(self.losses)))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The speed of training alone, since it began."""
+        tokens = len(self.losses) * self._settings.samples * self._model.context
         return tokens / self._training_seconds if tokens else 0.0
 
 
-def make_optimizer(model: ByteTransformer, settings: TrainingSettings) -> torch.optim.AdamW:
+def make_optimizer(model: ByteTransformer) -> torch.optim.AdamW:
     """Makes the optimizer; its weight decay applies to matrices only, not to embeddings, norms and biases."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     decayed = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
     others = [p for p in model.parameters() if p.dim() < 2 or id(p) in tables]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+    groups = [{"params": decayed, "weight_decay": _WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=_RATE, betas=(0.9, 0.95))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from anybatch.doctor.policy import Policy
 from anybatch.doctor.rules.registry import Rule, all_rules
-from anybatch.doctor.views.courses import updates
+from anybatch.doctor.views.courses import taking_turns, updates
 from anybatch.doctor.views.measures import at
 from anybatch.doctor.views.naming import Located, counted, listed, near
 from anybatch.doctor.views.outcomes import learned_well, outcome
@@ -221,17 +221,8 @@ def _steps(run: Run) -> int:
 
     Without any, those by hand.
     """
-    counts: dict[int, int] = {}
-    spans: dict[int, tuple[int, int]] = {}
-    for one in run.of(Stepped):
-        counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
-        spans[one.optimizer] = spans.get(one.optimizer, (one.at, 0))[0], one.at
-    total, most, end = 0, 0, -1
-    for number, (first, last) in sorted(spans.items(), key=lambda entry: entry[1]):
-        if first > end:
-            total, most = total + most, 0
-        most, end = max(most, counts[number]), max(end, last)
-    return total + most if spans else len(updates(run))
+    counts = run.steps_of
+    return sum(max(counts[one] for one in members) for _, members in taking_turns(run)) if counts else len(updates(run))
 
 
 def _out_of_sight(run: Run) -> tuple[str, ...]:

@@ -54,12 +54,17 @@ class Run:
             yield from (one for one in self.facts if isinstance(one, kinds))
 
     @property
-    def steps(self) -> int:
-        """The number of optimizer steps; of several optimizers, that of the one that stepped most."""
+    def steps_of(self) -> dict[int, int]:
+        """The number of steps of each optimizer that stepped."""
         counts: dict[int, int] = {}
         for one in self.of(_events.Stepped):
             counts[one.optimizer] = max(counts.get(one.optimizer, 0), one.number + 1)
-        return max(counts.values(), default=0)
+        return counts
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps; of several optimizers, that of the one that stepped most."""
+        return max(self.steps_of.values(), default=0)
 
     def sign(self, optimizer: int | None = None) -> int:
         """-1 where an optimizer, or any, maximizes: what it minimizes is the negative of the loss."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from anybatch.doctor.views.naming import listed
+from anybatch.doctor.views.naming import counted, listed
 from anybatch.records.diagnoses import CELLS, INTERRUPTED, Cell, Diagnosis
 from anybatch.records.events import Crashed, Ended
 from anybatch.records.findings import SEVERITIES, Finding
@@ -65,27 +65,27 @@ def verdict_of(diagnosis: Diagnosis, run: Run) -> str:
     others = f" (not reported: {', '.join(codes)})" if codes else ""
     if diagnosis.faulty:
         counts = {kind: sum(one.severity == kind for one in diagnosis.causes) for kind in SEVERITIES}
-        said = " and ".join(_count(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
+        said = " and ".join(counted(counts[kind], _NOUNS[kind]) for kind in ("error", "warning") if counts[kind])
         leading = next(knot.finding for knot in knots_of(diagnosis) if _is_grave(knot))
         return f"{said}: {_first_sentence(leading.message)}{others}"
     number = len(grave_and_notes(diagnosis)[1])
-    notes = (f" ({_count(number, 'note')})" if number else "") + others
+    notes = (f" ({counted(number, 'note')})" if number else "") + others
+    steps = f"in {counted(diagnosis.steps, 'step')}"
     if (crash := crash_of(run)) is not None:
         text = crash.text.strip().split("\n")[0].rstrip(".")  # whole: its remedy may be the second sentence
         said = _first_sentence(crash.message) if crash.message else f"{crash.error}: {text}"
         return f"the script crashed: {said}{notes}"
     if diagnosis.exit_code and diagnosis.exit_code != INTERRUPTED:
-        return f"the script ended with exit code {diagnosis.exit_code}; nothing found in {_steps(diagnosis)}{notes}"
+        return f"the script ended with exit code {diagnosis.exit_code}; nothing found {steps}{notes}"
     if not diagnosis.steps and not diagnosis.unexamined:
         return f"nothing to judge: no optimizer stepped{notes}"
     found = "nothing found" if "all rules" not in diagnosis.unexamined else "not diagnosed"
     found = "no error and no warning" if notes and found == "nothing found" else found
     if diagnosis.verdict == "learning":
         because = f"; {diagnosis.reason}" if diagnosis.reason else ""
-        return f"healthy: {found} in {_steps(diagnosis)}{because}{notes}"
+        return f"healthy: {found} {steps}{because}{notes}"
     reason = diagnosis.reason or "whether it learns was not seen"
-    steps = "" if "too few" in reason else f" in {_steps(diagnosis)}"
-    return f"{found}{steps}, but {reason}{notes}"
+    return f"{found}{'' if 'too few' in reason else f' {steps}'}, but {reason}{notes}"
 
 
 def mood_of(diagnosis: Diagnosis, run: Run) -> str:
@@ -166,7 +166,7 @@ def cost_of(diagnosis: Diagnosis, run: Run) -> str:
     if ended is not None and ended.thinned:
         said.append("to limit the overhead, it measured fewer steps")
     if ended is not None and ended.dropped:
-        said.append(f"{_count(ended.dropped, 'line')} left out because the record had reached its size limit")
+        said.append(f"{counted(ended.dropped, 'line')} left out because the record had reached its size limit")
     if ended is not None and ended.failure and not any(ended.failure in note for note in diagnosis.notes):
         said.append(f"the recorder had an internal error, so facts may be missing: {ended.failure}")
     return "; ".join(said)
@@ -185,14 +185,6 @@ def title_of(diagnosis: Diagnosis) -> str:
 def title_of_run(script: str, arguments: Sequence[str]) -> str:
     """A script and its arguments on one line."""
     return " ".join([PurePath(script).name or "this run", *arguments])
-
-
-def _steps(diagnosis: Diagnosis) -> str:
-    return _count(diagnosis.steps, "step")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _first_sentence(text: str) -> str:

@@ -91,10 +91,8 @@ def steps_of(run: Run) -> dict[tuple[int, int], int]:
 
 def _cells(run: Run) -> dict[int, dict[int, Cell]]:
     """For each parameter, its norms at each sampled step of its optimizers; of any optimizer if it is in none."""
-    owners: dict[int, set[int]] = {}
-    for optimizer in run.optimizers.values():
-        for number in (number for group in optimizer.groups for number in group.parameters):
-            owners.setdefault(number, set()).add(optimizer.optimizer)
+    every = run.optimizers.values()
+    owners = grouped((number, one.optimizer) for one in every for group in one.groups for number in group.parameters)
     steps, cells = steps_of(run), dict[int, dict[int, Cell]]()
     for one in run.of(Norms):
         step = steps.get((one.optimizer, one.number), one.step)

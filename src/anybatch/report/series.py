@@ -134,19 +134,17 @@ def _guess(run: Run) -> float | None:
 
 def _losses(run: Run) -> dict[str, Points]:
     """The mean loss within a step, per line: the backward with the most steps, evaluations, other backwards."""
-    sites: dict[str, dict[int, list[float]]] = {}
-    for one in run.of(Backward):
-        if one.value is not None and one.function == "backward":
-            name = f"{PurePath(one.file).name}:{one.line}" if one.file else "loss"
-            sites.setdefault(name, {}).setdefault(one.step, []).append(one.value)
-    ranked = sorted(sites.items(), key=lambda item: -len(item[1]))
-    held_out: dict[str, dict[int, list[float]]] = {}
-    for found in run.of(Evaluated):
-        name = f"evaluation, {PurePath(found.file).name}:{found.line}"
-        held_out.setdefault(name, {}).setdefault(found.step, []).append(found.value)
-    ranked[1:1] = held_out.items()
-    return {name: [(step, sum(v) / len(v)) for step, v in steps.items()]
-            for name, steps in ranked}  # fmt: skip
+    backwards = grouped(
+        (f"{PurePath(one.file).name}:{one.line}" if one.file else "loss", (one.step, one.value))
+        for one in run.of(Backward)
+        if one.value is not None and one.function == "backward"
+    )
+    evaluations = grouped(
+        (f"evaluation, {PurePath(one.file).name}:{one.line}", (one.step, one.value)) for one in run.of(Evaluated)
+    )
+    ranked = sorted(backwards.items(), key=lambda item: -len(dict(item[1])))
+    ranked[1:1] = evaluations.items()
+    return {name: [(step, sum(v) / len(v)) for step, v in grouped(points).items()] for name, points in ranked}
 
 
 def _rates(run: Run) -> dict[str, Points]:

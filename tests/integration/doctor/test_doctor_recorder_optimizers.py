@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from anybatch.doctor.recorder import Doctor
+from anybatch.doctor.recording.patches import HIDDEN, function_in
 from anybatch.records.events import Stepped
 from anybatch.records.samples import Activations, Norms
 from test_doctor_recorder_events import backward, pair, seen
@@ -187,6 +188,18 @@ class Zeroing(torch.optim.SGD):
     def step(self, zero: bool = False, closure: Any = None) -> Any:  # type: ignore[override]
         """Steps."""
         return super().step(closure)
+
+
+def test_a_step_that_two_classes_share_is_passed_over_once() -> None:
+    model, _ = pair()
+    optimizer = torch.optim.AdamW(model.parameters())  # whose class then has a step of torch's around that of Adam
+    step = function_in(torch.optim.Adam, "step")
+    assert function_in(torch.optim.AdamW, "step") is step
+    with Doctor() as doctor:
+        assert step.__code__.co_filename.count(HIDDEN) == 1
+        backward(model)
+        optimizer.step()
+    assert len(seen(doctor, Stepped)) == 1
 
 
 def test_a_default_that_is_no_function_is_no_closure() -> None:

@@ -16,8 +16,7 @@ from anybatch.records.samples import Activations, ModuleSample
 
 def setting(model: nn.Module) -> ActivationSampler:
     numbering = Numbering(lambda fact: None)
-    numbering.root(model)
-    return ActivationSampler(numbering, model)
+    return ActivationSampler(numbering.models[numbering.root(model)])
 
 
 def looked(sampler: ActivationSampler, model: nn.Module, *args: torch.Tensor) -> Activations:

@@ -107,7 +107,7 @@ def test_a_healthy_optimizer_moves_weights_and_states(fused: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     for number in range(3):
         backward(model)
-        norms = sampled(sampler, optimizer)
+        norms = sampled(sampler, optimizer, number)
         assert norms.number == number
         assert norms.state_moved == (True,) * 4
         assert max(norms.unchanged) < 0.5

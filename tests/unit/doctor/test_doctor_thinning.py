@@ -159,8 +159,7 @@ def test_detaching_leaves_everything_in_the_file(tmp_path: Path) -> None:
 def test_of_a_large_model_some_modules_stand_for_all_and_none_is_said_to_be_unused(layers: int) -> None:
     model = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(4, 4), nn.Tanh())])
     numbering = Numbering(lambda fact: None)
-    numbering.root(model)
-    sampler = ActivationSampler(numbering, model)
+    sampler = ActivationSampler(numbering.models[numbering.root(model)])
     names = []
     for _ in range(2):
         with sampler.attached():
@@ -183,8 +182,7 @@ def test_a_large_output_is_read_in_part_and_still_tells_dead_units() -> None:
         layer.bias[:3] = -100.0
         layer.bias[3:] = 100.0
     numbering = Numbering(lambda fact: None)
-    numbering.root(model)
-    sampler = ActivationSampler(numbering, model)
+    sampler = ActivationSampler(numbering.models[numbering.root(model)])
     with sampler.attached():
         model(torch.rand(4, 1, 80, 80))
     result = sampler.result()

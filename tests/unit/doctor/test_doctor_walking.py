@@ -131,6 +131,16 @@ def test_a_graph_that_goes_on_behind_an_earlier_step() -> None:
         assert graphs.count(step) == (0, 0)
 
 
+def test_what_an_earlier_step_made_is_as_old_as_it_is() -> None:
+    model = net()
+    walker, _ = setting(model)
+    kept = model[0](X)
+    for step, ago in enumerate(["", "made 1 step before", "made 2 steps before"]):
+        found = walker.walk((model[0](X) + kept).mean(), 5, step=step)
+        assert (ago in found.previous[0]) if ago else not found.previous
+        assert found.again == 0
+
+
 def test_two_backwards_of_one_step_are_not_old() -> None:
     model = net()
     walker, _ = setting(model)

@@ -300,13 +300,11 @@ def scheduler_options(scheduler: Any) -> dict[str, Any]:
 
 
 def rows_of(args: Any, kwargs: Any) -> int:
-    """The rows of the first tensor among the arguments of a model, -1 where there are none."""
+    """The rows of the first tensor with dims among the arguments of a model, or in one; -1 where there is none."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.shape[0] if value.dim() else -1
-        found = next((one for _, one in entries_of(value) if isinstance(one, torch.Tensor) and one.dim()), None)
-        if found is not None:
-            return found.shape[0]
+        for one in (value, *(entry for _, entry in entries_of(value))):
+            if isinstance(one, torch.Tensor) and one.dim():
+                return one.shape[0]
     return -1
 
 
@@ -333,11 +331,3 @@ def without_graph(value: Any, depth: int = 0) -> Any:
 @unseen
 def _detached(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
-
-
-def first_rows(arguments: Any) -> int:
-    """The size of the first dim of the first tensor, -1 if there is none."""
-    for value in (*arguments[0], *arguments[1].values()):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-    return -1

@@ -86,9 +86,7 @@ class BackwardHooks:
         if not losses or type(losses[0]).__name__ in NUMBERLESS:  # a compiler looks at the backward
             return None
         loss, into_grad = losses[0], bool(kwargs.get("accumulate_grad", True))
-        scale = recording.scaled.scale_of(loss) if recording.scaled.pending else None
-        if scale is not None:
-            recording.scaled.drop(loss)
+        scale = recording.scaled.taken(loss) if recording.scaled.pending else None
         top = "" if loss.grad_fn is None else loss.grad_fn.name()
         factor, top = factor_and_top(loss, scaled=scale is not None) if top in _FACTORS else (1.0, top)
         retain, create = args[1:3] if len(args) > 2 else (False, False)

@@ -13,7 +13,7 @@ import torch
 from anybatch.doctor.recording.describing import rates_of
 from anybatch.doctor.recording.gradients import Gradients
 from anybatch.doctor.recording.naming import modules_in_sight, user_place
-from anybatch.doctor.recording.patches import noting
+from anybatch.doctor.recording.patches import function_in, noting
 from anybatch.doctor.recording.recordings import FIRST, Depth, Recording
 from anybatch.doctor.recording.samplers import Samplers
 from anybatch.records.events import Cleared, Stepped
@@ -61,7 +61,7 @@ class OptimizerHooks:
         self._with_grad: dict[int, tuple[int, int]] = {}  # how many had a gradient, and how many of all did then
         self._numbers: dict[int, tuple[tuple[GroupFacts, ...], frozenset[int]]] = {}
         self.known: dict[int, _Known] = {}
-        self._followed: set[type] = set()
+        self._followed = set[Any]()  # functions
         # of steps within each other, as where a class calls ``super().step()``, the outermost is seen
         seen = partial(recording.around, self._before, self._after, "updates", owned=True, outermost=Depth())
         self._of_torch, self._of_others = seen(), seen(when=_is_itself)
@@ -78,9 +78,10 @@ class OptimizerHooks:
             patches.wrap(owner, "zero_grad", recording.around(None, partial(self._cleared, by), "updates", owned=True))
 
     def _follow(self, cls: type) -> None:
-        if cls not in self._followed and "step" in vars(cls):
-            self._followed.add(cls)
-            is_torchs = cls.__module__.startswith("torch.")
+        step = function_in(cls, "step") if "step" in vars(cls) else None
+        if step is not None and step not in self._followed:  # several classes may have the same one, within torch's own
+            self._followed.add(step)
+            is_torchs = step.__module__.startswith("torch.")
             self._recording.patches.wrap(cls, "step", self._of_torch if is_torchs else self._of_others)
 
     def _was_made(self, _: None, optimizer: Any, *args: Any, **kwargs: Any) -> None:

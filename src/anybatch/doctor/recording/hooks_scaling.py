@@ -79,7 +79,7 @@ class ScalingHooks:
             self.unscaled.add(id(begun.optimizer))
             self._gradients.changed_on_purpose()
         elif call == "update":
-            losses.updated()
+            losses.pending = False
             self.unscaled.clear()
             self._read_scale(scaler)
         else:

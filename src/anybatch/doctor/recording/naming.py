@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -86,7 +87,7 @@ def variable_of(thing: Any) -> str:
 def variables_of(things: Iterable[Any]) -> dict[int, str]:
     """What the user's code calls some things, by ``id``, all found at one go."""
     missing, found = {id(thing) for thing in things}, dict[int, str]()
-    frames = list(_frames())
+    frames = _frames()
     for named in (_names, _attributes):
         seen = set[int]()  # the globals that several frames have
         for whose in (USERS, _LIBRARYS):
@@ -122,13 +123,8 @@ def modules_in_sight() -> list[torch.nn.Module]:
     return list(found.values())
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
+def _frames() -> list[FrameType]:
+    return [frame for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), _MOST_FRAMES)]
 
 
 @functools.lru_cache(maxsize=256)

@@ -224,7 +224,7 @@ def _seen(call: Any) -> Any:
     return hidden(call) if isinstance(call, types.FunctionType) else call
 
 
-def _function_in(owner: Any, name: str) -> Any:
+def function_in(owner: Any, name: str) -> Any:
     """The function behind an attribute, beneath torch's own decorators; ``None`` where it has no code of Python."""
     found = inspect.getattr_static(owner, name, None)
     while isinstance(inner := getattr(found, "__wrapped__", None), types.FunctionType) and inner.__module__.startswith(
@@ -287,7 +287,7 @@ class Patches:
         Returns:
             Whether there is such a function that is written in Python.
         """
-        function = _function_in(owner, name)
+        function = function_in(owner, name)
         if function is None:
             return False
         self._exchange(function, make, None)
@@ -299,7 +299,7 @@ class Patches:
         Returns:
             What takes the types and ids of the objects whose calls are seen from then on, ``None`` for all.
         """
-        function = _function_in(owner, name)
+        function = function_in(owner, name)
         try:
             return self._exchange(function, make, _ALL).choose
         except (OSError, SyntaxError, ValueError):  # its text is not there

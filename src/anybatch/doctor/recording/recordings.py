@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,29 +87,25 @@ class Sampling:
         return bool(times & (times - 1))
 
 
-_MOST_LOSSES = 64
+_SCALED = "anybatch.doctor.scaled"
 
 
 class ScaledLosses:
-    """The losses that came out of ``GradScaler.scale`` and whose backward has not run yet.
+    """The losses that came out of ``GradScaler.scale`` and whose backward has not run yet; their nodes are marked.
 
     Example:
         >>> losses, loss = ScaledLosses(), torch.ones(1, requires_grad=True).sum() * torch.tensor(8.0)
         >>> losses.scale = 8.0
         >>> losses.add(loss)
-        >>> losses.scale_of(loss), losses.scale_of(loss + 1), len(losses)
-        (8.0, None, 1)
+        >>> losses.taken(loss + 1), losses.taken(loss), losses.taken(loss)
+        (None, 8.0, None)
     """
 
-    __slots__ = ("_losses", "pending", "scale")
+    __slots__ = ("pending", "scale")
 
     def __init__(self) -> None:
         self.scale = 1.0  # when it was last read
         self.pending = False  # whether a loss was scaled since the last ``update``, so that gradients may be scaled
-        self._losses: dict[int, weakref.ref[torch.Tensor]] = {}  # another one may come to lie in the same place
-
-    def __len__(self) -> int:
-        return len(self._losses)
 
     @property
     def in_force(self) -> float:
@@ -119,26 +114,14 @@ class ScaledLosses:
 
     def add(self, loss: torch.Tensor) -> None:
         """Takes note of a loss."""
-        if loss.grad_fn is not None:
-            if len(self._losses) >= _MOST_LOSSES:
-                self._losses.clear()
-            self._losses[id(loss)] = weakref.ref(loss)
+        node: Any = loss.grad_fn
+        if node is not None:
+            node.metadata[_SCALED] = True
 
-    def scale_of(self, loss: torch.Tensor) -> float | None:
-        """The scale of a loss that is one of these, ``None`` for others."""
-        known = self._losses.get(id(loss)) if self._losses else None
-        return self.scale if known is not None and known() is loss else None
-
-    def updated(self) -> None:
-        """The scaler goes on to its next step; losses that are gone are forgotten."""
-        self.pending = False
-        if self._losses:
-            self._losses = {key: known for key, known in self._losses.items() if known() is not None}
-
-    def drop(self, loss: torch.Tensor) -> None:
-        """Forgets a loss whose backward runs."""
-        if self._losses:
-            self._losses.pop(id(loss), None)
+    def taken(self, loss: torch.Tensor) -> float | None:
+        """The scale of a loss whose backward runs, if it is one of these, which it is for the first one only."""
+        node: Any = loss.grad_fn
+        return self.scale if node is not None and node.metadata.pop(_SCALED, False) else None
 
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 
 from anybatch.doctor.ask.keeping import Kept
 from anybatch.doctor.frames import is_interruption
-from anybatch.doctor.recording.describing import first_rows, without_graph
+from anybatch.doctor.recording.describing import rows_of, without_graph
 from anybatch.doctor.recording.recordings import Recording
 from anybatch.doctor.samples import inputs, losscalls
 from anybatch.doctor.samples.activations import ActivationSampler
@@ -115,16 +115,17 @@ class Samplers:
         self._sampled_roots[root] = 1, module.training
         if recording.counter.step == 0:  # ties are seen before a step may break them
             self._measure("ties", self._ties.sample)
-        if recording.numbering.models[root].module() is not module:
+        model = recording.numbering.models[root]
+        if model.module() is not module:
             return
-        seen = self.safely("inputs", inputs.look, recording.numbering, module, args, kwargs) or []
+        seen = self.safely("inputs", inputs.look, root, args, kwargs) or []
         self._is_measuring = True
         sampler = None
-        is_small = len(recording.numbering.models[root].held) <= _FEW_MODULES
+        is_small = len(model.held) <= _FEW_MODULES
         if recording.sampled_much and (is_small or recording.sampled_all):
             known = self._activations.get(root)
             if known is None or known[0]() is not module:
-                made = self.safely("activations", ActivationSampler, recording.numbering, module, self._draws)
+                made = self.safely("activations", ActivationSampler, model, self._draws)
                 known = self._activations[root] = weakref.ref(module), made
             sampler = known[1]
         self._running.callback(self._measured, sampler, root, forward, seen)
@@ -135,9 +136,8 @@ class Samplers:
         """Looks at the inputs alone of one more call in a step."""
         calls, trains = self._sampled_roots[root]
         self._sampled_roots[root] = calls + 1, trains or module.training
-        numbering = self._recording.numbering
-        if numbering.models[root].module() is module:
-            for one in self.safely("inputs", inputs.look, numbering, module, args, kwargs) or []:
+        if self._recording.numbering.models[root].module() is module:
+            for one in self.safely("inputs", inputs.look, root, args, kwargs) or []:
                 self._recording.emit(dataclasses.replace(one, forward=forward, first=self._first_layers.get(root, "")))
 
     def after_forward(self, module: torch.nn.Module, root: int) -> None:
@@ -189,7 +189,7 @@ class Samplers:
             if into_grad:
                 self._measure("suspicion", self._suspicion.before_backward, loss)
             if self._recording.sampled_much and len(self._walks) < _MOST_WALKS:
-                walk = self.safely("walking", self._walker.walk, loss, first_rows(self._recording.arguments), step=step)
+                walk = self.safely("walking", self._walker.walk, loss, rows_of(*self._recording.arguments), step=step)
                 if walk is not None:
                     emit(walk)
                     self._walks.append(walk)
@@ -247,9 +247,7 @@ class Samplers:
     def after_step(self, optimizer: Any, number: int, count: int, *, sampled: bool) -> None:
         """Is told that it has stepped."""
         if sampled:
-            found = self.safely("norms", self._norms.after, optimizer, count)
-            if found is not None:
-                self._recording.emit(dataclasses.replace(found, number=count))
+            self._measure("norms", self._norms.after, optimizer, count)
             self._measure("buffers", self._buffers.sample)
             self._measure("ties", self._ties.sample)
             graphs = self.safely("live graphs", self._live.count, self._recording.counter.step)

@@ -18,7 +18,7 @@ from anybatch.tensors.dispatch import unseen
 from anybatch.tensors.graph import is_recomputing
 
 if TYPE_CHECKING:
-    from anybatch.doctor.recording.numbering import Numbering
+    from anybatch.doctor.recording.numbering import Model
     from anybatch.doctor.samples.draws import Draws
 
 _NEAR = 1e-3
@@ -161,9 +161,8 @@ class ActivationSampler:
     output of more than 65536 entries at evenly spaced ones.
     """
 
-    def __init__(self, numbering: "Numbering", root_module: torch.nn.Module, draws: "Draws | None" = None) -> None:
-        self._draws = draws
-        self._numbering, self._root = numbering, weakref.ref(root_module)
+    def __init__(self, model: "Model", draws: "Draws | None" = None) -> None:
+        self._model, self._draws = model, draws
         self._called: set[int] = set()
         self._units = Units()
         self._names: dict[int, str] = {}
@@ -183,7 +182,7 @@ class ActivationSampler:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hangs hooks on the modules for one forward; compiled modules are left alone."""
-        root = self._root()
+        root = self._model.module()
         self._seen, self._made, self._calls, self.first = [], {}, {}, ""
         self._thread = threading.get_ident()
         with ExitStack() as undo:
@@ -199,11 +198,9 @@ class ActivationSampler:
 
     def result(self, forward: int = -1) -> Activations | None:
         """What was seen in the forward that has just run; ``None`` if nothing was."""
-        root = self._root()
         seen, self._seen = self._seen, []
-        if not seen or root is None:
+        if not seen or self._model.module() is None:
             return None
-        number = self._numbering.root_of(root)
         uncalled = tuple([name for name, module in self._owning if module not in self._called])
         seen = list({one.key: one for one in seen}.values())  # a wrapper has the name of what it wraps
         taken = {(one.key, "output"): one.output for one in seen}
@@ -217,21 +214,13 @@ class ActivationSampler:
         for order, one in enumerate(seen):
             given = {f"input_{name}": found[one.key, "input"][name] for name in ("dead", "always_dead") if one.input}
             modules.append(ModuleSample(order=order, **one.facts, **found[one.key, "output"], **given))
-        return Activations(
-            root=-1 if number is None else number, forward=forward, uncalled=uncalled, modules=tuple(modules)
-        )
+        return Activations(root=self._model.number, forward=forward, uncalled=uncalled, modules=tuple(modules))
 
     def _named(self, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules of the root, those in plain lists included."""
-        number = self._numbering.root_of(root)
-        known = [] if number is None else list(self._numbering.models[number].modules())
-        seen = set()
-        for name, module, _ in known:
-            seen.add(id(module))
-            yield name, module
-        for name, module in root.named_modules():
-            if id(module) not in seen:
-                yield name, module
+        known = {id(module): (name, module) for name, module, _ in self._model.modules()}
+        yield from known.values()
+        yield from ((name, module) for name, module in root.named_modules() if id(module) not in known)
 
     def _surveyed(self, root: torch.nn.Module) -> bool:
         """Finds what is looked at, once for as long as the modules stay the same; not in what is compiled."""
@@ -241,9 +230,7 @@ class ActivationSampler:
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in inside
         ):
             return False
-        number = self._numbering.root_of(root)
-        key = [id(module) for module in inside]
-        key.append(-1 if number is None else len(self._numbering.models[number].held))
+        key = [*map(id, inside), len(self._model.held)]
         if key == self._key:
             return True
         self._key = key  # of several names of a module the first one counts
@@ -295,10 +282,9 @@ class ActivationSampler:
 
     def _look(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         self._called.add(id(module))
-        root = self._root()
+        root = self._model.module()
         if self._draws is not None and root is not None and module is not root:
-            number = self._numbering.root_of(root)
-            self._draws.given(module, self._names[id(module)], -1 if number is None else number, args)
+            self._draws.given(module, self._names[id(module)], self._model.number, args)
         if (module._modules and root is not module) or len(self._seen) >= _MOST:
             return
         if id(module) not in self._chosen:

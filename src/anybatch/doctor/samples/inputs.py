@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset
@@ -14,9 +14,6 @@ from anybatch.doctor.values import entries_of
 from anybatch.records.samples import InputSample
 from anybatch.tensors.dispatch import unseen
 
-if TYPE_CHECKING:
-    from anybatch.doctor.recording.numbering import Numbering
-
 _MOST_TENSORS = 16
 _MOST_ITEMS = 8  # of a list or tuple
 _HASHED = 1 << 12  # numbers that the hash and the figures are made of; evenly spaced beyond
@@ -24,14 +21,12 @@ _ROWS = 64  # evenly spaced ones of more, that are compared
 _DEPTH = 4
 
 
-def look(
-    numbering: "Numbering", root: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[InputSample]:
+def look(root: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[InputSample]:
     """Looks at the tensors that a root is called with, before it runs; the entries do not have the forward."""
-    number = numbering.root_of(root)
     with torch.no_grad():
-        named = itertools.islice(_named(args, kwargs), _MOST_TENSORS)
-        return [_sample(-1 if number is None else number, name, tensor) for name, tensor in named]
+        entries = [*enumerate(args), *kwargs.items()]
+        named = (one for name, value in entries for one in _inside(str(name), value, _DEPTH))
+        return [_sample(root, name, tensor) for name, tensor in itertools.islice(named, _MOST_TENSORS)]
 
 
 def _sample(root: int, name: str, tensor: torch.Tensor) -> InputSample:
@@ -66,13 +61,6 @@ def _figures(tensor: torch.Tensor) -> dict[str, Any]:
     low, high, mean_of_it, square = figures.tolist()
     finite = low - low == 0 and high - high == 0
     return found | {"low": low, "high": high, "mean": mean_of_it, "std": math.sqrt(square), "finite": finite}
-
-
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for position, value in enumerate(args):
-        yield from _inside(str(position), value, _DEPTH)
-    for name, value in kwargs.items():
-        yield from _inside(name, value, _DEPTH)
 
 
 def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:

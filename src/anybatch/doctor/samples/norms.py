@@ -50,7 +50,6 @@ class _Plan:
     state_versions: dict[int, int] = field(default_factory=dict)
     had_state: frozenset[int] = frozenset()
     sparse: dict[int, tuple[float, float]] = field(default_factory=dict)
-    number: int = 0
     count: int = -1  # of the last step that was looked at
     others: bool = False  # whether steps came between that were not
 
@@ -104,8 +103,8 @@ class NormSampler:
                     bucket.figures["update"] = layout.norms(after - before)
                     bucket.figures["changed"] = layout.changed(after, before)
             plan.others = count - plan.count > 1
+            plan.count = count
             found = self._read(plan, optimizer)
-        plan.count = count
         for bucket in plan.buckets:
             bucket.parameters, bucket.views, bucket.before = [], [], None
         return found
@@ -229,11 +228,10 @@ class NormSampler:
             for name, part in found.items():
                 columns[name] += part
         moved = self._moved(plan, optimizer, dict(zip(numbers, columns["unchanged"], strict=True)))
-        plan.number += 1
         entries: dict[str, Any] = {name: tuple(column) for name, column in columns.items()}
         return Norms(
             optimizer=self._numbering.optimizer(optimizer),
-            number=plan.number - 1,
+            number=plan.count,
             parameters=tuple(numbers),
             **entries,
             state_moved=tuple(moved.get(number) for number in numbers),

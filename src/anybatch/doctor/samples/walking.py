@@ -21,8 +21,7 @@ _MOST_PREVIOUS = 3
 # kinds whose gradient is zero everywhere, which are told however rare they are
 _STEPWISE = ("Round", "Floor", "Ceil", "Trunc", "Sign", "Bernoulli", "Normal", "Heaviside")
 _BELOW = 6  # operations between a loss and the outputs that it is computed from, and some more
-_REMEMBERED = 2  # steps whose nodes are known by their sequence numbers
-_ALIVE = "anybatch.doctor.alive"
+_ALIVE, _MET = "anybatch.doctor.alive", "anybatch.doctor.met"
 
 
 @dataclass(slots=True)
@@ -37,12 +36,11 @@ class _Seen:
 
 
 class Walker:
-    """Goes through graphs of losses and remembers which nodes belong to which step."""
+    """Goes through graphs of losses, and marks nodes with the steps in which it met them first and last."""
 
     def __init__(self, numbering: "Numbering", *, limit: int = _LIMIT) -> None:
         self._numbering, self._limit = numbering, limit
         self._strangers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._made: dict[int, dict[int, type]] = {}
 
     def walk(self, loss: torch.Tensor, rows: int = -1, *, step: int = 0) -> Walk:
         """Goes through one graph; nothing is unpacked or run. Nodes that were met at an earlier step are old."""
@@ -99,8 +97,6 @@ class Walker:
 
     def _gone_through(self, start: Any, step: int) -> _Seen:
         seen = _Seen(outputs_first([start], self._limit))
-        now = self._made.setdefault(step, {})
-        before = [(earlier, nodes) for earlier, nodes in self._made.items() if earlier < step]
         for node in seen.nodes[: self._limit]:
             kind: Any = type(node)
             gathers, name = sort_of(kind)
@@ -108,13 +104,12 @@ class Walker:
                 seen.leaves.append(node.variable)
             elif name:
                 seen.names[node] = name
-                made = node._sequence_nr()  # counts the nodes of a thread, and so tells them apart after they are gone
-                seen.again += now.get(made) is kind
-                now[made] = kind
-                if before:
-                    seen.old += [(node, earlier) for earlier, nodes in before if nodes.get(made) is kind][:1]
-        for earlier in sorted(self._made)[:-_REMEMBERED]:
-            del self._made[earlier]
+                marks = node.metadata
+                made, last = marks.get(_MET, (step, -1))
+                marks[_MET] = made, step
+                seen.again += last == step
+                if made < step:
+                    seen.old.append((node, made))
         return seen
 
     def _sorted(self, leaves: list[torch.Tensor], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 
 from anybatch.records.events import Backward, Stepped
 from anybatch.records.lossfacts import LossCall
-from anybatch.records.runs import Run, remembered
+from anybatch.records.runs import Run, grouped, remembered
 from anybatch.records.samples import Written
 from anybatch.records.tables import GroupFacts, OptimizerFacts
 
@@ -111,13 +112,8 @@ class Course:
 
     def since(self, at: int) -> "Course":
         """The part from an event on."""
-        kept = [index for index, one in enumerate(self.ats) if one >= at]
-        return Course(
-            tuple(self.ats[index] for index in kept),
-            tuple(self.steps[index] for index in kept),
-            tuple(self.values[index] for index in kept),
-            self.prior,
-        )
+        first = bisect_left(self.ats, at)
+        return Course(self.ats[first:], self.steps[first:], self.values[first:], self.prior)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +128,25 @@ class Phase:
 
 
 @remembered
-def phases(run: Run) -> list[Phase]:
-    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none."""
+def taking_turns(run: Run) -> list[tuple[int, frozenset[int]]]:
+    """The optimizers that step by turns, with their last event; those that step one after the other are apart."""
     spans: dict[int, tuple[int, int]] = {}
     for one in run.of(Stepped):
         spans[one.optimizer] = (spans.get(one.optimizer, (one.at, 0))[0], one.at)
-    clusters: list[tuple[int, frozenset[int]]] = []
+    found: list[tuple[int, frozenset[int]]] = []
     for number, (first, last) in sorted(spans.items(), key=lambda entry: entry[1]):
-        if clusters and first <= clusters[-1][0]:
-            clusters[-1] = (max(last, clusters[-1][0]), clusters[-1][1] | {number})
+        if found and first <= found[-1][0]:
+            found[-1] = (max(last, found[-1][0]), found[-1][1] | {number})
         else:
-            clusters.append((last, frozenset({number})))
+            found.append((last, frozenset({number})))
+    return found
+
+
+@remembered
+def phases(run: Run) -> list[Phase]:
+    """The parts of a run; an optimizer that is made anew for the same parameters and the same loop begins none."""
     found: list[Phase] = []
-    for end, members in clusters:
+    for end, members in taking_turns(run):
         start = found[-1].end + 1 if found else 0
         parameters = frozenset(one for number in members for one in groups_of(run, number))
         lines = frozenset((one.file, one.line) for one in run.of(Backward) if start <= one.at <= end)
@@ -202,9 +204,7 @@ def _prior(run: Run, start: float, end: float) -> float | None:
     calls = [one for one in run.of(LossCall) if one.reduction == "mean" and start <= one.at <= end]
     if len({one.function for one in calls}) != 1:
         return None
-    heads: dict[object, list[LossCall]] = {}
-    for one in calls:
-        heads.setdefault(one.classes or one.input_shape[1:], []).append(one)
+    heads = grouped((one.classes or one.input_shape[1:], one) for one in calls)
     guesses = {head: _guess(of) for head, of in heads.items()}
     known = [guesses[one.classes or one.input_shape[1:]] for one in _summed(run, calls, start, end)]
     whole = sum(one for one in known if one is not None)

@@ -68,11 +68,9 @@ def looped_for(run: Run, samples: Sequence[InputSample]) -> Epoch | None:
 def one_batch(run: Run) -> str:
     """How it is known that a run was trained on one batch of more data, as a sentence; empty where it is not."""
     seen = list(trained_on(run))
-    hashes: dict[tuple[int, str], set[str]] = {}
-    for one in seen:
-        hashes.setdefault((one.root, one.name), set()).add(one.hash)
+    hashes = grouped(((one.root, one.name), one.hash) for one in seen)
     first = next((one for one in seen if one.shape), None)
-    if first is None or len({one.step for one in seen}) < _ENOUGH or any(len(one) > 1 for one in hashes.values()):
+    if first is None or len({one.step for one in seen}) < _ENOUGH or any(len(set(one)) > 1 for one in hashes.values()):
         return ""
     if not _same_targets(run):
         return ""

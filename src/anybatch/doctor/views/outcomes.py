@@ -421,19 +421,13 @@ def _moved(run: Run, part: Phase, steps: int, why: str) -> Outcome:
         for number, _, update in used:
             moved[number] = moved.get(number, False) or update > 0
         flows.setdefault(norms.optimizer, []).append(math.hypot(*(grad for _, grad, _ in used)))
-    still = next(
-        (
-            (run.parameters[number].name if number in run.parameters else "a parameter")
-            for number, one in sorted(moved.items())
-            if not one
-        ),
-        None,
-    )
+    still = min((number for number, one in moved.items() if not one), default=None)
     faded = next((number for number, one in flows.items() if len(one) > 5 and one[-1] < _FADED * max(one)), None)
     if not moved:
         return Outcome("undecided", f"{why}, and no update was measured", steps=steps)
     if still is not None:
-        return Outcome("undecided", f"{why}, and {still} never changes", steps=steps)
+        name = run.parameters[still].name if still in run.parameters else "a parameter"
+        return Outcome("undecided", f"{why}, and {name} never changes", steps=steps)
     if faded is not None:
         return Outcome(
             "undecided", f"{why}, and the gradients of {optimizer_variable(run, faded)} fade away", steps=steps

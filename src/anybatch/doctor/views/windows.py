@@ -282,9 +282,7 @@ def _trained_forwards(run: Run) -> dict[int, list[Forward]]:
     wanted = optimized(run)
     if not run.optimizers and updates(run):  # by hand
         wanted = frozenset(number for number, one in run.parameters.items() if one.requires_grad)
-    own: dict[int, set[int]] = {}
-    for number in wanted & run.parameters.keys():
-        own.setdefault(run.parameters[number].root, set()).add(number)
+    own = grouped((run.parameters[number].root, number) for number in wanted & run.parameters.keys())
     members_of = {root: frozenset(numbers) for root, numbers in own.items()}
     passed, found = by_event(run), dict[int, list[Forward]]()
     waiting: dict[int, list[Forward]] = {}
