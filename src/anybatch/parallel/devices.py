@@ -254,16 +254,10 @@ class Devices:
 
 
 def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> Devices | None:
-    """Reads ``devices=``.
+    """Reads ``devices=``; gives them with the model's first, or ``None`` if that is the only one.
 
-    Args:
-        devices: a sequence of devices; a mapping of devices to their speeds; ``None`` for the model's own.
-
-    Returns:
-        The devices, that of the model first; ``None`` if it is the only one.
-
-    Raises:
-        BatchError: they are none, are not there, or the model or the loss can't be copied to them.
+    They are a sequence, or a mapping of devices to their speeds. Devices that are not there are refused, and a model or
+    a loss that can't be copied to them.
     """
     if devices is None:
         return None

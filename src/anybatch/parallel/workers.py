@@ -67,8 +67,7 @@ def run_together(
 ) -> list[BaseException | None]:
     """Runs the first function in this thread and each other one in its own thread, and waits for all.
 
-    Returns:
-        What each of them failed with, ``None`` for one that went through or was stopped.
+    It gives what each of them failed with, ``None`` for one that went through or was stopped.
 
     Example:
         >>> found: list[int] = []

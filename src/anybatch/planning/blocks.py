@@ -133,10 +133,9 @@ def _allocations(recording: Recording, value: Any) -> list[Allocation]:
 
 
 def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Says which blocks are children of a ``Sequential``, where several in a row can be recomputed as one.
+    """The blocks that are children of a ``Sequential``, by name: that of the sequence, and the position there.
 
-    Returns:
-        For each such block the name of its sequence and its position there.
+    Several of them in a row can be recomputed as one.
 
     Example:
         >>> runs_of(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()), ["0", "1"])

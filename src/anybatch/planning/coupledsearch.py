@@ -90,11 +90,7 @@ class CoupledSearch(Search):
         return row, peak
 
     def _peak(self, splitting: Splitting, recipe: Recipe) -> Peak:
-        """The most bytes alive in a step, and what they are for; of a pass that was stopped only how many it reached.
-
-        Raises:
-            NotRecomputable: a block can't be recomputed.
-        """
+        """The most bytes alive in a step, and what they are for; of one that was stopped only how many it reached."""
         try:
             found = self.profiles.whole_pass(recipe, splitting.parts)
         except OverBudget as error:

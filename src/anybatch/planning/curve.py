@@ -65,15 +65,10 @@ def _features(sizes: Iterable[Size], count: int) -> torch.Tensor:
 
 
 class Fit:
-    """Traces of the same step at several sizes, which tell the live bytes at any other size.
+    """Traces of the same step at several sizes, which tell the live bytes at any other size, rounded up.
 
-    Args:
-        traces: with their sizes; one (known for that size only), two that differ in samples, or five that also differ
-            in length.
-        granularity: what sizes are rounded up to.
-
-    Raises:
-        NotAligned: the traces are not of the same operations.
+    There is one trace (known for that size only), two that differ in samples, or five that also differ in length.
+    Traces of other operations are ``NotAligned``.
     """
 
     @unseen
@@ -122,11 +117,7 @@ class Fit:
 
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:
-        """The arithmetic and the bytes moved of every operation, if they were noted.
-
-        Returns:
-            Two numbers for each operation; ``None`` if they were not noted.
-        """
+        """The arithmetic of every operation and the bytes that it moves; ``None`` if they were not noted."""
         if self._costs is None:
             return None
         return (_features([size], self._count)[0] @ self._costs).view(self._end, 2).clamp(min=0)
@@ -284,10 +275,9 @@ class Profile:
 
     @property
     def _apart(self) -> tuple[dict[str, int], str, str]:
-        """The bytes apart from micro-batches where they are most: in the update, in sums over devices, or in the count.
+        """The most bytes apart from micro-batches: in the update, in sums over devices, or in the count.
 
-        Returns:
-            What they are for, after which operation they are alive, and the stage.
+        It gives what they are for, after which operation they are alive, and the stage.
         """
         update, constants = self.update, self.constants
         fixed = {PARAMETERS: update.at_peak.get(PARAMETERS, 0), OPTIMIZER: update.state}
@@ -345,10 +335,9 @@ class Profile:
         return "loss", ""
 
     def timeline(self, seconds: Callable[[str], float]) -> tuple[Timeline, list[Option], list[str]]:
-        """What every block holds and could free, where recomputing a block takes so many seconds.
+        """The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
 
-        Returns:
-            The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
+        Recomputing a block takes so many seconds.
         """
         chain, live, sizes, around = self.fit.chain, self.live, self.fit.sizes(self.size), self.around
         forward, backward = bounds_of(chain, live, around)

@@ -16,11 +16,7 @@ from anybatch.planning.subjects import Subject
 
 
 def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
-    """Describes what a plan is made for: the same description, the same plan.
-
-    Returns:
-        Texts by name.
-    """
+    """Describes in texts by name what a plan is made for: the same description, the same plan."""
     model = subject.model
     parts = [f"{name}:{type(module).__qualname__}:{module.training}" for name, module in model.named_modules()]
     parts += [

@@ -82,10 +82,8 @@ class PlannedLimit(OwnSizeLimit):
 class Follower:
     """The plan that a step follows.
 
-    Args:
-        subject_of: describes the step for a logical batch.
-        memory: the budget as the user gave it; ``None`` to follow the given plan only.
-        plan: a plan that was made before; ``None`` to make one on the first batch.
+    ``memory`` is ``None`` to follow the given plan only, and ``plan`` to make one on the first batch. ``subject_of``
+    describes the step for a logical batch.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
@@ -265,8 +263,7 @@ class Follower:
     def smaller_plan(self) -> float | None:
         """Plans for less than the plan in force takes, since memory ran out with it.
 
-        Returns:
-            The size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
+        Gives the size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
         """
         self._pool.clear()
         self._hand_over(halved=True)

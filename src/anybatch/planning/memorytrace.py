@@ -107,14 +107,10 @@ class NotFake(Exception):  # not an error of the user's: the caller does the sam
 
 
 class Tracer:
-    """Traces micro-batches of a subject.
+    """Traces micro-batches of a subject; ``kind`` is what writes down.
 
-    Args:
-        subject: what is planned.
-        blocks: the names of its blocks.
-        kind: what writes down.
-        is_fake: whether fake tensors are tried; it is false from then on when they can't be used.
-        may_probe: whether micro-batches may run for real.
+    Fake tensors are tried if ``is_fake``, which is false from then on when they can't be used. Micro-batches run for
+    real only if it ``may_probe``.
     """
 
     def __init__(
@@ -134,21 +130,12 @@ class Tracer:
     ) -> PassTrace:  # fmt: skip
         """Runs a forward and a backward for a micro-batch, of a coupled loss a whole pass, and rolls everything back.
 
-        Args:
-            parts: the samples of the micro-batch; of a coupled loss all of them.
-            recipe: how it is run.
-            split: whether other micro-batches left their gradients, as before the one that holds the most.
-            limit: bytes that a real run may have alive with all that is there beside it; ``None`` for no limit.
-            spills: whether a real run keeps little of what it would hold, as ``Spilling`` does.
-            run: what runs, if it is not a single micro-batch.
-
-        Returns:
-            What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
-
-        Raises:
-            NotFake: it has to be traced for real, as everything has from now on.
-            OverBudget: the real run was stopped, since it would take more.
-            LossError: it can be traced in neither way.
+        What was held are parameters, buffers, gradients, activations; micro-batches as far as they are copies.
+        ``split`` says whether other micro-batches left their gradients, as before the one that holds the most. A real
+        run may have ``limit`` bytes alive with all that is there beside it, and is ``OverBudget`` where it would take
+        more; if it ``spills``, it keeps little of what it would hold, as ``Spilling`` does. ``NotFake`` is raised where
+        it has to be traced for real, as everything has from now on, and ``LossError`` where it can be traced in neither
+        way.
         """
         made = functools.partial(run or Run, self._subject, parts, recipe, self._blocks, split)
         if self.is_fake:

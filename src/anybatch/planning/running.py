@@ -32,11 +32,7 @@ from anybatch.update.transaction import Snapshot
 
 
 def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callable[[], float]) -> float:
-    """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
-
-    Returns:
-        The difference of the clock.
-    """
+    """Runs a forward and a backward for one micro-batch, takes every trace of it off, and gives its time."""
     if subject.behaviour.writes_elsewhere is None and not _is_scripted(subject):
         _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
     return _seconds_of(subject, part, recipe, clock)
@@ -162,8 +158,7 @@ def undisturbed(
     Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
     its model, count to the end and not until some moment that depends on everything else in the process.
 
-    Returns:
-        A context whose value makes what finds leaves that the loss reaches besides some parameters.
+    The value of the context makes what finds leaves that the loss reaches besides some parameters.
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]

@@ -37,13 +37,8 @@ _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing th
 class Search:
     """The search at one precision: what was traced, what was measured, and the ways that follow.
 
-    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks.
-
-    Args:
-        subject: what is planned, at this precision.
-        target: the device.
-        allow: the memory optimizations.
-        autocast: the precision as the plan names it, if it is not the user's own.
+    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks. ``autocast`` is the precision
+    as the plan names it, if it is not the user's own.
     """
 
     may_race = True
@@ -123,11 +118,7 @@ class Search:
         self.profiles.share(other.profiles)
 
     def exclude(self, run: str) -> bool:
-        """Takes a block, or a run of them, out of the search, since it can't be recomputed.
-
-        Returns:
-            Whether it was in it.
-        """
+        """Takes a block, or a run of them, that can't be recomputed out of the search; says whether it was in it."""
         is_new = run not in self._excluded
         self._excluded.add(run)
         self._solved.clear()

@@ -132,11 +132,7 @@ class Subject:
         return self.settings.reducer.bytes_beside(self.roots, self.parameters) + workspaces
 
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
-        """The subject as it is, and at the lower precisions that may be tried.
-
-        Returns:
-            Pairs of a subject and the precision as a plan names it, empty for the subject's own.
-        """
+        """The subject as it is, and at the lower precisions that may be tried, each with its name in a plan."""
         yield self, ""
         for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
             if name in allow and self.settings.autocast is None:
@@ -211,11 +207,7 @@ class Subject:
         return sum(seen.values()) + gradients, is_whole
 
     def refuse_sparse(self) -> None:
-        """Refuses layers that say that their gradients are sparse.
-
-        Raises:
-            LossError: names the first one.
-        """
+        """Refuses layers that say that their gradients are sparse, by the name of the first one."""
         for root in self.roots:
             for name, module in root.named_modules():
                 if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters()):

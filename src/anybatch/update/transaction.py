@@ -41,8 +41,7 @@ _KINDS = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a device or on the host.
 
-    Args:
-        error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
+    It is known by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -94,8 +93,7 @@ class Snapshot:
     def restore(self, *, warns: bool = True) -> None:
         """Puts everything back, bitwise; can be called again.
 
-        Args:
-            warns: whether weights that were written to are reported, since nobody puts these back.
+        If it warns, weights that were written to are reported, since nobody puts these back.
         """
         self._random.restore()
         for put_back, state in self._own:
