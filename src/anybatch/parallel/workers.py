@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -84,11 +84,8 @@ def run_together(
     def run(index: int) -> None:
         device, work = works[index]
         try:
-            if index == 0:
+            with entered(device) if index else nullcontext():
                 work()
-            else:
-                with entered(device):
-                    work()
         except BaseException as error:  # noqa: BLE001  # it is raised in the thread that waits
             errors[index] = error
             stop.set()

@@ -18,7 +18,7 @@ from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.memorytrace import PassTrace
 from anybatch.planning.optimizer import UpdateTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
-from anybatch.records.plans import Confidence, ModuleShare
+from anybatch.records.plans import Confidence
 from anybatch.tensors.dispatch import unseen
 
 
@@ -193,7 +193,6 @@ def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequen
 ALL = 2**62
 """Micro-batches at once: as many as there are."""
 
-_LEAST_OFFLOADED = 1024
 _RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 
 
@@ -267,11 +266,6 @@ class Profile:
     def _finds_none(self) -> bool:
         """Whether a micro-batch finds no gradients: the only one, or each where float32 buffers take them over."""
         return self.count == 1 or self.accumulators(self.count) > 0
-
-    @property
-    def is_chunked(self) -> bool:
-        """Whether a loss was taken in chunks."""
-        return self.fit.trace.chunked > 0
 
     @property
     def _apart(self) -> tuple[dict[str, int], str, str]:
@@ -380,26 +374,3 @@ class Profile:
             if last - first + 1 in _RUN_LENGTHS:
                 ends.append(last)
         return ends
-
-    def offloadable(self) -> list[tuple[str, int]]:
-        """What each block could send to the host, in the order of the timeline's blocks."""
-        sizes, found = self.fit.sizes(self.size), []
-        for link in self.fit.chain:
-            inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
-            found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
-        return found
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high."""
-        return any(link.repeats for link in self.fit.chain)
-
-    def shares(
-        self, parameter_bytes: Callable[[str], int], seconds: Callable[[str], float | None]
-    ) -> list[ModuleShare]:
-        """What each block holds."""
-        sizes = self.fit.sizes(self.size)
-        return [
-            ModuleShare(link.name, parameter_bytes(link.name), sum(sizes[i] for i in link.saved), seconds(link.name))
-            for link in self.fit.chain
-        ]

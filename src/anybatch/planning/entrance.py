@@ -116,12 +116,8 @@ def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> t
     """The subject of a plan and its target device."""
     options = Options(**given)
     target = target_of(device, device_of(options.model))
-    splittable = options.splittable(batch, is_planned=True)
-    subject = Subject(
-        options.model, options.loss_fn, options.settings(), splittable, options.optimizer, options.batch_norm,
-        options.clip_norm, tuple(options.blocks), target.device_type, target.is_present, count=options.count,
-    )  # fmt: skip
-    return subject, target
+    splittable, place = options.splittable(batch, is_planned=True), {"device_type": target.device_type}
+    return Subject.of(options, options.settings(), splittable, is_present=target.is_present, **place), target
 
 
 def check_allowed(allow: Any) -> None:

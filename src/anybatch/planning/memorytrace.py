@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -251,7 +251,7 @@ class Run:
         self._spills = spills
         subject, device = self._subject, self._subject.settings.device
         with undisturbed(subject) as outside:
-            is_new = subject.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
+            is_new = subject.behaviour.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
             own = {number: batch_for_loss(subject, part) for number, part in self._parts.items()}
             batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
             beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
@@ -291,11 +291,17 @@ class Run:
             batch_norm_as(subject.batch_norm, subject.roots, self._count) as begin,
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
-            _writes_noted(subject, recording, inputs) as done,
             self._spilling(recording, parameters, gradients),
         ):
-            sums = self._run(given, begin)
-            done()
+            writes, is_through = Writes(tensors_in(inputs)), False
+            try:
+                sums = self._run(given, begin)
+                is_through = True
+            finally:
+                # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
+                needs_copies = writes.were_made or recording.wrote_inputs or recording.gave_tangents
+                subject.note_writes(needs_copies, is_through=is_through)
+                subject.behaviour.note_elsewhere(recording.bytes_written_elsewhere)
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             chunked = handle.taken
         trace = PassTrace(recording.operations, recording.allocations, spans, chunked=chunked)
@@ -378,29 +384,6 @@ def _wanted(parameters: Sequence[torch.Tensor], settings: Settings) -> list[int]
     """The positions of the parameters that get a gradient."""
     wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
     return [i for i, p in enumerate(parameters) if p.requires_grad and (wanted is None or id(p) in wanted)]
-
-
-@contextlib.contextmanager
-def _writes_noted(subject: Subject, recording: Recording, batch: Any) -> Iterator[Callable[[], None]]:
-    """Notes whether the loss writes into its batch, or elsewhere; it says when the run came to its end."""
-    inputs, is_through = Writes(tensors_in(batch)), False
-
-    def note() -> None:
-        # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
-        needs_copies = inputs.were_made or recording.wrote_inputs or recording.gave_tangents
-        subject.note_writes(needs_copies, is_through=is_through)
-        subject.behaviour.note_elsewhere(recording.bytes_written_elsewhere)
-
-    def done() -> None:
-        nonlocal is_through
-        is_through = True
-        note()
-
-    try:
-        yield done
-    except BaseException:
-        note()
-        raise
 
 
 def _bytes_beside(subject: Subject, batch: Any) -> int:

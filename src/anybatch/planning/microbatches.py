@@ -289,10 +289,10 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
 
     Arrays are copied in any case, since writes to them can't be noticed.
     """
-    batch = micro_batch_of(subject, part)
+    batch, behaviour = micro_batch_of(subject, part), subject.behaviour
     if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
         return batch
-    return writable(batch, arrays_only=subject.writes_batch is False and not subject.behaviour.looks_at_numbers)
+    return writable(batch, arrays_only=behaviour.writes_batch is False and not behaviour.looks_at_numbers)
 
 
 def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:

@@ -59,18 +59,6 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
-    """How far the bytes of a trace may be trusted."""
-    has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
-    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.behaviour.draws:
-        return "estimated"
-    if any(_is_compiled(module) for module in modules_of(*subject.roots)):
-        return "estimated"  # traced without its compiler, which fuses operations and recomputes some
-    if subject.device_type != "cpu" and not subject.is_present:
-        return "predicted" if is_fake and not has_kernels else "estimated"
-    return "predicted" if is_fake else "measured"
-
-
 class Predictor:
     """Traces a subject as often as needed, and no more; ``kind`` is what writes down."""
 
@@ -300,7 +288,7 @@ class Predictor:
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
             copies = ALL if is_ahead and subject.device_type == "cpu" else copies
-        elif subject.batch_bytes and not subject.writes_batch:
+        elif subject.batch_bytes and not subject.behaviour.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         parameters = subject.parameters
@@ -335,7 +323,16 @@ class Predictor:
     @property
     def confidence(self) -> Confidence:
         """How far plans may be trusted."""
-        return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
+        subject, modules = self.subject, modules_of(*self.subject.roots)
+        is_traced = self._update is None or self._update.is_traced
+        if not is_traced or subject.hides_bytes or subject.behaviour.draws:
+            return "estimated"
+        if any(map(_is_compiled, modules)):  # traced without its compiler, which fuses and recomputes some operations
+            return "estimated"
+        if subject.device_type != "cpu" and not subject.is_present:
+            has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules)
+            return "predicted" if self.is_fake and not has_kernels else "estimated"
+        return "predicted" if self.is_fake else "measured"
 
     def _trace(self, part: Part, recipe: Recipe, single: bool) -> PassTrace:
         if takes_memory(self.subject) and not self.may_collate(part):

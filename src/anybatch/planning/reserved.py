@@ -78,11 +78,9 @@ class Replay:
         self._has_state = subject.state_bytes > 0
         buffers = [b.nbytes for root in subject.roots for b in root.buffers()]
         self._copied = buffers if subject.devices is None else 2 * buffers  # so that a step can be rolled back
-        self._sent = [] if subject.devices is None else self._gradients()
+        of_gradients = self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
+        self._sent = [] if subject.devices is None else of_gradients
         self._unreached = constants.unreached
-
-    def _gradients(self) -> list[int]:
-        return self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
 
     def reserved(self, limit: int | None) -> int:
         """The bytes that the allocator reserves for the step at its peak; ``MemoryError`` if it refuses one."""

@@ -17,6 +17,7 @@ from anybatch.loss.outputs import tensors_of
 from anybatch.loss.reducing import ALONE
 from anybatch.loss.weights import Weights
 from anybatch.memory.application import apply_optimizations
+from anybatch.memory.losschunks import Applied
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.microbatches import batch_for_loss
@@ -108,17 +109,12 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
-    """Puts memory optimizations on, and takes them off."""
-    handle = apply_optimizations(
+def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Applied:
+    """Puts memory optimizations on, which a context takes off."""
+    return apply_optimizations(
         subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
         loss_chunks=recipe.loss_chunks, simulate_offload=simulate,
     )  # fmt: skip
-    try:
-        yield handle
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager

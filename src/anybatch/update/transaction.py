@@ -165,20 +165,21 @@ class SizeLimit:
 
     def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through, and grows if it was quiet for long enough."""
-        if self.value is None or self.value == self.ceiling:
-            return
+        if self.value is not None and self.value != self.ceiling:
+            self._note_quiet(largest)
+
+    def _note_quiet(self, largest: float) -> None:
         self._quiet += 1
         if self._quiet < self._patience:
             return
         if self._grew:  # the last growth has held
             self._patience = self.PATIENCE
-        grown = 2 * self.value
-        if self.ceiling is not None:
-            self.value = min(grown, self.ceiling)
-        else:
-            self.value = grown if grown < largest else None
-        self._quiet = 0
-        self._grew = True
+        self._grow(largest)
+        self._quiet, self._grew = 0, True
+
+    def _grow(self, largest: float) -> None:
+        grown = 2 * (self.value or largest)
+        self.value = min(grown, self.ceiling) if self.ceiling is not None else grown if grown < largest else None
         logger.info("no out-of-memory for a while: the micro-batch size grows to %s", self.value or "the whole batch")
 
     def state_dict(self) -> dict[str, Any]:
