@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from anybatch import interception
-from anybatch.batch.batches import Part, Splittable
+from anybatch.batch.batches import Part
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs, proofs_of
 from anybatch.errors import LossError
 from anybatch.interception import Call, announce, gradients_aside, watchers
-from anybatch.loss.accumulate import DropoutPolicy, Settings
+from anybatch.loss.accumulate import DropoutPolicy
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.reducing import ALONE, Reducer
 from anybatch.loss.sums import Sums
@@ -27,8 +27,6 @@ from anybatch.update.passes import Outcome, Progress, Task, run_pass
 from anybatch.update.transaction import Retries, SizeLimit, Snapshot
 
 if TYPE_CHECKING:
-    from anybatch.parallel.devices import Devices
-    from anybatch.planning.subjects import Subject
     from anybatch.records.plans import Plan
     from anybatch.records.proofs import Proof
 
@@ -207,32 +205,15 @@ def _followed(
         yield SizeLimit(task.micro_batch_size), contextlib.nullcontext
         return
     from anybatch.planning.following import Follower
+    from anybatch.planning.subjects import Subject
 
-    subject = subject_of(options, task.settings, task.splittable)
+    subject = Subject.of(options, task.settings, task.splittable)
     follower = Follower(lambda _: subject, memory=None, plan=plan)
     try:
         follower.prepare(task.splittable, lambda: None)
         yield follower.limit, lambda: follower.applied(task.model)
     finally:
         follower.release()
-
-
-def subject_of(
-    options: Options,
-    settings: Settings,
-    splittable: Splittable,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    clip_norm: float | None = None,
-    *,
-    devices: "Devices | None" = None,
-) -> "Subject":
-    """What a plan is made for."""
-    from anybatch.planning.subjects import Subject
-
-    return Subject(
-        options.model, options.loss_fn, settings, splittable, optimizers, options.batch_norm, clip_norm,
-        tuple(options.blocks), settings.device.type, count=options.count, devices=devices,
-    )  # fmt: skip
 
 
 def intercept(options: Options, batch: Any, micro_batch_size: float | None, **others: Any) -> None:

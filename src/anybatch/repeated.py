@@ -1,12 +1,12 @@
 """``backward`` for trainers: called once per logical batch, while the trainer owns the update."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anybatch.backpropagation import intercept, parameters_of, reducer_of, run_backward, subject_of
+from anybatch.backpropagation import intercept, parameters_of, reducer_of, run_backward
 from anybatch.batch.batches import Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
@@ -116,29 +116,27 @@ class RepeatedBackward:
 
         return settings_of(self._optimizers, (), self._clip_norm)
 
-    @contextlib.contextmanager
-    def _planned(self, splittable: Splittable, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        follower = self._follower
-        if follower is None:
-            yield
-            return
+    def _planned(
+        self, splittable: Splittable, parameters: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._follower is None:
+            return contextlib.nullcontext()
+        from anybatch.planning.following import followed
 
         def clear() -> None:
             for parameter in parameters:
                 parameter.grad = None
 
-        try:
-            follower.prepare(splittable, clear)
-            with follower.confirmed(self._settings.device):
-                yield
-        finally:
-            follower.release()
+        return followed(self._follower, splittable, clear, self._settings.device)
 
     def _optimizations(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._follower is None else self._follower.applied(self.model)
 
     def _subject(self, splittable: Splittable) -> "Subject":
-        return subject_of(self._options, self._settings, splittable, self._optimizers, self._clip_norm)
+        from anybatch.planning.subjects import Subject
+
+        own = {"optimizers": self._optimizers, "clip_norm": self._clip_norm}
+        return Subject.of(self._options, self._settings, splittable, **own)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes and the plan, as plain values; a run resumed from them is bitwise the same."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anybatch.accelerators import release_cache
-from anybatch.backpropagation import check_model_was_used, intercept, reducer_of, subject_of
+from anybatch.backpropagation import check_model_was_used, intercept, reducer_of
 from anybatch.batch.batches import Part, Splittable
 from anybatch.batch.counting import count_samples
 from anybatch.checking.proving import Proofs
@@ -412,18 +412,13 @@ class TrainStep:
             self._known = known, list(found.values())
         return self._known[1]
 
-    @contextlib.contextmanager
-    def _followed(self, follower: "AnyFollower", splittable: Splittable) -> Iterator[None]:
-        try:
-            follower.prepare(splittable, self._boundary.zero_)
-            with follower.confirmed(self._settings.device, self._placements):
-                yield
-        finally:
-            follower.release()
-
     def _planned(self, splittable: Splittable) -> AbstractContextManager[None]:
         """A context that applies the plan for this batch, if plans are made."""
-        return contextlib.nullcontext() if self._follower is None else self._followed(self._follower, splittable)
+        if self._follower is None:
+            return contextlib.nullcontext()
+        from anybatch.planning.following import followed
+
+        return followed(self._follower, splittable, self._boundary.zero_, self._settings.device, self._placements)
 
     def _task(self, splittable: Splittable, before: Snapshot) -> Task:
         options = self._options
@@ -436,14 +431,9 @@ class TrainStep:
 
     def _subject(self, splittable: Splittable) -> "Subject":
         """What a plan is made for."""
-        return subject_of(
-            self._options,
-            self._settings,
-            splittable,
-            self._optimizers,
-            self._options.clip_norm,
-            devices=self._placements,
-        )
+        from anybatch.planning.subjects import Subject
+
+        return Subject.of(self._options, self._settings, splittable, devices=self._placements)
 
     def _optimizations(self) -> AbstractContextManager[None]:
         if self._follower is None or self._placements is not None:  # each of several devices applies its own

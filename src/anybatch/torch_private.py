@@ -80,18 +80,6 @@ stands_in: Callable[[torch.Tensor], bool] = _named(
     lambda _: False,
 )
 """Whether a tensor is a wrapper of a ``torch.func`` transform, without elements of its own."""
-refuse_pointers: Callable[[torch.Tensor], None] = _named(
-    "_C._set_throw_on_mutable_data_ptr",
-    "a kernel that reads numbers while a step is traced is not noticed",
-    lambda _: None,
-)
-"""Makes ``data_ptr`` of a tensor without elements raise an error."""
-warn_of_pointers: Callable[[torch.Tensor], None] = _named(
-    "_C._set_warn_deprecated_on_mutable_data_ptr",
-    "a kernel that reads numbers while a step is traced is not noticed",
-    lambda _: None,
-)
-"""Makes ``data_ptr`` of a tensor without elements warn."""
 number_of_backward: Callable[[], int] = _named(
     "_C._current_graph_task_id", "a forward that runs again in a backward can't be told from another one"
 )

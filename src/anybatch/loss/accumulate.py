@@ -121,11 +121,7 @@ class Accumulation:
         return [*self._losses.weight_tensors.values()]
 
     def run(self, micro_batches: Iterable[Any]) -> Sums:
-        """Runs all micro-batches.
-
-        Returns:
-            The sums; gradients are in ``.grad``, scaled if there is a scaler.
-        """
+        """Runs all micro-batches; gradients are in ``.grad``, scaled if there is a scaler."""
         self.collect(micro_batches)
         return self.close()
 
@@ -260,8 +256,7 @@ class Accumulation:
     ) -> Mapping[str, Any]:
         """Adds several losses, a ``Mean``, or those of a generator; returns the metrics.
 
-        Args:
-            share: the fraction of the micro-batch that a plain loss is the mean over, by name; ``None`` for all of it.
+        A plain loss is the mean over a share of the micro-batch, by its name; ``None`` for all of it.
         """
         losses = self._losses
         evaluation = Evaluation(result, self._settings.context, functools.partial(self._checked, index))

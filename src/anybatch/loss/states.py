@@ -22,8 +22,7 @@ _FINE_OF_TORCH = (torch.dtype, torch.device, torch.Size)
 def checked_state(state: Any, where: str) -> Any:
     """Refuses a state with something in it that no gradient would go through, or that may change unseen.
 
-    Returns:
-        The same leaves in containers of their own, so that nobody else can change what is in them.
+    It gives the same leaves in containers of their own, so that nobody else can change what is in them.
     """
     wrong = [leaf for leaf in flat(state) if not isinstance(leaf, (*_FINE, *_FINE_OF_TORCH))]
     if not wrong:

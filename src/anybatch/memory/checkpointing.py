@@ -211,7 +211,8 @@ class _Call:
         self._arguments = map_leaves(slot, (args, kwargs))
         # The output is held, not its node alone: in torch 2.6 a node lets go of what it saved when its output dies.
         self._keeper = _Kept.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
-        self._surroundings = Surroundings({*what.devices, *_devices_among([*tensors, *what.tensors()])})
+        held = (one for one in (*tensors, *what.tensors()) if isinstance(one, torch.Tensor))
+        self._surroundings = Surroundings({*what.devices, *(one.device for one in held)})
         self._state = State(what)
 
     def on_kept(self) -> Any:
@@ -244,10 +245,6 @@ class _Call:
             lambda leaf: tensors[leaf.index] if type(leaf) is _Slot else leaf, self._arguments
         )
         return arguments
-
-
-def _devices_among(values: Iterable[Any]) -> set[torch.device]:
-    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 def _seen(homes: Sequence[dict[str, Any]]) -> dict[tuple[int, str], tuple[torch.Tensor, int]]:

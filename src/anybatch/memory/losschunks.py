@@ -140,13 +140,7 @@ _METADATA = {
 
 
 class Product:
-    """The arguments of a linear layer.
-
-    Args:
-        hidden: of shape ``[..., features]``.
-        weight: of shape ``[classes, features]``.
-        bias: of shape ``[classes]``, or ``None``.
-    """
+    """The arguments of a linear layer, hidden ``[..., features]`` and weight ``[classes, features]``."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype,

@@ -19,7 +19,6 @@ from anybatch.loss.pieces import InPieces
 from anybatch.tensors.modules import modules_behind, modules_of
 from anybatch.tensors.spectral import power_iteration
 
-_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPERS = {
     "DataParallel": "pass the model in it, model.module, and devices=model.device_ids",
     "DistributedDataParallel": (
@@ -78,70 +77,53 @@ class ModelCopy:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # each parameter with its copy
-        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # these, and each buffer with its copy
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._modules: dict[int, torch.nn.Module] = {}
 
     @torch.no_grad()
     def refresh(self, models: Sequence[torch.nn.Module]) -> None:
         """Updates the copy to the modules as they are now."""
-        modules = modules_of(*models)
-        before, self._leaves = self._leaves, {}
+        modules, before = modules_of(*models), self._leaves
+        tensors = {id(one): one for module in modules for _, one in _tensors_of(module)}
+        self._leaves = {key: (one, self._copied(one, before.get(key))) for key, one in tensors.items()}
         self._modules = {id(module): type(module).__new__(type(module)) for module in modules}
-        self._buffers = []
-        copies: dict[int, torch.Tensor] = {}
         for module in modules:
-            copy = self._modules[id(module)]
-            copy.__dict__["_modules"] = {
-                key: None if child is None else self._modules[id(child)] for key, child in module._modules.items()
-            }
-            for kind, found in (("_parameters", module._parameters), ("_buffers", module._buffers)):
-                copy.__dict__[kind] = {
-                    key: None if one is None else self._copied(one, before, copies) for key, one in found.items()
-                }
-            if not isinstance(module, _NormBase):
-                moved = set(map(id, power_iteration(module)))  # as far on each device
-                for name, one in copy._buffers.items():
-                    if one is not None and id(module._buffers[name]) not in moved:
-                        self._buffers.append((f"{name} of {type(module).__name__}", one, one._version))
-        # Attributes may hold modules and parameters of any of them, such as the weights of an LSTM.
-        for module in modules:
-            self._modules[id(module)].__dict__.update(
-                {key: self.translated(value) for key, value in module.__dict__.items() if key not in _TENSORS}
-            )
+            self._modules[id(module)].__dict__.update(self.translated(module.__dict__))
         if before.keys() != self._leaves.keys():
-            for copy in self._modules.values():
-                if isinstance(copy, torch.nn.RNNBase):  # cuDNN wants its weights in one piece
-                    copy.flatten_parameters()
+            for module in self._modules.values():
+                if isinstance(module, torch.nn.RNNBase):  # cuDNN wants its weights in one piece
+                    module.flatten_parameters()
         self.pairs = [pair for pair in self._leaves.values() if isinstance(pair[0], torch.nn.Parameter)]
+        others = [module for module in modules if not isinstance(module, _NormBase)]
+        moved = {id(one) for module in others for one in power_iteration(module)}  # as far on each device
+        self._buffers = [
+            (f"{name} of {type(module).__name__}", copy := self._leaves[id(one)][1], copy._version)
+            for module in others
+            for name, one in module._buffers.items()
+            if one is not None and id(one) not in moved
+        ]
 
-    def _copied(
-        self, tensor: torch.Tensor, before: dict[int, tuple[torch.Tensor, torch.Tensor]], done: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        if id(tensor) in done:
-            return done[id(tensor)]
-        known = before.get(id(tensor))
-        copy = None if known is None or known[0] is not tensor else known[1]
+    def _copied(self, tensor: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        copy = None if known is None else known[1]
         if copy is not None and copy.shape == tensor.shape and copy.dtype == tensor.dtype:
             copy.detach().copy_(tensor.detach(), non_blocking=is_accelerator(self.device))
         else:
             copy = tensor.detach().to(self.device, copy=True)
-            if isinstance(tensor, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter):
+            if not isinstance(copy, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy)
             copy.requires_grad_(tensor.requires_grad)
             copy.__dict__.update(tensor.__dict__)
             copy.grad = None
             copy._backward_hooks = None
             for hook in (tensor._backward_hooks or {}).values():
                 copy.register_hook(hook)
-        self._leaves[id(tensor)] = tensor, copy
-        done[id(tensor)] = copy
         return copy
 
     def translated(self, value: Any) -> Any:
         """What stands for a value here: for a module its copy, for one of its methods that of the copy."""
-        if isinstance(value, torch.nn.Parameter):
+        if isinstance(value, torch.Tensor):
             return self._leaves.get(id(value), (value, value))[1]
         if isinstance(value, torch.nn.Module):
             return self._modules.get(id(value), value)
@@ -272,16 +254,10 @@ class Devices:
 
 
 def devices_of_argument(devices: Any, model: torch.nn.Module, loss_fn: Any) -> Devices | None:
-    """Reads ``devices=``.
+    """Reads ``devices=``; gives them with the model's first, or ``None`` if that is the only one.
 
-    Args:
-        devices: a sequence of devices; a mapping of devices to their speeds; ``None`` for the model's own.
-
-    Returns:
-        The devices, that of the model first; ``None`` if it is the only one.
-
-    Raises:
-        BatchError: they are none, are not there, or the model or the loss can't be copied to them.
+    They are a sequence, or a mapping of devices to their speeds. Devices that are not there are refused, and a model or
+    a loss that can't be copied to them.
     """
     if devices is None:
         return None

@@ -57,11 +57,7 @@ class Messages:
                 return [one for one in heard if one["stage"] == stage]
 
     def tell_shortage(self, tried: float, *, is_final: bool, where: str, text: str) -> Shortage:
-        """Reports to all ranks that memory ran out here.
-
-        Raises:
-            RankError: another rank failed in another way.
-        """
+        """Reports to all ranks that memory ran out here; a ``RankError`` if another rank failed in another way."""
         mine = {"tried": tried, "is_final": is_final, "where": where, "text": text[:_TEXT]}
         heard = self._gather({"kind": "out of memory", "verb": self.verb, "stage": -1, **mine})
         try:

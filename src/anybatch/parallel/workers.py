@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -67,8 +67,7 @@ def run_together(
 ) -> list[BaseException | None]:
     """Runs the first function in this thread and each other one in its own thread, and waits for all.
 
-    Returns:
-        What each of them failed with, ``None`` for one that went through or was stopped.
+    It gives what each of them failed with, ``None`` for one that went through or was stopped.
 
     Example:
         >>> found: list[int] = []
@@ -85,11 +84,8 @@ def run_together(
     def run(index: int) -> None:
         device, work = works[index]
         try:
-            if index == 0:
+            with entered(device) if index else nullcontext():
                 work()
-            else:
-                with entered(device):
-                    work()
         except BaseException as error:  # noqa: BLE001  # it is raised in the thread that waits
             errors[index] = error
             stop.set()

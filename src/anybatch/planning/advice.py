@@ -77,16 +77,7 @@ def does_not_fit(
     smallest: PlanRow, peak: Peak, room: Room, needed: int, shares: Sequence[ModuleShare],
     remedies: Callable[[Sequence[ModuleShare]], str],
 ) -> DoesNotFit:  # fmt: skip
-    """The error where the way with the least memory is known.
-
-    Args:
-        smallest: that way.
-        peak: what it is made of.
-        room: that there is.
-        needed: the smallest budget that would do.
-        shares: what the blocks hold.
-        remedies: says what would help, by the blocks that hold the most.
-    """
+    """The error where the way with the least memory is known; ``remedies`` is given the blocks that hold the most."""
     holders = sorted(shares, key=lambda share: -(share.parameter_bytes + share.activation_bytes))[:5]
     held = ", ".join(
         f"{share.name} ({format_bytes(share.parameter_bytes)} parameters, {format_bytes(share.activation_bytes)} kept)"
@@ -115,11 +106,8 @@ def does_not_fit(
 def stopped(reached: int, enough: int | None, room: Room, why_whole: str = "") -> DoesNotFit:
     """The error where not even the smallest configuration runs for real.
 
-    Args:
-        reached: bytes that its run had reached when it was stopped.
-        enough: the budget that it needs; ``None`` where that is not known.
-        room: that there is.
-        why_whole: why nothing is split.
+    Its run had reached so many bytes when it was stopped; ``enough`` is the budget that it needs, ``None`` where that
+    is not known.
     """
     needed = enough or room.needed(reached)
     known = "" if enough else (
@@ -157,13 +145,8 @@ def what_helps(
 ) -> str:
     """Says why nothing is split, if nothing is, and what would help.
 
-    Args:
-        subject: what does not fit.
-        holders: the blocks that hold the most.
-        needed: bytes that it takes.
-        budget: bytes that there are.
-        activations: bytes of them at the peak of the smallest configuration.
-        least: gives the smallest budget for a step; ``None`` where nothing is to be tried.
+    ``activations`` are the bytes of them at the peak of the smallest configuration; ``least`` gives the smallest budget
+    for a step, and is ``None`` where nothing is to be tried.
     """
     reasons = [text for text in (why_whole(subject),) if text]
     tried = []

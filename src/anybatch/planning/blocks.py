@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from anybatch.batch.trees import leaves
-from anybatch.errors import BatchError
 from anybatch.memory.losschunks import LazyLogits
 from anybatch.memory.meter import Allocation, Recording
 from anybatch.memory.places import has_forward
@@ -28,9 +27,6 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
     Returns:
         Qualified names, none within another.
 
-    Raises:
-        BatchError: the user named something that is not there.
-
     Example:
         >>> layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
         >>> blocks_of(torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(2, 2)}))
@@ -39,10 +35,6 @@ def blocks_of(model: torch.nn.Module, named: Sequence[str] = ()) -> list[str]:
     if is_scripted(model):
         return []
     known = dict(model.named_modules(remove_duplicate=False))
-    for name in named:
-        if name not in known or not name:
-            near = ", ".join(list(known)[1:6])
-            raise BatchError(f"blocks names {name!r}, which the model does not have; expected names such as {near}")
     found: list[str] = []
     _descend(model, "", set(named), found)
     found = found or [name for name, child in model.named_children() if not is_scripted(child)]
@@ -133,10 +125,9 @@ def _allocations(recording: Recording, value: Any) -> list[Allocation]:
 
 
 def runs_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Says which blocks are children of a ``Sequential``, where several in a row can be recomputed as one.
+    """The blocks that are children of a ``Sequential``, by name: that of the sequence, and the position there.
 
-    Returns:
-        For each such block the name of its sequence and its position there.
+    Several of them in a row can be recomputed as one.
 
     Example:
         >>> runs_of(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()), ["0", "1"])

@@ -60,11 +60,7 @@ def which_run(sizes: Sequence[tuple[int, int]], kept: int) -> tuple[list[int], d
 
 
 class PassRun(Run):
-    """A pass that is traced: of micro-batches that are alike few run.
-
-    Args:
-        like: for those that do not run the one that they are alike, which has run before, see ``which_run``.
-    """
+    """A pass that is traced: of micro-batches that are alike few run, see ``which_run``."""
 
     is_pass = True
 

@@ -90,11 +90,7 @@ class CoupledSearch(Search):
         return row, peak
 
     def _peak(self, splitting: Splitting, recipe: Recipe) -> Peak:
-        """The most bytes alive in a step, and what they are for; of a pass that was stopped only how many it reached.
-
-        Raises:
-            NotRecomputable: a block can't be recomputed.
-        """
+        """The most bytes alive in a step, and what they are for; of one that was stopped only how many it reached."""
         try:
             found = self.profiles.whole_pass(recipe, splitting.parts)
         except OverBudget as error:
@@ -114,7 +110,9 @@ class CoupledSearch(Search):
 
     def outgrown_parts(self, parts: Sequence[Part], row: PlanRow, budget: int) -> str:
         """Says which micro-batch is larger than those that were planned for; empty if none is."""
-        return self.profiles.lengths.outgrown(parts, self._largest.get(row.micro_batch_size, ()), is_exact=self.is_fake)
+        return self.profiles.lengths.outgrown(
+            parts, self._largest.get(row.micro_batch_size, ()), is_exact=self.profiles.is_fake
+        )
 
     # Which graphs are kept.
 
@@ -212,7 +210,7 @@ class CoupledSearch(Search):
         """Ways worth a look at any budget, those that were found, and the smallest."""
         few = [(one, len(one.parts)) for one in self._few()[::2]]
         found = [self.row_of(one, kept) for one, count in few for kept in (0, -(-count // 2))]
-        within = [row for row in found if self.is_fake or row.peak_bytes <= self._budget]
+        within = [row for row in found if self.profiles.is_fake or row.peak_bytes <= self._budget]
         return [*self._found, *within, self.smallest()]
 
     def floor_size(self, row: PlanRow) -> float | None:

@@ -18,7 +18,7 @@ from anybatch.planning.knapsack import Option, Timeline
 from anybatch.planning.memorytrace import PassTrace
 from anybatch.planning.optimizer import UpdateTrace
 from anybatch.records.memory import ACTIVATIONS, BUFFERS, GRADIENTS, INPUTS, OPTIMIZER, PARAMETERS
-from anybatch.records.plans import Confidence, ModuleShare
+from anybatch.records.plans import Confidence
 from anybatch.tensors.dispatch import unseen
 
 
@@ -65,15 +65,10 @@ def _features(sizes: Iterable[Size], count: int) -> torch.Tensor:
 
 
 class Fit:
-    """Traces of the same step at several sizes, which tell the live bytes at any other size.
+    """Traces of the same step at several sizes, which tell the live bytes at any other size, rounded up.
 
-    Args:
-        traces: with their sizes; one (known for that size only), two that differ in samples, or five that also differ
-            in length.
-        granularity: what sizes are rounded up to.
-
-    Raises:
-        NotAligned: the traces are not of the same operations.
+    There is one trace (known for that size only), two that differ in samples, or five that also differ in length.
+    Traces of other operations are ``NotAligned``.
     """
 
     @unseen
@@ -122,11 +117,7 @@ class Fit:
 
     @unseen
     def costs(self, size: Size) -> torch.Tensor | None:
-        """The arithmetic and the bytes moved of every operation, if they were noted.
-
-        Returns:
-            Two numbers for each operation; ``None`` if they were not noted.
-        """
+        """The arithmetic of every operation and the bytes that it moves; ``None`` if they were not noted."""
         if self._costs is None:
             return None
         return (_features([size], self._count)[0] @ self._costs).view(self._end, 2).clamp(min=0)
@@ -202,7 +193,6 @@ def _difference(size: Size, own: Sequence[str], other_size: Size, others: Sequen
 ALL = 2**62
 """Micro-batches at once: as many as there are."""
 
-_LEAST_OFFLOADED = 1024
 _RUN_LENGTHS = (2, 3, 4, 6, 8, 12, 16)
 
 
@@ -278,16 +268,10 @@ class Profile:
         return self.count == 1 or self.accumulators(self.count) > 0
 
     @property
-    def is_chunked(self) -> bool:
-        """Whether a loss was taken in chunks."""
-        return self.fit.trace.chunked > 0
-
-    @property
     def _apart(self) -> tuple[dict[str, int], str, str]:
-        """The bytes apart from micro-batches where they are most: in the update, in sums over devices, or in the count.
+        """The most bytes apart from micro-batches: in the update, in sums over devices, or in the count.
 
-        Returns:
-            What they are for, after which operation they are alive, and the stage.
+        It gives what they are for, after which operation they are alive, and the stage.
         """
         update, constants = self.update, self.constants
         fixed = {PARAMETERS: update.at_peak.get(PARAMETERS, 0), OPTIMIZER: update.state}
@@ -345,10 +329,9 @@ class Profile:
         return "loss", ""
 
     def timeline(self, seconds: Callable[[str], float]) -> tuple[Timeline, list[Option], list[str]]:
-        """What every block holds and could free, where recomputing a block takes so many seconds.
+        """The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
 
-        Returns:
-            The most bytes alive while each block goes forward and backward, the options, and the names of the blocks.
+        Recomputing a block takes so many seconds.
         """
         chain, live, sizes, around = self.fit.chain, self.live, self.fit.sizes(self.size), self.around
         forward, backward = bounds_of(chain, live, around)
@@ -391,26 +374,3 @@ class Profile:
             if last - first + 1 in _RUN_LENGTHS:
                 ends.append(last)
         return ends
-
-    def offloadable(self) -> list[tuple[str, int]]:
-        """What each block could send to the host, in the order of the timeline's blocks."""
-        sizes, found = self.fit.sizes(self.size), []
-        for link in self.fit.chain:
-            inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
-            found.append((link.name, sum(sizes[i] for i in inside) if link.in_order else 0))
-        return found
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a block runs several times, for which what a choice of blocks holds is predicted too high."""
-        return any(link.repeats for link in self.fit.chain)
-
-    def shares(
-        self, parameter_bytes: Callable[[str], int], seconds: Callable[[str], float | None]
-    ) -> list[ModuleShare]:
-        """What each block holds."""
-        sizes = self.fit.sizes(self.size)
-        return [
-            ModuleShare(link.name, parameter_bytes(link.name), sum(sizes[i] for i in link.saved), seconds(link.name))
-            for link in self.fit.chain
-        ]

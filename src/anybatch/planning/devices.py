@@ -163,9 +163,6 @@ def workspace_bytes(device: torch.device) -> int:
 
     cuBLAS has a workspace for each thread and stream, and a backward has a thread of its own. How large they are
     depends on the card and the environment, so a product and its backward are made and the allocator is asked.
-
-    Args:
-        device: on which a step runs.
     """
     if not is_accelerator(device):
         return 0
@@ -186,12 +183,8 @@ def usable_bytes(
 ) -> int:
     """What of a budget a plan may take, the margin left free.
 
-    Args:
-        budget: bytes.
-        target: the device.
-        confidence: of the peak.
-        varies: whether what runs depends on the numbers in a sample, so that others take more than those measured.
-        replays: whether a plan knows what the allocator reserves.
+    More is left where what runs ``varies`` with the numbers in a sample, so that others take more than those measured,
+    and where no replay says what the allocator reserves.
     """
     expandable = segments_expand(target)
     margin = margin_of(target, confidence, expandable=expandable, replays=replays) + (_VARIES if varies else 0.0)

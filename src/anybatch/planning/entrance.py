@@ -116,20 +116,12 @@ def subject_of(batch: Any, device: torch.device | str | None, **given: Any) -> t
     """The subject of a plan and its target device."""
     options = Options(**given)
     target = target_of(device, device_of(options.model))
-    splittable = options.splittable(batch, is_planned=True)
-    subject = Subject(
-        options.model, options.loss_fn, options.settings(), splittable, options.optimizer, options.batch_norm,
-        options.clip_norm, tuple(options.blocks), target.device_type, target.is_present, count=options.count,
-    )  # fmt: skip
-    return subject, target
+    splittable, place = options.splittable(batch, is_planned=True), {"device_type": target.device_type}
+    return Subject.of(options, options.settings(), splittable, is_present=target.is_present, **place), target
 
 
 def check_allowed(allow: Any) -> None:
-    """Checks ``allow=``.
-
-    Raises:
-        BatchError: it is not a sequence, or has an unknown name.
-    """
+    """Checks that ``allow=`` is a sequence of names that are known."""
     known = (*OPTIMIZATIONS, *_PRECISIONS)
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise BatchError(f"allow={allow!r}; expected a sequence of {known}")
@@ -142,16 +134,7 @@ def budget_for(memory: Any, subject: Subject, target: Target) -> int:
     """The bytes that a plan may use on a device: the budget, less the bytes for summing gradients over processes.
 
     With several devices it is the smallest of their budgets. The first device holds the most, so a plan that fits there
-    fits on all.
-
-    Args:
-        memory: the user's argument.
-        subject: what is planned.
-        target: the device of the model.
-
-    Raises:
-        BatchError: the model is sharded; or see ``budget_of``.
-        LossError: a parameter or buffer has no shape yet, or a gradient is sparse.
+    fits on all. Models that are sharded or lazy are refused, and gradients that are sparse.
     """
     refuse_parts(subject.model, "planning within memory=")
     _refuse_lazy(subject.roots)
@@ -178,11 +161,7 @@ def _refuse_lazy(roots: Sequence[torch.nn.Module]) -> None:
 
 
 def refuse_joined(loss_fn: Any, reducer: Reducer) -> None:
-    """Refuses a plan for a ``Coupled`` loss over the samples of other processes, whose memory is not known here.
-
-    Raises:
-        BatchError: the loss is one.
-    """
+    """Refuses a plan for a ``Coupled`` loss over the samples of other processes, whose memory is not known here."""
     if isinstance(loss_fn, Coupled) and loss_fn.joins(reducer):
         raise BatchError(
             "memory= or plan= was given with Coupled over several ranks; the loss sees the samples of all ranks, whose "

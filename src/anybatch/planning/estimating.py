@@ -177,14 +177,7 @@ def _own(name: str, model: nn.Module, rows: int, length: int) -> Example:
 
 
 class LowRank(nn.Module):
-    """A linear layer that stays as it is, with a trained product of two thin matrices beside it.
-
-    Args:
-        layer: takes vectors.
-        inputs: their length.
-        outputs: of what it gives.
-        rank: of the product.
-    """
+    """A linear layer that stays as it is, with a trained product of two thin matrices beside it."""
 
     def __init__(self, layer: nn.Module, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
@@ -216,21 +209,9 @@ def add_lora(model: nn.Module, rank: int) -> None:
 def estimate(
     name: str, *, rows: int, length: int, memory: str, device: str | None, optimizer: str, dtype: str, lora: int | None
 ) -> Plan:
-    """Plans the step of a model that is not here.
+    """Plans the step of a model that is not here, see ``example_of``; with a LoRA of a rank, or of all weights.
 
-    Args:
-        name: see ``example_of``.
-        rows: samples in a batch.
-        length: of a sample.
-        memory: the budget.
-        device: a card, or ``None`` for one of that much memory.
-        optimizer: one of ``OPTIMIZERS``.
-        dtype: one of ``DTYPES``.
-        lora: the rank of what is trained in the place of the weights; ``None`` for these.
-
-    Raises:
-        NoModel: see ``example_of``; or nothing of it is trained.
-        DoesNotFit: see ``anybatch.plan``.
+    ``device`` is a card, or ``None`` for one of that much memory. Raises ``NoModel``, and what ``anybatch.plan`` does.
     """
     example = example_of(name, rows, length, dtype)
     if lora is not None:

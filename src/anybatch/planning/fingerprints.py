@@ -16,11 +16,7 @@ from anybatch.planning.subjects import Subject
 
 
 def fingerprint_of(subject: Subject, target: Target) -> dict[str, str]:
-    """Describes what a plan is made for: the same description, the same plan.
-
-    Returns:
-        Texts by name.
-    """
+    """Describes in texts by name what a plan is made for: the same description, the same plan."""
     model = subject.model
     parts = [f"{name}:{type(module).__qualname__}:{module.training}" for name, module in model.named_modules()]
     parts += [
@@ -120,7 +116,10 @@ def shapes_of(subject: Subject) -> dict[str, Shape]:
     """
     found: dict[str, Shape] = {}
     for node in subject.splittable.nodes():
-        shapes = _of_whole(node.value, node.label) if isinstance(node, Constant) else _of_rows(node.value, node.label)
+        if isinstance(node, Constant):
+            shapes = [(place + _WHOLE, shape) for place, shape in _of_leaves(node.value, node.label) if shape]
+        else:
+            shapes = [*_of_rows(node.value, node.label)]
         for place, own in shapes:
             alike = len(found.get(place, own)) == len(own)  # items of a list need not be
             name = place if alike else f"{place} with {len(own)} dimensions"
@@ -141,10 +140,6 @@ def outgrown(planned: dict[str, Shape], here: dict[str, Shape]) -> str:
             sizes = [*([] if label.endswith(_WHOLE) else ["rows"]), *map(str, shape)]
             return f"{label} has shape [{', '.join(sizes)}], planned for {known}"
     return ""
-
-
-def _of_whole(value: Any, label: str) -> Iterator[tuple[str, Shape]]:
-    return ((place + _WHOLE, shape) for place, shape in _of_leaves(value, label) if shape)
 
 
 def _of_rows(value: Any, label: str) -> Iterator[tuple[str, Shape]]:

@@ -56,21 +56,14 @@ class PlannedLimit(OwnSizeLimit):
         return size is not None
 
     def resolve(self, largest: float) -> None:
-        """Notes a logical batch that went through, and returns to the first plan after a quiet while.
+        """Notes a logical batch that went through."""
+        if not (self._owner().is_on_first_plan and self.value == self.ceiling):
+            self._note_quiet(largest)
 
-        Sizes between the two were planned by nobody, so it does not grow step by step.
-        """
-        if self._owner().is_on_first_plan and self.value == self.ceiling:
-            return
-        self._quiet += 1
-        if self._quiet < self._patience:
-            return
-        if self._grew:
-            self._patience = self.PATIENCE
+    def _grow(self, largest: float) -> None:
+        """Returns to the first plan; sizes between the two were planned by nobody, so it does not go step by step."""
         self._owner().first_plan_again()
         self.value = self.ceiling
-        self._quiet = 0
-        self._grew = True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets what ``state_dict`` gave."""
@@ -82,10 +75,8 @@ class PlannedLimit(OwnSizeLimit):
 class Follower:
     """The plan that a step follows.
 
-    Args:
-        subject_of: describes the step for a logical batch.
-        memory: the budget as the user gave it; ``None`` to follow the given plan only.
-        plan: a plan that was made before; ``None`` to make one on the first batch.
+    ``memory`` is ``None`` to follow the given plan only, and ``plan`` to make one on the first batch. ``subject_of``
+    describes the step for a logical batch.
     """
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any, plan: Plan | None) -> None:
@@ -186,7 +177,7 @@ class Follower:
         if self._settings is None or self.plan is None:
             return
         if self._splittable is not None:
-            writes = None if self._planner is None else self._planner.subject.writes_batch
+            writes = None if self._planner is None else self._planner.subject.behaviour.writes_batch
             self._splittable.is_copied = self.plan.copies_batch if writes is None else writes
         row = self.plan.chosen
         keeps = row.kept_graphs is not None
@@ -265,8 +256,7 @@ class Follower:
     def smaller_plan(self) -> float | None:
         """Plans for less than the plan in force takes, since memory ran out with it.
 
-        Returns:
-            The size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
+        Gives the size of its micro-batches; ``None`` if there is no smaller plan, so that they are halved.
         """
         self._pool.clear()
         self._hand_over(halved=True)
@@ -299,21 +289,15 @@ class Follower:
             self._hand_over()
             logger.info("no out-of-memory for a while: back to the first plan: %s", self._first)
 
-    @contextlib.contextmanager
-    def applied(self, model: torch.nn.Module) -> Iterator[None]:
+    def applied(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Runs with the memory optimizations of the plan in force."""
         row = self.plan.chosen if self.plan is not None else None
         if row is None or not row.optimizations:
-            yield
-            return
-        handle = apply_optimizations(
+            return contextlib.nullcontext()
+        return apply_optimizations(
             model, recompute=row.recompute, offload=row.offload, head=row.head, loss_chunks=row.loss_chunks,
             pool=self._pool,
         )  # fmt: skip
-        try:
-            yield
-        finally:
-            handle.remove()
 
     @contextlib.contextmanager
     def confirmed(self, device: torch.device, devices: Devices | None = None) -> Iterator[None]:
@@ -376,6 +360,20 @@ class Follower:
 
 def _target(subject: Subject) -> Target:
     return target_of(None, subject.settings.device)
+
+
+@contextlib.contextmanager
+def followed(
+    follower: Any, splittable: Splittable, clear: Callable[[], None], device: torch.device,
+    devices: Devices | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Makes sure of a plan for a logical batch, which runs within the block under the budget of that plan."""
+    try:
+        follower.prepare(splittable, clear)
+        with follower.confirmed(device, devices):
+            yield
+    finally:
+        follower.release()
 
 
 def limit_by_plan(follower: Any, splittable: Splittable, limit: SizeLimit) -> None:

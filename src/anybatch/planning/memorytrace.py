@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,14 +107,10 @@ class NotFake(Exception):  # not an error of the user's: the caller does the sam
 
 
 class Tracer:
-    """Traces micro-batches of a subject.
+    """Traces micro-batches of a subject; ``kind`` is what writes down.
 
-    Args:
-        subject: what is planned.
-        blocks: the names of its blocks.
-        kind: what writes down.
-        is_fake: whether fake tensors are tried; it is false from then on when they can't be used.
-        may_probe: whether micro-batches may run for real.
+    Fake tensors are tried if ``is_fake``, which is false from then on when they can't be used. Micro-batches run for
+    real only if it ``may_probe``.
     """
 
     def __init__(
@@ -134,21 +130,12 @@ class Tracer:
     ) -> PassTrace:  # fmt: skip
         """Runs a forward and a backward for a micro-batch, of a coupled loss a whole pass, and rolls everything back.
 
-        Args:
-            parts: the samples of the micro-batch; of a coupled loss all of them.
-            recipe: how it is run.
-            split: whether other micro-batches left their gradients, as before the one that holds the most.
-            limit: bytes that a real run may have alive with all that is there beside it; ``None`` for no limit.
-            spills: whether a real run keeps little of what it would hold, as ``Spilling`` does.
-            run: what runs, if it is not a single micro-batch.
-
-        Returns:
-            What was held: parameters, buffers, gradients, activations; micro-batches as far as they are copies.
-
-        Raises:
-            NotFake: it has to be traced for real, as everything has from now on.
-            OverBudget: the real run was stopped, since it would take more.
-            LossError: it can be traced in neither way.
+        What was held are parameters, buffers, gradients, activations; micro-batches as far as they are copies.
+        ``split`` says whether other micro-batches left their gradients, as before the one that holds the most. A real
+        run may have ``limit`` bytes alive with all that is there beside it, and is ``OverBudget`` where it would take
+        more; if it ``spills``, it keeps little of what it would hold, as ``Spilling`` does. ``NotFake`` is raised where
+        it has to be traced for real, as everything has from now on, and ``LossError`` where it can be traced in neither
+        way.
         """
         made = functools.partial(run or Run, self._subject, parts, recipe, self._blocks, split)
         if self.is_fake:
@@ -264,7 +251,7 @@ class Run:
         self._spills = spills
         subject, device = self._subject, self._subject.settings.device
         with undisturbed(subject) as outside:
-            is_new = subject.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
+            is_new = subject.behaviour.writes_batch is None and not subject.splittable.is_collated and not self.is_pass
             own = {number: batch_for_loss(subject, part) for number, part in self._parts.items()}
             batches = own if self.is_pass else {n: to_device(batch, device) for n, batch in own.items()}
             beside = 0 if limit is None else _bytes_beside(subject, None if self.is_pass else batches)
@@ -304,11 +291,17 @@ class Run:
             batch_norm_as(subject.batch_norm, subject.roots, self._count) as begin,
             applied(subject, self._recipe, simulate) as handle,
             spans_noted(subject.model, self._blocks, recording) as spans,
-            _writes_noted(subject, recording, inputs) as done,
             self._spilling(recording, parameters, gradients),
         ):
-            sums = self._run(given, begin)
-            done()
+            writes, is_through = Writes(tensors_in(inputs)), False
+            try:
+                sums = self._run(given, begin)
+                is_through = True
+            finally:
+                # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
+                needs_copies = writes.were_made or recording.wrote_inputs or recording.gave_tangents
+                subject.note_writes(needs_copies, is_through=is_through)
+                subject.behaviour.note_elsewhere(recording.bytes_written_elsewhere)
             recording.assign((parameter.grad for parameter in parameters), GRADIENTS)
             chunked = handle.taken
         trace = PassTrace(recording.operations, recording.allocations, spans, chunked=chunked)
@@ -391,29 +384,6 @@ def _wanted(parameters: Sequence[torch.Tensor], settings: Settings) -> list[int]
     """The positions of the parameters that get a gradient."""
     wanted = None if settings.inputs is None else {id(tensor) for tensor in settings.inputs}
     return [i for i, p in enumerate(parameters) if p.requires_grad and (wanted is None or id(p) in wanted)]
-
-
-@contextlib.contextmanager
-def _writes_noted(subject: Subject, recording: Recording, batch: Any) -> Iterator[Callable[[], None]]:
-    """Notes whether the loss writes into its batch, or elsewhere; it says when the run came to its end."""
-    inputs, is_through = Writes(tensors_in(batch)), False
-
-    def note() -> None:
-        # A tangent gets as much room as the storage of its tensor has, which for a view is the whole batch's.
-        needs_copies = inputs.were_made or recording.wrote_inputs or recording.gave_tangents
-        subject.note_writes(needs_copies, is_through=is_through)
-        subject.behaviour.note_elsewhere(recording.bytes_written_elsewhere)
-
-    def done() -> None:
-        nonlocal is_through
-        is_through = True
-        note()
-
-    try:
-        yield done
-    except BaseException:
-        note()
-        raise
 
 
 def _bytes_beside(subject: Subject, batch: Any) -> int:

@@ -33,11 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 def clear_away(fakes: Fakes, device: torch.device) -> tuple[int, list[str]]:
-    """Makes real tensors of the fake ones that are left of a trace, where they are; nothing is taken out of a cache.
+    """Makes real tensors of the fake ones that are left of a trace, where they are; no cache loses anything.
 
-    Returns:
-        How many there were, and the shapes of what is left of them, since it hangs on weights, samples or random
-        numbers.
+    It says how many there were, and the shapes of what is left, since it hangs on weights, samples or random numbers.
     """
     fakes.let_go()
     gc.collect()
@@ -58,8 +56,7 @@ def collated(subject: Subject, part: Part) -> Any:
 def collated_on_fakes(subject: Subject, part: Part, scratch: Fakes) -> Any | None:
     """A micro-batch of raw samples, of tensors without numbers.
 
-    Returns:
-        The micro-batch; ``None`` if it has to be collated for real, or may well be.
+    It is ``None`` if it has to be collated for real, or may well be.
     """
     behaviour = subject.behaviour
     if behaviour.collates_fakes is None:
@@ -187,11 +184,10 @@ Shape = tuple[int, ...]
 
 
 def shapes_of_batches(splittable: Splittable, loss_fn: Any = None) -> tuple[Shape, ...]:
-    """All dimensions of the samples of each batch, one after the other.
+    """All dimensions of the samples of each batch, one after the other: one shape for each.
 
-    Returns:
-        One shape for each batch; none of raw samples, and where samples lie in something else than tensors and lists of
-        plain items, which are looked at one by one.
+    There are none of raw samples, and where samples lie in something else than tensors and lists of plain items, which
+    are looked at one by one.
     """
     if splittable.is_collated or isinstance(loss_fn, OverTime) or not all(map(_is_cut_plainly, splittable.nodes())):
         return ()
@@ -293,10 +289,10 @@ def batch_for_loss(subject: Subject, part: Part) -> Any:
 
     Arrays are copied in any case, since writes to them can't be noticed.
     """
-    batch = micro_batch_of(subject, part)
+    batch, behaviour = micro_batch_of(subject, part), subject.behaviour
     if subject.splittable.is_copied or (subject.splittable.is_collated and not _shares_samples(subject, part, batch)):
         return batch
-    return writable(batch, arrays_only=subject.writes_batch is False and not subject.behaviour.looks_at_numbers)
+    return writable(batch, arrays_only=behaviour.writes_batch is False and not behaviour.looks_at_numbers)
 
 
 def _shares_samples(subject: Subject, part: Part, batch: Any) -> bool:

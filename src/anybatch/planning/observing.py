@@ -92,12 +92,7 @@ class ObservedLimit(OwnSizeLimit):
 
 
 class Observing:
-    """What a step on a model in parts follows in the place of a plan.
-
-    Args:
-        subject_of: describes the step for a logical batch.
-        memory: the budget as the user gave it.
-    """
+    """What a step on a model in parts follows in the place of a plan; ``subject_of`` describes it for a batch."""
 
     def __init__(self, subject_of: Callable[[Splittable], Subject], *, memory: Any) -> None:
         self._subject_of = subject_of
@@ -250,11 +245,7 @@ class Observing:
 
 
 class _Peak(LiveBytes):
-    """The most bytes alive after any operation, where storages shrink and grow, as those of gathered parameters do.
-
-    Args:
-        tensors: that are alive before.
-    """
+    """The most bytes alive after any operation, where storages shrink and grow, as those of gathered parameters do."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(tensors)

@@ -68,7 +68,7 @@ class Planner:
         with random_state_kept(subject.parameters):
             self._searches = [kind(one, target, allow, name) for one, name in subject.at_precisions(allow)]
         for search, other in zip(self._searches, [] if like is None else like._searches, strict=False):
-            search.share(other)
+            search.profiles.share(other.profiles)
         for search, known in zip(self._searches, times or (), strict=False):
             if known is not None:
                 search.times = known
@@ -123,7 +123,7 @@ class Planner:
         """
         self._may_try = race
         found = self._stable(lambda: self._planned(budget, race), budget)
-        if self._searches[0].is_fake:
+        if self._searches[0].profiles.is_fake:
             return found
         return replace(found, smallest_bytes=self._confirmed(found.smallest_bytes))
 
@@ -316,7 +316,7 @@ class Planner:
             planner = type(self)(subject, self.target, allow=self._allow, like=self if same else None)
             return planner.least_budget(max(budget - subject.bytes_beside, 0))
 
-        may_try = self._may_try and self._searches[0].is_fake  # else steps would run for real
+        may_try = self._may_try and self._searches[0].profiles.is_fake  # else steps would run for real
         activations = peak.by_category.get(ACTIVATIONS, 0)
         return what_helps(self.subject, holders, needed, budget, activations, least if may_try else None)
 
@@ -342,7 +342,7 @@ class Planner:
             modules=tuple(modules),
             relative_time=not self.target.is_present,
             shapes=shapes_of(self.subject),
-            copies_batch=bool(self.subject.writes_batch),
+            copies_batch=bool(self.subject.behaviour.writes_batch),
             fingerprint=fingerprint_of(replace(search.subject, loss_fn=self.subject.loss_fn), self.target),
         )
 
@@ -356,15 +356,8 @@ def until_stable(known: Callable[[], object], forget: Callable[[], None], search
     """Searches until nothing new is found out about the step while that goes on.
 
     A step may run other operations with other micro-batches, or turn out not to run on fake tensors, when a search is
-    half done. It then knows less than it thought, and begins again with sizes that are traced by themselves.
-
-    Args:
-        known: gives what was found out so far.
-        forget: lets go of what was solved by traces that are not to be trusted any more.
-        search: gives what is looked for.
-
-    Raises:
-        LossError: the step differs from one time to the next in a way that no search gets along with.
+    half done. It then knows less than it thought, forgets what was solved by traces that are not to be trusted, and
+    begins again with sizes that are traced by themselves. ``known`` gives what was found out so far.
     """
     while True:
         before = known()

@@ -31,12 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TooLarge(OverBudget):
-    """A micro-batch might not fit if it ran for real.
-
-    Args:
-        size: of the micro-batch.
-        needed: bytes that it takes at least, as far as that is known.
-    """
+    """A micro-batch of a size might not fit if it ran for real: it takes so many bytes at least, if that is known."""
 
     def __init__(self, size: Size, needed: int = 0) -> None:
         super().__init__(needed)
@@ -64,25 +59,8 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def trace_confidence(subject: Subject, update: UpdateTrace | None, *, is_fake: bool) -> Confidence:
-    """How far the bytes of a trace may be trusted."""
-    has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules_of(*subject.roots))
-    if (update is not None and not update.is_traced) or subject.hides_bytes or subject.behaviour.draws:
-        return "estimated"
-    if any(_is_compiled(module) for module in modules_of(*subject.roots)):
-        return "estimated"  # traced without its compiler, which fuses operations and recomputes some
-    if subject.device_type != "cpu" and not subject.is_present:
-        return "predicted" if is_fake and not has_kernels else "estimated"
-    return "predicted" if is_fake else "measured"
-
-
 class Predictor:
-    """Traces a subject as often as needed, and no more.
-
-    Args:
-        subject: what is planned.
-        kind: what writes down.
-    """
+    """Traces a subject as often as needed, and no more; ``kind`` is what writes down."""
 
     def __init__(self, subject: Subject, kind: type[Recording] = Recording) -> None:
         self.subject = subject
@@ -156,19 +134,13 @@ class Predictor:
             return make()
 
     def share(self, other: "Predictor") -> None:
-        """Takes over the traces of another one, whose step differs in its optimizers only.
-
-        Args:
-            other: which may go on.
-        """
+        """Takes over the traces of another one, which may go on, whose step differs in its optimizers only."""
         self._traces.update(other._traces)
 
     def stay_within(self, budget: int, limit: int | None = None) -> None:
         """Sets the bytes that real probes stay under.
 
-        Args:
-            budget: bytes at which a run is stopped that a plan can do without.
-            limit: bytes at which the smallest one is stopped; ``None`` for the same.
+        At the limit, or else the budget, the smallest run is stopped; at the budget those that a plan can do without.
         """
         if budget != self._budget:
             self._budget, self._limit, self._refused, self._over = budget, limit or budget, {}, {}
@@ -205,11 +177,7 @@ class Predictor:
         return f"{home}.{run}" if home else run
 
     def profile(self, recipe: Recipe, size: Size, *, single: bool) -> Profile:
-        """The profile that is good for a size.
-
-        Raises:
-            TooLarge: the size has to run for real, and might not fit.
-        """
+        """The profile that is good for a size; ``TooLarge`` if it has to run for real, and might not fit."""
         single = single and not self.subject.splits  # else it follows from the trace of a later micro-batch
 
         def made() -> Profile:
@@ -228,16 +196,9 @@ class Predictor:
     def traced(self, recipe: Recipe, part: Part, *, single: bool, last: Part | None = None) -> Profile:
         """The profile of one size with memory optimizations on, exactly at that size on fake tensors.
 
-        Args:
-            recipe: how it is run.
-            part: a micro-batch of that size.
-            single: whether there is no other one.
-            last: another micro-batch, of whose size the bytes are to be known, too, where they can be; ``None`` for
-                none.
-
-        Raises:
-            NotAligned: two sizes do not have the same operations, so that from now on every size is traced by itself,
-                and what was found out from two sizes before is not to be trusted.
+        With ``last``, the bytes of another micro-batch's size are known, too, where they can be. Where two sizes are
+        ``NotAligned``, every size is traced by itself from now on, and what was found out from two sizes before is not
+        to be trusted.
         """
 
         def made() -> Profile:
@@ -327,7 +288,7 @@ class Predictor:
         if subject.splittable.is_collated:
             is_ahead = subject.counts_ahead or subject.devices is not None
             copies = ALL if is_ahead and subject.device_type == "cpu" else copies
-        elif subject.batch_bytes and not subject.writes_batch:
+        elif subject.batch_bytes and not subject.behaviour.writes_batch:
             copies = 0
         times = 2 if subject.splittable.copies_rows else 1  # all micro-batches are cut out at once
         parameters = subject.parameters
@@ -362,7 +323,16 @@ class Predictor:
     @property
     def confidence(self) -> Confidence:
         """How far plans may be trusted."""
-        return trace_confidence(self.subject, self._update, is_fake=self.is_fake)
+        subject, modules = self.subject, modules_of(*self.subject.roots)
+        is_traced = self._update is None or self._update.is_traced
+        if not is_traced or subject.hides_bytes or subject.behaviour.draws:
+            return "estimated"
+        if any(map(_is_compiled, modules)):  # traced without its compiler, which fuses and recomputes some operations
+            return "estimated"
+        if subject.device_type != "cpu" and not subject.is_present:
+            has_kernels = any(isinstance(module, (*RECURRENT, *_CONVOLUTIONS)) for module in modules)
+            return "predicted" if self.is_fake and not has_kernels else "estimated"
+        return "predicted" if self.is_fake else "measured"
 
     def _trace(self, part: Part, recipe: Recipe, single: bool) -> PassTrace:
         if takes_memory(self.subject) and not self.may_collate(part):
@@ -417,8 +387,7 @@ class Predictor:
     def _stopped(self, part: Part, recipe: Recipe, needed: int) -> None:
         """Has the smallest micro-batches run with all blocks recomputed from now on, if they do not run without.
 
-        Raises:
-            NothingRuns: they do not run with that either.
+        If they do not run with that either, it raises ``NothingRuns``.
         """
         if self.subject.splits and len(part.samples) > self.least:
             known = self._refused.get(recipe.chunks) or self.size_of(part)
@@ -494,9 +463,8 @@ class Predictor:
     ) -> list[tuple[Size, PassTrace]]:
         """Traces the points that may run for real within the budget, found from one sample on.
 
-        Raises:
-            NotAligned: two sizes to extrapolate from do not fit.
-            TooLarge: the size that is asked for might not fit.
+        It raises ``NotAligned`` where two sizes to extrapolate from do not fit, and ``TooLarge`` for a size that might
+        not.
         """
         chunks, least = recipe.chunks, self.lengths.fewest(self.least)
         for part in [] if chunks in self._refused else least:

@@ -29,22 +29,10 @@ def plan_over_ranks(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, optimizer: Any = None, *, ranks: int,
     shard: Shard = "ddp", memory: int | float | str, device: torch.device | str | None = None, **options: Any,
 ) -> RankPlan:  # fmt: skip
-    """Plans a step of several ranks, each with a batch like this one.
+    """Plans a step of several ranks, each with a batch like this one, and with a budget of its own.
 
-    Args:
-        model: whole, not sharded.
-        loss_fn, optimizer, device, options: see ``anybatch.plan``.
-        batch: of one rank.
-        ranks: how many there will be.
-        shard: how the model will lie on them.
-        memory: the budget of each rank.
-
-    Returns:
-        What each rank does and holds.
-
-    Raises:
-        DoesNotFit: nothing does on a rank.
-        BatchError: an argument is none that can be meant.
+    The model is whole, and ``shard`` says how it will lie on the ranks; everything else is as in ``anybatch.plan``,
+    also what is raised.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise BatchError(f"ranks={ranks!r}; expected a whole number of at least 1")

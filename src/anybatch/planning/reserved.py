@@ -32,10 +32,9 @@ class Held:
 
 
 def held_on(subject: Subject, target: Target) -> Held | None:
-    """Looks at the allocator that a step will run with.
+    """What the allocator holds that a step will run with.
 
-    Returns:
-        What it holds; ``None`` on the host, of a device that is not at hand, and of one that does not tell.
+    It is ``None`` on the host, of a device that is not at hand, and of one that does not tell.
     """
     is_there = target.is_present and target.device_type != "cpu"
     found = segments_of(subject.settings.device) if is_there else None
@@ -56,11 +55,7 @@ def held_on(subject: Subject, target: Target) -> Held | None:
 class Replay:
     """The allocations of a step's first calls, in their order, in a model of an allocator.
 
-    Args:
-        subject: what is planned.
-        held: what lies on the device before.
-        profile: of the micro-batches, as they run.
-        last: the size of the last one, which may be smaller; blocks of other sizes go to other places.
+    The ``last`` micro-batch may be smaller, and blocks of other sizes go to other places.
     """
 
     def __init__(self, subject: Subject, held: Held, profile: Profile, last: Size | None = None) -> None:
@@ -83,18 +78,12 @@ class Replay:
         self._has_state = subject.state_bytes > 0
         buffers = [b.nbytes for root in subject.roots for b in root.buffers()]
         self._copied = buffers if subject.devices is None else 2 * buffers  # so that a step can be rolled back
-        self._sent = [] if subject.devices is None else self._gradients()
+        of_gradients = self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
+        self._sent = [] if subject.devices is None else of_gradients
         self._unreached = constants.unreached
 
-    def _gradients(self) -> list[int]:
-        return self._wide or [self._sizes[number] for number in sorted(self._are_gradients)]
-
     def reserved(self, limit: int | None) -> int:
-        """The bytes that the allocator reserves for the step at its peak.
-
-        Raises:
-            MemoryError: it refuses an allocation.
-        """
+        """The bytes that the allocator reserves for the step at its peak; ``MemoryError`` if it refuses one."""
         held = self._held
         allocator = CachingAllocator(None if limit is None else limit + held.others, expandable=held.expandable)
         allocator.adopt(held.segments)
@@ -104,9 +93,8 @@ class Replay:
     def needed(self, limit: int) -> int:
         """The bytes that the allocator has to be given.
 
-        Returns:
-            What it reserves at its peak, if it serves the step within the limit; else the fewest with which it does, in
-            steps of a segment or of about a hundredth.
+        They are what it reserves at its peak, if it serves the step within the limit; else the fewest with which it
+        does, in steps of a segment or of about a hundredth.
         """
         with contextlib.suppress(MemoryError):
             return self.reserved(limit)

@@ -17,6 +17,7 @@ from anybatch.loss.outputs import tensors_of
 from anybatch.loss.reducing import ALONE
 from anybatch.loss.weights import Weights
 from anybatch.memory.application import apply_optimizations
+from anybatch.memory.losschunks import Applied
 from anybatch.memory.overwritten import Overwritten
 from anybatch.parallel.workers import without_autocast_cache
 from anybatch.planning.microbatches import batch_for_loss
@@ -32,11 +33,7 @@ from anybatch.update.transaction import Snapshot
 
 
 def run_for_real(subject: Subject, part: Part, recipe: Recipe, *, clock: Callable[[], float]) -> float:
-    """Runs a forward and a backward for one micro-batch, and takes every trace of it off again.
-
-    Returns:
-        The difference of the clock.
-    """
+    """Runs a forward and a backward for one micro-batch, takes every trace of it off, and gives its time."""
     if subject.behaviour.writes_elsewhere is None and not _is_scripted(subject):
         _seconds_of(subject, part, recipe, clock)  # which finds that out, and takes longer
     return _seconds_of(subject, part, recipe, clock)
@@ -112,17 +109,12 @@ def settings_for(subject: Subject, recipe: Recipe = Recipe()) -> Settings:  # no
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Iterator[Any]:
-    """Puts memory optimizations on, and takes them off."""
-    handle = apply_optimizations(
+def applied(subject: Subject, recipe: Recipe, simulate: bool) -> Applied:
+    """Puts memory optimizations on, which a context takes off."""
+    return apply_optimizations(
         subject.model, recompute=recipe.recompute, offload=recipe.offload, head=recipe.head,
         loss_chunks=recipe.loss_chunks, simulate_offload=simulate,
     )  # fmt: skip
-    try:
-        yield handle
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -162,8 +154,7 @@ def undisturbed(
     Python collects no garbage meanwhile, so that tensors in a cycle of references, such as those of a cache that knows
     its model, count to the end and not until some moment that depends on everything else in the process.
 
-    Returns:
-        A context whose value makes what finds leaves that the loss reaches besides some parameters.
+    The value of the context makes what finds leaves that the loss reaches besides some parameters.
     """
     parameters = subject.parameters
     gradients = [parameter.grad for parameter in parameters]

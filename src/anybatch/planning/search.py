@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _FRONT_POINTS = 6
 _CHUNKS = (8, 64)
 _MANY_BLOCKS = 48
+_LEAST_OFFLOADED = 1024  # bytes; smaller tensors stay
 _LARGE_HEAD = 1024  # outputs, from which on a loss in chunks may be faster
 _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing that is worth it
 
@@ -37,13 +38,8 @@ _SMALLEST_HEAD = 64  # outputs; chunks of a smaller layer's loss save nothing th
 class Search:
     """The search at one precision: what was traced, what was measured, and the ways that follow.
 
-    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks.
-
-    Args:
-        subject: what is planned, at this precision.
-        target: the device.
-        allow: the memory optimizations.
-        autocast: the precision as the plan names it, if it is not the user's own.
+    Where a method takes a ``recipe``, the treatment of the loss is meant, without blocks. ``autocast`` is the precision
+    as the plan names it, if it is not the user's own.
     """
 
     may_race = True
@@ -100,11 +96,6 @@ class Search:
         return True
 
     @property
-    def is_fake(self) -> bool:
-        """Whether traces are of fake tensors."""
-        return self.profiles.is_fake
-
-    @property
     def confidence(self) -> Confidence:
         """How far traces may be trusted, and what an allocator reserves by them."""
         return self.profiles.confidence if self.held is None or self.traces_all else "estimated"
@@ -118,16 +109,8 @@ class Search:
         """Lets go of what was solved by profiles that are not to be trusted any more."""
         self._solved.clear()
 
-    def share(self, other: "Search") -> None:
-        """Takes over the traces of another search, whose step differs in its optimizers only."""
-        self.profiles.share(other.profiles)
-
     def exclude(self, run: str) -> bool:
-        """Takes a block, or a run of them, out of the search, since it can't be recomputed.
-
-        Returns:
-            Whether it was in it.
-        """
+        """Takes a block, or a run of them, that can't be recomputed out of the search; says whether it was in it."""
         is_new = run not in self._excluded
         self._excluded.add(run)
         self._solved.clear()
@@ -304,7 +287,7 @@ class Search:
         if not head or tried >= len(_CHUNKS):
             return False
         recipe = replace(self.base, head=head, loss_chunks=_CHUNKS[tried])
-        if not self.profile(recipe, self.splittings[-1]).is_chunked:
+        if not self.profile(recipe, self.splittings[-1]).fit.trace.chunked:
             return False
         self.recipes.append(recipe)
         return True
@@ -376,7 +359,8 @@ class Search:
         That is where blocks run several times, and where what a kernel works in shows in real runs only.
         """
         profile = self.profile(recipe, splitting)
-        if self.profiles.is_fake and not profile.repeats:
+        # A block that runs several times holds less than is predicted for a choice of blocks.
+        if self.profiles.is_fake and not any(link.repeats for link in profile.fit.chain):
             return None
         _, options, names = self._timeline(recipe, splitting)
         blocks = tuple(one for one in options if one.kind == "recompute" and one.first == one.last)
@@ -436,7 +420,9 @@ class Search:
     def _row(self, recipe: Recipe, splitting: Splitting, choice: Choice, names: Sequence[str]) -> PlanRow:
         base, profile = self.seconds(splitting), self.profile(recipe, splitting)
         recompute, offload = (
-            tuple(self._run_name(one, names) for one in choice.options if one.kind == kind)
+            tuple(
+                self.profiles.run_name(names[one.first], names[one.last]) for one in choice.options if one.kind == kind
+            )
             for kind in ("recompute", "offload")
         )
         return PlanRow(
@@ -444,9 +430,6 @@ class Search:
             recipe.loss_chunks, self.autocast, peak_bytes=max(choice.peak, profile.update_peak),
             seconds=None if base is None else base + choice.seconds, confidence=profile.confidence,
         )  # fmt: skip
-
-    def _run_name(self, option: Option, names: Sequence[str]) -> str:
-        return self.profiles.run_name(names[option.first], names[option.last])
 
     def _timeline(self, recipe: Recipe, splitting: Splitting) -> tuple[Timeline, list[Option], list[str]]:
         key = (recipe, splitting.limit)
@@ -462,7 +445,8 @@ class Search:
 
             timeline, options, names = profile.timeline(forward)
             may = "recompute" in self._allow and not self.profiles.always
-            options = [one for one in options if may and self._run_name(one, names) not in self._excluded]
+            named = [(one, self.profiles.run_name(names[one.first], names[one.last])) for one in options]
+            options = [one for one, name in named if may and name not in self._excluded]
             if "offload" in self._allow and self._target.device_type != "cpu":
                 options += self._offloads(profile, forward)
             self._solved[key] = (timeline, options, names)
@@ -470,12 +454,14 @@ class Search:
 
     def _offloads(self, profile: Profile, forward: Callable[[str], float]) -> list[Option]:
         """Copies to the host hide behind the block that computes meanwhile, and take time beyond that."""
-        options = []
-        for index, (name, held) in enumerate(profile.offloadable()):
-            hidden = forward(name) if self.times else 0.0
-            seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
-            options.append(Option(index, index, "offload", held, seconds, lag=1))
-        return [option for option in options if option.freed > 0]
+        options, sizes = [], profile.fit.sizes(profile.size)
+        for index, link in enumerate(profile.fit.chain):
+            inside = [i for i in link.saved if i not in link.outputs and sizes[i] >= _LEAST_OFFLOADED]
+            if held := sum(sizes[i] for i in inside) if link.in_order else 0:
+                hidden = forward(link.name) if self.times else 0.0
+                seconds = 2 * max(0.0, held * profile.count / self._target.host_bandwidth - hidden)
+                options.append(Option(index, index, "offload", held, seconds, lag=1))
+        return options
 
     # A row as it would run.
 
@@ -508,17 +494,14 @@ class Search:
     def shares(self, row: PlanRow) -> list[ModuleShare]:
         """What each block holds in a micro-batch of a row without memory optimizations."""
         splitting, times = self.splitting_of(row), self.times
-        cost = self.worst(self.base, splitting).cost
-
-        def held(block: str) -> int:
-            modules = modules_of(self.subject.model.get_submodule(block))
-            return sum(
-                p.numel() * p.element_size() for one in modules for p in one._parameters.values() if p is not None
-            )
-
-        return self.profile(self.base, splitting).shares(
-            held, lambda name: times.forward(cost, name) if times else None
-        )
+        profile, cost = self.profile(self.base, splitting), self.worst(self.base, splitting).cost
+        sizes, found = profile.fit.sizes(profile.size), []
+        for link in profile.fit.chain:
+            modules = modules_of(self.subject.model.get_submodule(link.name))
+            weights = [p.nbytes for one in modules for p in one._parameters.values() if p is not None]
+            seconds = times.forward(cost, link.name) if times else None
+            found.append(ModuleShare(link.name, sum(weights), sum(sizes[i] for i in link.saved), seconds))
+        return found
 
     def traced(self, row: PlanRow) -> tuple[PlanRow, Peak]:
         """A row with its peak from traces as it would run.

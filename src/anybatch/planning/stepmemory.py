@@ -28,18 +28,9 @@ def timelines(
 ) -> dict[str, Timeline]:
     """Traces a forward and a backward of one micro-batch on fake tensors, before and after planning.
 
-    The optimizer's step is no part of it; its state, and the batch, are there all the time.
-
-    Args:
-        plan: of the step.
-        model: see ``anybatch.plan``.
-        loss_fn: see ``anybatch.plan``.
-        batch: see ``anybatch.plan``.
-        device: see ``anybatch.plan``.
-        options: see ``anybatch.plan``.
-
-    Returns:
-        The timelines by what is written over them; none of a step that does not run on fake tensors.
+    The optimizer's step is no part of it; its state, and the batch, are there all the time. The arguments are those of
+    ``anybatch.plan``. The timelines are by what is written over them; there are none of a step that does not run on
+    fakes.
     """
     if isinstance(loss_fn, (Coupled, OverTime)):
         return {}

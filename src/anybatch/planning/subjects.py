@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from anybatch.loss.accumulate import Settings
 from anybatch.loss.losses import LossFunction
 from anybatch.loss.weights import FORWARD, Count
 from anybatch.memory.meter import held_by
+from anybatch.options import Options
 from anybatch.parallel.devices import Devices
 from anybatch.planning.devices import workspace_bytes
 from anybatch.tensors.modules import is_scripted, modules_behind
@@ -38,7 +40,7 @@ def sparse_error(what: str) -> LossError:
 class Behaviour:
     """What was found out about a loss, and a ``collate``, while they were traced."""
 
-    # whether it writes into its batch, or else needs a copy; None as long as nobody knows
+    # whether it writes into its batch or gives it tangents, so that it gets copies; None as long as nobody knows
     writes_batch: bool | None = None
     # whether it can't run on fake tensors, so that it may do something else with other samples
     looks_at_numbers: bool = False
@@ -83,6 +85,15 @@ class Subject:
     behaviour: Behaviour = field(default_factory=Behaviour)
     _seen: tuple[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, options: Options, settings: Settings, splittable: Splittable, **more: Any) -> "Subject":
+        """What the arguments of a verb say about a step; ``more`` are fields that they do not, or say otherwise."""
+        given = {"optimizers": options.optimizer, "clip_norm": options.clip_norm, "device_type": settings.device.type}
+        return cls(
+            options.model, options.loss_fn, settings, splittable, batch_norm=options.batch_norm,
+            blocks=tuple(options.blocks), count=options.count, **(given | more),
+        )  # fmt: skip
+
     def attend(self, splittable: Splittable | None) -> None:
         """Looks at another logical batch, or at none to let go of the last one."""
         self.splittable = splittable  # type: ignore[assignment]  # nobody asks while there is none
@@ -97,13 +108,8 @@ class Subject:
         is_shared = splittable.is_collated or splittable.lies_on(self.settings.device)
         if were_made and is_shared:
             self.behaviour.writes_batch = True
-        elif is_through and self.writes_batch is None:
+        elif is_through and self.behaviour.writes_batch is None:
             self.behaviour.writes_batch = False
-
-    @property
-    def writes_batch(self) -> bool | None:
-        """Whether the loss writes into its batch or gives it tangents, so that it gets copies; ``None`` if unknown."""
-        return self.behaviour.writes_batch
 
     @property
     def counts_ahead(self) -> bool:
@@ -132,11 +138,7 @@ class Subject:
         return self.settings.reducer.bytes_beside(self.roots, self.parameters) + workspaces
 
     def at_precisions(self, allow: Sequence[str]) -> Iterator[tuple["Subject", str]]:
-        """The subject as it is, and at the lower precisions that may be tried.
-
-        Returns:
-            Pairs of a subject and the precision as a plan names it, empty for the subject's own.
-        """
+        """The subject as it is, and at the lower precisions that may be tried, each with its name in a plan."""
         yield self, ""
         for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
             if name in allow and self.settings.autocast is None:
@@ -211,11 +213,7 @@ class Subject:
         return sum(seen.values()) + gradients, is_whole
 
     def refuse_sparse(self) -> None:
-        """Refuses layers that say that their gradients are sparse.
-
-        Raises:
-            LossError: names the first one.
-        """
+        """Refuses layers that say that their gradients are sparse, by the name of the first one."""
         for root in self.roots:
             for name, module in root.named_modules():
                 if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters()):

@@ -85,10 +85,9 @@ class Times:
 
 
 def measured(subject: Subject, part: Part, recipe: Recipe, blocks: Sequence[str], *, repeats: int) -> Timed | None:
-    """Runs a micro-batch for real, several times; gradients and buffers are put back.
+    """The shortest of several real runs of a micro-batch; gradients and buffers are put back.
 
-    Returns:
-        The shortest time; ``None`` if memory ran out.
+    It is ``None`` if memory ran out.
     """
     found = list[Timed]()
     try:
@@ -237,8 +236,7 @@ def is_far(row: PlanRow, best: PlanRow) -> bool:
 def neighbours(leader: PlanRow, rows: Sequence[PlanRow], tried: Sequence[PlanRow]) -> list[PlanRow]:
     """What may be faster than the way that is the fastest so far, since predictions are of one measurement each.
 
-    Returns:
-        Micro-batches of twice and of half the size; and with other memory optimizations the largest.
+    It is micro-batches of twice and of half the size; and with other memory optimizations the largest.
     """
     size, found = leader.micro_batch_size, list[PlanRow]()
     possible = [row for row in rows if not is_far(row, leader)]

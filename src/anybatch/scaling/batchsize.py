@@ -202,10 +202,6 @@ def _forgetting(beta: float, k: float) -> float:
     return 1 - k * (1 - beta) if beta else 0.0
 
 
-def _half_life(beta: float, k: float) -> float:
-    return float(beta**k)
-
-
 class _Rule(NamedTuple):
     """How hyperparameters scale with k, the new batch size over the old one."""
 
@@ -231,7 +227,7 @@ _RULES: Mapping[str, _Rule] = {
         0.25,
         "beta2 to the power k, which keeps its half-life in samples; beta1 stays. Marek et al. 2025. Their lr grows "
         "slower than sqrt(k); k^0.25 is a starting point",
-        {"beta2": _half_life},
+        {"beta2": lambda beta, k: float(beta**k)},
         (("beta2",),),
     ),
 }

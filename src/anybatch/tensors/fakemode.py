@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from anybatch.batch.trees import map_leaves
-from anybatch.torch_private import refuse_pointers, warn_of_pointers
 
 Fake = FakeTensor
 _LOGGER = logging.getLogger(FakeTensorMode.__module__)
@@ -181,7 +180,6 @@ class QuickFakeMode(FakeTensorMode):
         super().__init__(**options)
         self.cache_enabled = False  # torch's own, which takes longer than it saves where this one has missed
         self.is_over = False  # whether operations on tensors of this mode raise, as the trace has ended
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
         self.constants = Constants()
         self._is_within = False
         self._given: list[weakref.ref[torch.Tensor]] = []
@@ -313,22 +311,7 @@ class QuickFakeMode(FakeTensorMode):
             bare.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
         else:
             bare = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-        return self._fake(bare, known.device)
-
-    def _fake(self, bare: torch.Tensor, device: torch.device) -> Any:
-        """A ``FakeTensor``, without the cost of its constructor: its attributes are the same for all of a device."""
-        attributes = self._attributes.get(device)
-        if attributes is None:
-            made = FakeTensor(self, bare, device)
-            self._attributes[device] = {name: one for name, one in vars(made).items() if one is not self}
-            return made
-        made = torch.Tensor._make_subclass(
-            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=device
-        )  # fmt: skip
-        (warn_of_pointers if self._allow_unsafe_data_ptr_access else refuse_pointers)(made)
-        vars(made).update(attributes)
-        made.fake_mode = self  # not in the saved attributes, where it would be a reference cycle
-        return made
+        return FakeTensor(self, bare, known.device)
 
     def _remember(
         self, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any

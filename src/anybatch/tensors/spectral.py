@@ -39,8 +39,7 @@ def power_iterations(modules: Iterable[torch.nn.Module]) -> PowerIterations | No
 def power_iteration(module: torch.nn.Module) -> list[torch.Tensor]:
     """The buffers that a spectral norm in training mode updates in each forward; empty for other modules.
 
-    Args:
-        module: a parametrization of ``parametrizations.spectral_norm``, or a module with ``nn.utils.spectral_norm``.
+    It is a parametrization of ``parametrizations.spectral_norm``, or a module with ``nn.utils.spectral_norm``.
     """
     if type(module) is _PARAMETRIZATION:
         found = [module._buffers.get("_u"), module._buffers.get("_v")]

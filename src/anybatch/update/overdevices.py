@@ -20,7 +20,7 @@ from anybatch.parallel.devices import Devices, ModelCopy, Placement
 from anybatch.parallel.workers import run_together
 from anybatch.tensors.dispatch import without_modes
 from anybatch.tensors.graph import OutsideLeaves
-from anybatch.tensors.randomness import RandomState
+from anybatch.tensors.randomness import RandomState, generator_state
 from anybatch.update.passes import Beginnings, Progress, Task
 from anybatch.update.transaction import Snapshot, is_out_of_memory
 
@@ -37,89 +37,59 @@ def seeds_for(micro_batches: int) -> list[int]:
     return found
 
 
-class HostDraws:
-    """The generators of the host, which all threads share: those of torch for the CPU, of Python and of numpy.
+class Draws:
+    """Random generators that get a seed for each micro-batch: those of the host, or that of an accelerator.
 
-    Attributes:
-        drew: whether anything was seen to draw from any generator, so that the next batch has to get other numbers.
-        drew_here: whether it was one of these.
+    Those of the host are torch's for the CPU, Python's and numpy's. All threads share them, so they are seeded only
+    while one micro-batch runs at a time. No other thread uses that of an accelerator.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self._seeds = seeds
-        self._natural = self._before = _now()
-        self.drew = self.drew_here = False
+    def __init__(self, seeds: Sequence[int], device: torch.device | None = None) -> None:
+        self._seeds, self._device = seeds, device
+        self._natural = self._before = self._now()
+        self.drew = False  # whether anything was seen to draw from them
+
+    def _now(self) -> Any:
+        with without_modes():
+            return RandomState() if self._device is None else generator_state(self._device)
 
     def begin(self, number: int) -> None:
-        """Seeds them for a micro-batch that runs alone."""
+        """Seeds them for a micro-batch; an accelerator is the current one of its kind."""
         seed = self._seeds[number]
-        with without_modes():
-            torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(seed % 2**32)
-        self._before = _now()
+        if self._device is not None:
+            getattr(torch, self._device.type).manual_seed(seed)
+        else:
+            with without_modes():
+                torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed(seed % 2**32)
+        self._before = self._now()
 
     def look(self) -> None:
         """Looks whether anything was drawn since the micro-batch began, or since all of them did."""
         with without_modes():
-            if not self._before.is_now():
-                self.drew = self.drew_here = True
+            now = self._before.is_now() if self._device is None else torch.equal(self._before, self._now())
+            self.drew = self.drew or not now
 
-    def end(self) -> None:
-        """Puts them back to before the first micro-batch, and one draw further if anything was drawn anywhere."""
-        self._natural.restore()
-        if self.drew:
-            with without_modes():
-                torch.randint(_SEEDS, (), device="cpu")
-
-
-def _now() -> RandomState:
-    with without_modes():
-        return RandomState()
+    def put_back(self) -> None:
+        """Puts them back to before the first micro-batch: what is drawn elsewhere does not depend on the split."""
+        if self._device is None:
+            self._natural.restore()
+        else:
+            getattr(torch, self._device.type).set_rng_state(self._natural, self._device)
 
 
-class DeviceDraws:
-    """The generator of an accelerator, which no other thread uses."""
-
-    def __init__(self, device: torch.device, seeds: Sequence[int]) -> None:
-        self._device = device
-        self._seeds = seeds
-        self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
-        self._before: Any = None
-        self.drew = False  # whether anything was drawn from it
-
-    def begin(self, number: int) -> None:
-        """Seeds it for a micro-batch; the device is the current one of its kind."""
-        if self._module is not None:
-            self._module.manual_seed(self._seeds[number])
-            self._before = self._module.get_rng_state(self._device)
-
-    def look(self) -> None:
-        """Looks whether anything was drawn since the micro-batch began."""
-        if self._module is not None and not self.drew:
-            with without_modes():
-                self.drew = not torch.equal(self._before, self._module.get_rng_state(self._device))
-
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Puts it back at the end of the block: what is drawn from it elsewhere does not depend on the split."""
-        if self._module is None:
-            yield
-            return
-        state = self._module.get_rng_state(self._device)
-        try:
-            yield
-        finally:
-            self._module.set_rng_state(state, self._device)
+def _draws_of(seeds: Sequence[int], device: torch.device) -> list[Draws]:
+    return [] if device.type == "cpu" else [Draws(seeds, device)]
 
 
 def count_draws_alike(task: Task, batches: Iterator[Any], seeds: Sequence[int]) -> Iterator[Any]:
     """The micro-batches for a forward that only counts, each with the random numbers that it will get later."""
-    home, host = DeviceDraws(task.settings.device, seeds), HostDraws(seeds)
+    draws = [Draws(seeds), *_draws_of(seeds, task.settings.device)]
     for number, batch in enumerate(task.there(batches)):
-        host.begin(number)
-        home.begin(number)
+        for each in draws:
+            each.begin(number)
         yield batch
 
 
@@ -133,13 +103,10 @@ class OverDevices:
     weights: Weights
     progress: Progress
     differentiate: bool
-    in_turns: bool = False
-    drew_on_host: bool = False  # from the generators that all threads share
 
     def __post_init__(self) -> None:
         self.seeds = seeds_for(len(self.parts))  # before a collate draws, as where a forward counts
         self.stop, self.turn = threading.Event(), threading.Lock()
-        self.host: HostDraws
 
     def run(self, batches: Iterator[Any], parameters: Sequence[torch.Tensor]) -> Sums:
         """Goes through the parts once, on all devices.
@@ -152,22 +119,21 @@ class OverDevices:
         in_turns = self.devices.drew_on_host.get(self.differentiate, True)
         before = None if in_turns else Snapshot(self.task.modules)
         try:
-            sums = self.over(kept, parameters, in_turns=in_turns)
-            if self.drew_on_host and before is not None:
+            sums, drew = self._over(kept, parameters, in_turns=in_turns)
+            if drew and before is not None:
                 for parameter in parameters:
                     parameter.grad = None
                 before.restore()
-                sums = self.over(kept, parameters, in_turns=True)
-            self.devices.drew_on_host[self.differentiate] = self.drew_on_host
+                sums, drew = self._over(kept, parameters, in_turns=True)
+            self.devices.drew_on_host[self.differentiate] = drew
             _warn_of_buffers(self.devices)
         finally:
             for copy in self.devices.copies:
                 copy.clear()
         return sums
 
-    def over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> Sums:
-        """Runs the micro-batches, and adds up on the home device what the others have."""
-        self.in_turns = in_turns
+    def _over(self, batches: list[Any], parameters: Sequence[torch.Tensor], *, in_turns: bool) -> tuple[Sums, bool]:
+        """Runs the micro-batches, adds up on the home device; the sums, and whether any drew from the host."""
         for copy in self.devices.copies:
             copy.refresh(self.task.modules)
         tasks = [_on(placement, self.task) for placement in self.devices.placements]
@@ -175,21 +141,22 @@ class OverDevices:
             for one in tasks:  # those of a plan, on the model and on each copy, which know nothing of one another
                 stack.enter_context(one.optimized(one.model))
             begin = Beginnings(self.task, self.parts, self.progress, stack, self.differentiate)
-            self.host = HostDraws(self.seeds)
-            stack.callback(self.host.end)
+            host = Draws(self.seeds)
             placements = zip(self.devices.placements, tasks, self.devices.assign(self.parts), strict=True)
-            first, *others = workers = [_Worker(self, *each, batches, parameters) for each in placements]
+            workers = [_Worker(self, *each, batches, parameters, host if in_turns else None) for each in placements]
+            stack.callback(_put_back, [host, *(each for worker in workers for each in worker.own_draws)])
+            first, *others = workers
+            first.progress = self.progress
             works = [(first.placement.device, partial(first.work, begin))]
             works += [(worker.placement.device, partial(worker.work_elsewhere, begin.seed)) for worker in others]
             self._raise(run_together(self.devices.home, works, self.stop), workers)
             if not in_turns:
-                self.host.look()
-            self.drew_on_host = self.host.drew_here
+                host.look()
             self._check_outside(others)
             for worker in others:
                 if worker.placement.copy is not None:
                     first.accumulation.absorb_(worker.accumulation, worker.placement.copy.pairs)
-            return first.accumulation.close()
+            return first.accumulation.close(), host.drew
 
     def _check_outside(self, workers: Sequence["_Worker"]) -> None:
         found = [pair for worker in workers if worker.outside is not None for pair in worker.outside.found]
@@ -215,17 +182,25 @@ class OverDevices:
         raise error
 
 
+def _put_back(draws: Sequence[Draws]) -> None:
+    for each in draws:
+        each.put_back()
+    if any(each.drew for each in draws):  # so that the next batch gets other numbers
+        with without_modes():
+            torch.randint(_SEEDS, (), device="cpu")
+
+
 class _Worker:
     """What runs on one device."""
 
     def __init__(
         self, run: OverDevices, placement: Placement, task: Task, numbers: Sequence[int], batches: list[Any],
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor], host: Draws | None,
     ) -> None:  # fmt: skip
         self._run, self.placement, self._task, self._numbers, self._batches = run, placement, task, numbers, batches
         self.progress = Progress("the start")
-        self._number = 0  # of the micro-batch that runs
-        self._draws = DeviceDraws(placement.device, run.seeds)
+        self.own_draws = _draws_of(run.seeds, placement.device)
+        self._host = host  # its generators, where micro-batches run one at a time
         self.outside: OutsideLeaves | None = None
         if placement.copy is not None:
             parameters = [copy for one in parameters if (copy := placement.copy.leaf_of(one)) is not None]
@@ -244,33 +219,23 @@ class _Worker:
 
     def work(self, begin: Beginnings) -> None:
         """Runs the micro-batches."""
-        with self._draws.put_back(), contextlib.closing(self._each(begin)) as micro_batches:
-            self.accumulation.collect(micro_batches, iter(lambda: self._number, None))
-        if self._draws.drew:  # never set back to False, since threads write here side by side
-            self._run.host.drew = True
+        with contextlib.closing(self._each(begin)) as micro_batches:
+            self.accumulation.collect(micro_batches, iter(self._numbers))
 
     def _each(self, begin: Beginnings) -> Generator[Any, None, None]:
-        run, order = self._run, list[int]()
-        for batch in self._task.there(self._taken(order)):
-            number = order.pop(0)
-            with run.turn if run.in_turns else contextlib.nullcontext():
-                if run.stop.is_set():
+        numbers = iter(self._numbers)
+        draws = [*self.own_draws, *([] if self._host is None else [self._host])]
+        for batch in self._task.there(self._batches[number] for number in self._numbers):
+            number = next(numbers)
+            with contextlib.nullcontext() if self._host is None else self._run.turn:
+                if self._run.stop.is_set():
                     return
                 begin.begin(number)
-                self.progress.micro_batch(number, len(run.parts))
-                if run.in_turns:
-                    run.host.begin(number)
-                self._draws.begin(number)
-                self._number = number
+                for each in draws:
+                    each.begin(number)
                 yield batch
-                self._draws.look()
-                if run.in_turns:
-                    run.host.look()
-
-    def _taken(self, order: list[int]) -> Iterator[Any]:
-        for number in self._numbers:
-            order.append(number)
-            yield self._batches[number]
+                for each in draws:
+                    each.look()
 
 
 def _on(placement: Placement, task: Task) -> Task:

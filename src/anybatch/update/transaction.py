@@ -41,8 +41,7 @@ _KINDS = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a device or on the host.
 
-    Args:
-        error: by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
+    It is known by its class where it has one of its own, else by the texts of the CPU allocator, cuBLAS and cuDNN.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -94,8 +93,7 @@ class Snapshot:
     def restore(self, *, warns: bool = True) -> None:
         """Puts everything back, bitwise; can be called again.
 
-        Args:
-            warns: whether weights that were written to are reported, since nobody puts these back.
+        If it warns, weights that were written to are reported, since nobody puts these back.
         """
         self._random.restore()
         for put_back, state in self._own:
@@ -167,20 +165,21 @@ class SizeLimit:
 
     def resolve(self, largest: float) -> None:
         """Notes a logical batch that went through, and grows if it was quiet for long enough."""
-        if self.value is None or self.value == self.ceiling:
-            return
+        if self.value is not None and self.value != self.ceiling:
+            self._note_quiet(largest)
+
+    def _note_quiet(self, largest: float) -> None:
         self._quiet += 1
         if self._quiet < self._patience:
             return
         if self._grew:  # the last growth has held
             self._patience = self.PATIENCE
-        grown = 2 * self.value
-        if self.ceiling is not None:
-            self.value = min(grown, self.ceiling)
-        else:
-            self.value = grown if grown < largest else None
-        self._quiet = 0
-        self._grew = True
+        self._grow(largest)
+        self._quiet, self._grew = 0, True
+
+    def _grow(self, largest: float) -> None:
+        grown = 2 * (self.value or largest)
+        self.value = min(grown, self.ceiling) if self.ceiling is not None else grown if grown < largest else None
         logger.info("no out-of-memory for a while: the micro-batch size grows to %s", self.value or "the whole batch")
 
     def state_dict(self) -> dict[str, Any]:

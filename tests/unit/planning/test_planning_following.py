@@ -76,7 +76,7 @@ class Stub:
 
     def __init__(self, rows: int, found: Plan) -> None:
         self.rows, self.found, self.times = rows, found, None
-        self.subject = SimpleNamespace(writes_batch=False)
+        self.subject = SimpleNamespace(behaviour=SimpleNamespace(writes_batch=False))
 
     def plan(self, budget: int, **_: Any) -> Plan:
         if self.found.peak_bytes > budget:
