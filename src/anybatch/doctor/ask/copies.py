@@ -229,7 +229,8 @@ def _losses_of_step(kept: Kept, state: State, online: State) -> tuple[list[float
 
     For a loss that is no function of torch.
     """
-    names, own = {id(one): name for name, one in _parameters(online).items()}, _parameters(state)
+    names = {id(one): name for name, one in _parameters(online).items()}
+    own = {name: one.detach().clone().requires_grad_() for name, one in _parameters(state).items()}
     for tape in kept.tapes.values():
         held = {slot: own[names[id(one)]] for slot, one in tape.parameters.items() if names.get(id(one)) in own}
         if held and tape.losses:

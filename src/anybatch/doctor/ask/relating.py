@@ -114,8 +114,6 @@ def related(step: Step) -> Iterator[Probed]:
     terms = slots_of(step.tape, step.loss, without="grad")
     alike = {one.slot for one in found if bool((first.values[one.slot] == first.values[one.slot][:1]).all())}
     derived = step.tape.opaque & step.needed or any(step.used("grad"))  # which may be meant to be zero
-    if answer == "no" and derived and all(_hardly_differs(step, one) for one in found):
-        yield said(step.operations[where.index], answer="unknown", detail=_HARDLY, optimizer=optimizer)
     # of what is mixed, a prediction has several targets, and those of the smallest share are hardly in it
     told_apart = {slot for one, _, term in known if term is not None and term.answer == "yes"
                   for slot in step.operations[one.index].given if first.values[slot].requires_grad}  # fmt: skip
@@ -128,6 +126,8 @@ def related(step: Step) -> Iterator[Probed]:
                   and not told_apart & set(step.operations[one.index].given)
                   and not step.made_of(one.slot) & step.parameters.keys()],  # of a net as it was
     }  # fmt: skip
+    if answer == "no" and derived and all(_hardly_differs(step, one) for one in found):
+        yield said(step.operations[where.index], answer="unknown", detail=_HARDLY, **evidence)
     yield said(step.operations[where.index], answer=answer, **evidence)
 
 
